@@ -10,6 +10,7 @@ import torch
 
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
+from multihead.masks.place import Place
 from multihead.packing import Packing, Padding
 
 LENGTHS = (3, 0, 5)
@@ -119,3 +120,27 @@ def test_a_padding_found_in_inference_mode_serves_training() -> None:
     padding.restore(padding.drop(x, x, x)[0]).sum().backward()
     assert x.grad is not None
     assert x.grad[1, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 0]
+
+
+class SecondOfTwo:
+    """A sequence whose second half is held here."""
+
+    place = (1, 2)
+
+    def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
+        return torch.arange(tokens, 2 * tokens, device=device)[None]
+
+
+def test_the_padding_of_a_rank_is_computed_as_zeros_and_hidden_on_all_ranks() -> None:
+    x = torch.ones(2, 3, 1)
+    x[1, 1:] = torch.nan
+    padding = Padding.of_rank(SecondOfTwo(), x, (6, 4), "right")  # type: ignore[arg-type]
+    tokens, memory, values = padding.drop(x, x, x)
+    assert tokens is memory is values
+    assert tokens[..., 0].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert padding.drop(x, x, 2 * x)[2][..., 0].tolist() == [[2, 2, 2], [2, 0, 0]]
+    assert torch.equal(padding.restore(tokens + 1), 2 * tokens)
+    seen = padding.hide(masks.Causal()).tile(Place.of(6, 6))
+    expected = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+    expected[1, 4:] = False
+    assert torch.equal(seen[:, 0], expected)

@@ -76,8 +76,8 @@ FUZZED = (
     Mutant("records", "padding that sees a learned key is recorded", "observation/recorder.py",
            "elif request.origin is not None and request.origin.real is not None:", "elif request is None:",
            ("tests/observation/test_recorder.py",)),
-    Mutant("position bias", "one of a user is taken to depend on the distance only", "layer/attention.py",
-           'getattr(self.position_bias, "of_distance", False)', "True", ("tests/layer/test_positions.py",)),
+    Mutant("position bias", "one of a user is taken to depend on the distance only", "layer/arguments.py",
+           'getattr(part.position_bias, "of_distance", False)', "True", ("tests/layer/test_positions.py",)),
 )
 MUTANTS = (
     Mutant("native kernel", "sums over blocks of queries are overwritten", "kernels/native/call.py",
@@ -183,8 +183,8 @@ MUTANTS = (
            _layer("alone")),
     Mutant("gates", "one gate per head has no effect", "layer/gates.py",
            "return output * gates[:, None, None].to(output.dtype)", "return output", ("tests/layer/test_gates.py",)),
-    Mutant("gates", "gates per query are used on packed tokens", "layer/attention.py",
-           "(head_gates is None or head_gates.dim() == 1)", "True", _layer("padded or packed")),
+    Mutant("gates", "gates per query are used on packed tokens", "layer/arguments.py",
+           "(self.head_gates is None or self.head_gates.dim() == 1)", "True", _layer("padded or packed")),
     Mutant("extra keys", "positions are not shifted by the learned key", "layer/attention.py",
            "mask, start = LeadingKeys(1, mask), start + 1", "mask, start = LeadingKeys(1, mask), start",
            ("tests/layer/test_options.py",)),

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from multihead import sequence_split
 from multihead.batch_dims import BatchDims
-from multihead.call import Attended, AttentionCall, AttentionRequest, CallOrigin, listeners, publish, wanted_parts
+from multihead.call import (
+    Attended,
+    AttentionArguments,
+    AttentionCall,
+    AttentionRequest,
+    CallOrigin,
+    listeners,
+    publish,
+    wanted_parts,
+)
 from multihead.errors import (
     ArgumentError,
     DtypeError,
@@ -96,11 +105,11 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    given = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    attended = None if kernel is not None or unknown else eager.attend(q, k, v, *given)
+    terms = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    attended = None if kernel is not None or unknown else eager.attend(q, k, v, terms)
     if attended is not None:
         return attended[0]
-    request, dims = _request(attention, unknown, q, k, v, *given)
+    request, dims = _request(attention, unknown, q, k, v, terms)
     output = attend(request, kernel=kernel).output
     return output if dims is None else dims.restore(output)
 
@@ -134,11 +143,11 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
-    given = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    attended = None if kernel is not None or unknown else eager.attend(q, k, v, *given)
+    terms = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    attended = None if kernel is not None or unknown else eager.attend(q, k, v, terms)
     if attended is not None:
         return attended[0], attended[1]
-    request, dims = _request(attention_with_logsumexp, unknown, q, k, v, *given)
+    request, dims = _request(attention_with_logsumexp, unknown, q, k, v, terms)
     result = attend(request, kernel=kernel)
     if dims is None:
         return result.output, result.logsumexp
@@ -192,8 +201,8 @@ def attention_weights(
     reject_in_split("attention_weights", "Compute them outside, from all tokens.")
     check_slice("queries", queries)
     check_slice("keys", keys)
-    given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
-    request, dims = _request(attention_weights, unknown, q, k, None, *given)
+    terms = (mask, bias, softcap, sinks, scale, 0.0, query_start)
+    request, dims = _request(attention_weights, unknown, q, k, None, terms)
     first = measuring.first_pass(request) if logsumexp is None else None
     known = _logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
     tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
@@ -247,8 +256,9 @@ def statistics(
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
+    terms = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     if probes is None and logsumexp is None and v is None and context is NOTHING and not unknown:
-        found = measuring.measured_without_plan(q, k, mask, bias, softcap, sinks, scale, query_start)
+        found = measuring.measured_without_plan(q, k, terms)
         if found is not None:
             return found
     reject_in_split("statistics", "Compute them outside, from all tokens.")
@@ -258,8 +268,7 @@ def statistics(
             "cannot be read.",
             "Call it outside of them, on the tensors themselves.",
         )
-    given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
-    request, dims = _request(statistics, unknown, q, k, v, *given)
+    request, dims = _request(statistics, unknown, q, k, v, terms)
     has_values = v is not None
     chosen = measuring.chosen(probes, request, context, has_values=has_values)
     known = None if logsumexp is None else _logsumexp(request, logsumexp, dims)
@@ -310,8 +319,8 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB besides q, k and v
     """
-    given = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    request, _ = _request(explain, unknown, q, k, v, *given)
+    terms = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    request, _ = _request(explain, unknown, q, k, v, terms)
     return explained(request, kernel=kernel)
 
 
@@ -321,13 +330,7 @@ def _request(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    query_start: int | Tensor | str | None,
+    terms: AttentionArguments,
 ) -> tuple[AttentionRequest, BatchDims | None]:
     """Build the request of one of the functions above, with one batch dimension.
 
@@ -337,13 +340,7 @@ def _request(
         q: see `attention`.
         k: see `attention`.
         v: see `attention`; None where a function takes no values.
-        mask: see `attention`; so are the other arguments.
-        bias: see `attention`.
-        softcap: see `attention`.
-        sinks: see `attention`.
-        scale: see `attention`.
-        dropout: see `attention`.
-        query_start: see `attention`.
+        terms: the other arguments.
 
     Returns:
         the request, and the leading dimensions to restore, None where there was one batch dimension.
@@ -353,9 +350,9 @@ def _request(
     dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.of(q)
     if dims is not None:
         q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)
-        bias, query_start = dims.flatten_bias(bias), dims.flatten_start(query_start)
-    request = request_of(q, k, k if v is None else v, mask, bias, softcap, sinks, scale, dropout, query_start)
-    return request, dims
+        mask, bias, softcap, sinks, scale, dropout, start = terms
+        terms = (mask, dims.flatten_bias(bias), softcap, sinks, scale, dropout, dims.flatten_start(start))
+    return request_of(q, k, k if v is None else v, *terms), dims
 
 
 def request_of(

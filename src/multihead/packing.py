@@ -13,6 +13,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Documents, Lengths, Mask
 from multihead.places import places_of_tokens
+from multihead.sequence_split import SequenceSplit, reject_in_split
 from multihead.tracing import intercepted, jit_traced, readable, traced
 
 Side = Literal["right", "left"]
@@ -210,6 +211,9 @@ class Padding(NamedTuple):
         packed: whether the input came as packed tokens, and the output stays packed.
         placed_rows: where the attention takes a right-padded batch: the tokens of the queries in it.
         placed_columns: the same for the keys.
+        hidden: where a sequence is split over ranks, which tokens of this rank are padding, (batch, tokens, 1) bool.
+            They are computed as 0, because each rank has equally many tokens.
+        shown: the mask that hides them on all ranks.
     """
 
     rows: Packing | None
@@ -220,6 +224,8 @@ class Padding(NamedTuple):
     packed: bool = False
     placed_rows: Packing | None = None
     placed_columns: Packing | None = None
+    hidden: Tensor | None = None
+    shown: Lengths | None = None
 
     @staticmethod
     def of(
@@ -263,6 +269,24 @@ class Padding(NamedTuple):
         documents = Documents(packing.lengths) if together else None
         return _placed(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
 
+    @staticmethod
+    def of_rank(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
+        """Find the padding among the tokens of a rank, (batch, tokens, features), where a sequence is split over ranks.
+
+        Args:
+            sequence: the split.
+            x: (batch, tokens of this rank, features).
+            lengths: (batch,) tokens of each whole sample.
+            side: on which side of the tokens the padding is.
+        """
+        if side != "right":
+            reject_in_split(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
+        count = torch.as_tensor(lengths, device=x.device).view(-1, 1)
+        whole = torch.arange(x.shape[1] * sequence.place[1], device=x.device)
+        hidden = sequence.positions(x.shape[1], x.device) >= count  # (batch, tokens)
+        shown = Lengths(count * (whole < count))  # (batch, whole tokens): queries of padding see no key
+        return NO_PADDING._replace(hidden=hidden[..., None], shown=shown)
+
     @property
     def packed_lengths(self) -> Tensor | None:
         """(samples,), tokens per sample, where the attention takes all samples in one row; else None."""
@@ -289,6 +313,9 @@ class Padding(NamedTuple):
         """
         if self.packed:
             return x, memory, values
+        if self.hidden is not None:
+            x_filled = x.masked_fill(self.hidden, 0)
+            return x_filled, x_filled, x_filled if values is memory else values.masked_fill(self.hidden, 0)
         x_tokens = x if self.rows is None else self.rows.pack(x)
         memory_tokens = x_tokens if memory is x else self._pack_keys(memory)
         return x_tokens, memory_tokens, memory_tokens if values is memory else self._pack_keys(values)
@@ -312,12 +339,12 @@ class Padding(NamedTuple):
         Raises:
             ShapeError: a projection gathers tokens of other processes, whose padding is not known here.
         """
-        _check_as_long("q_proj", x, q, self.rows)
+        if self.rows is not None and q.shape[1] != x.shape[1]:
+            raise _other_tokens("q_proj", x, q)
+        if fresh and self.columns is not None and k.shape[1] != memory.shape[1]:
+            raise _other_tokens("k_proj", memory, k)
         q = q if self.placed_rows is None else self.placed_rows.unpack(q)
-        if not fresh:
-            return q, k, v
-        _check_as_long("k_proj", memory, k, self.columns)
-        if self.placed_columns is None:
+        if not fresh or self.placed_columns is None:
             return q, k, v
         return q, self.placed_columns.unpack(k), self.placed_columns.unpack(v)
 
@@ -331,6 +358,8 @@ class Padding(NamedTuple):
         """
         if self.documents is not None:
             return mask & self.documents
+        if self.shown is not None:
+            return mask & self.shown
         if keys is None:
             keys, key_lengths = self.keys, None if self.columns is None else self.columns.lengths
         if self.rows is None:
@@ -340,12 +369,10 @@ class Padding(NamedTuple):
         real = self.real
         return mask if real is None else mask & Lengths(torch.where(real, visible[:, None], 0))
 
-    def drop_rows(self, merged: Tensor) -> Tensor:
-        """Drop the padding of the merged heads, before the output projection."""
-        return merged if self.placed_rows is None else self.placed_rows.pack(merged)
-
     def restore(self, output: Tensor) -> Tensor:
         """Restore the padding of the output as 0: (batch, queries, features); packed tokens stay packed."""
+        if self.hidden is not None:
+            return output.masked_fill(self.hidden, 0)
         return output if self.packed or self.rows is None else self.rows.unpack(output)
 
 
@@ -383,10 +410,8 @@ def _placed(padding: Padding) -> Padding:
     return padding._replace(placed_rows=rows, placed_columns=columns)
 
 
-def _check_as_long(name: str, x: Tensor, projected: Tensor, packing: Packing | None) -> None:
-    if packing is None or projected.shape[1] == x.shape[1]:
-        return
-    raise ShapeError(
+def _other_tokens(name: str, x: Tensor, projected: Tensor) -> ShapeError:
+    return ShapeError(
         f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
         f"{x.shape[1]}.",
         "Give every process all tokens where lengths or packing are given, or hide the padding with "

@@ -458,3 +458,19 @@ def test_explaining_a_call_leaves_its_cache_and_rejects_unknown_arguments() -> N
     with pytest.raises(ArgumentError):
         layer.explain(x, is_causal=True)
     assert layer(x).shape == x.shape
+
+
+def test_explaining_a_call_stops_before_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = mh.MultiHeadAttention(12, 3, head_gates=True), torch.randn(2, 5, 12)
+    projected: list[str] = []
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        layer.get_submodule(name).register_forward_hook(lambda *_, name=name: projected.append(name))
+    monkeypatch.setattr(layer, "_attend", lambda *_: pytest.fail("the attention was computed"))
+    layer.explain(x, lengths=(5, 2))
+    assert projected == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_explaining_a_call_rejects_what_is_no_cache() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        mh.MultiHeadAttention(12, 3).explain(torch.randn(2, 5, 12), cache={})
+    assert str(refusal.value) == "cache is a dict. Give a KeyValueCache() of this layer's own, the same in every call."

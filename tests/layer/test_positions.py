@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from multihead import KeyValueCache, QKNorm, Rotary, masks
+from multihead.cache.cache import Memory
 from multihead.errors import ArgumentError
+from multihead.layer.arguments import LayerCall
 from multihead.layer.positions import extend, first_position, normalise, rotate
-from multihead.packing import NO_PADDING, Padding
+from multihead.packing import Padding
 
 Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
+
+
+def call_of(*, within: bool, start: int | torch.Tensor = 0, **arguments: Any) -> LayerCall:
+    """Make a call of 2 samples of 3 tokens whose arguments are checked."""
+    call = LayerCall(torch.zeros(2, 3, 1), **arguments)
+    call.within, call.start = within, start
+    return call
 
 
 def test_the_end_of_fewer_keys_than_queries_is_a_negative_position_of_each_sample() -> None:
@@ -27,13 +38,15 @@ def test_the_end_of_fewer_keys_than_queries_is_a_negative_position_of_each_sampl
 def test_keys_are_rotated_from_the_first_position_unless_they_are_the_same_tokens_as_the_queries() -> None:
     rotary, start = Rotary(), torch.tensor([4, 1])
     rows = start[:, None] + torch.arange(3)
-    q, k = rotate(rotary, Q, K, start, None, same=False, fresh=True)
+    q, k = rotate(rotary, call_of(within=False, start=start), Q, K)
     assert torch.equal(q, rotary.rotate(Q, rows))
     assert torch.equal(k, rotary.rotate(K, 0))
-    _, k = rotate(rotary, Q, K, 4, None, same=True, fresh=True)
+    _, k = rotate(rotary, call_of(within=True, start=4, cache=KeyValueCache()), Q, K)
     assert torch.equal(k, rotary.rotate(K, 4))
-    positions = torch.tensor([[0, 1, 0]])  # of two packed samples
-    q, k = rotate(rotary, Q, K, 0, positions, same=True, fresh=True)
+    packed = call_of(within=True)
+    packed.padding = Padding.of(packed.x, packed.x, (2, 1), None, together=True)
+    positions = torch.tensor([[0, 1, 0]])
+    q, k = rotate(rotary, packed, Q, K)
     assert torch.equal(q, rotary.rotate(Q, positions))
     assert torch.equal(k, rotary.rotate(K, positions))
 
@@ -43,27 +56,32 @@ def test_keys_of_a_cache_are_neither_normalised_nor_rotated_again() -> None:
     q, k = normalise(norms, Q, K, fresh=False)
     assert k is K
     assert torch.equal(q, norms(Q, K)[0])
-    assert rotate(Rotary(), Q, K, 4, None, same=False, fresh=False)[1] is K
+    call = call_of(within=False, start=4)
+    call.cached = Memory(K, K)
+    assert rotate(Rotary(), call, Q, K)[1] is K
 
 
 def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
     cache, lengths = KeyValueCache(), torch.tensor([3, 2])
-    x = torch.zeros(2, 3, 1)
-    padding = Padding.of(x, x, lengths, None, together=False)
-    k, v, scales, mask, start = extend(cache, Q, K, K, masks.Causal(), 0, padding, within=True)
-    assert scales is None
-    assert not torch.as_tensor(start).any()
-    assert masks.picture(mask, queries=3, keys=3) == "■ · ·   ■ · ·\n■ ■ ·   ■ ■ ·\n■ ■ ■   · · ·"
-    k, v, _, mask, start = extend(cache, Q, 2 * K, K, masks.Causal(), 0, NO_PADDING, within=True)
-    assert torch.equal(torch.as_tensor(start), lengths)
+    padded = call_of(within=True, mask=masks.Causal())
+    padded.padding = Padding.of(padded.x, padded.x, lengths, None, together=False)
+    extend(cache, padded, Q, K, K)
+    assert padded.scales is None
+    assert not torch.as_tensor(padded.start).any()
+    assert masks.picture(padded.mask, queries=3, keys=3) == "■ · ·   ■ · ·\n■ ■ ·   ■ ■ ·\n■ ■ ■   · · ·"
+    call = call_of(within=True, mask=masks.Causal())
+    k, v = extend(cache, call, Q, 2 * K, K)
+    assert torch.equal(torch.as_tensor(call.start), lengths)
     assert torch.equal(k[1, :, 2:5], 2 * K[1])
     assert v.shape == k.shape
 
 
 def test_a_cache_keeps_the_memory_of_a_cross_attention() -> None:
-    cache = KeyValueCache()
-    k, _, _, _, start = extend(cache, Q, K, K, masks.Full(), 0, NO_PADDING, within=False)
-    again, *_ = extend(cache, Q, k, k, masks.Full(), 0, NO_PADDING, within=False)
-    assert start == 0
+    cache, call = KeyValueCache(), call_of(within=False)
+    k, _ = extend(cache, call, Q, K, K)
+    later = call_of(within=False)
+    later.cached = cache.memory
+    again, _ = extend(cache, later, Q, K, K)
+    assert (call.start, later.start) == (0, 0)
     assert again is k
     assert cache.query_start == 6

@@ -153,7 +153,7 @@ def attend_for(
     if position_bias is not None:
         bias = position_bias if bias is None else added(position_bias, bias, query.shape[2], keys)
     terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
-    attended = eager.attend(query, key, value, *terms, start)
+    attended = eager.attend(query, key, value, (*terms, start))
     returned = _returns_weights(options)
     if attended is not None and not returned:
         output, weights = attended[0], None

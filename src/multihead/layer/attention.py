@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from copy import copy, deepcopy
-from typing import Any, Literal, Never, NoReturn
+from copy import deepcopy
+from typing import Any, Literal, Never
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 from multihead import sequence_split
 from multihead.cache import KeyValueCache
-from multihead.call import AttentionRequest, CallOrigin, listeners
+from multihead.call import AttentionArguments, AttentionRequest, CallOrigin, listeners
 from multihead.errors import (
     ArgumentError,
     check_integer,
@@ -26,25 +26,14 @@ from multihead.explanation import Explanation, explained
 from multihead.functional import attend, request_of
 from multihead.heads import head_counts, head_dim_of
 from multihead.kernels.native import eager
-from multihead.layer.checks import (
-    Widths,
-    check_cache,
-    check_inputs,
-    check_is_cache,
-    check_packing,
-    check_position_bias,
-    check_split,
-    check_takes_positions,
-    dtype_of,
-)
+from multihead.layer.arguments import LayerCall, Widths, check_is_cache, check_takes_positions, dtype_of
 from multihead.layer.gates import gate, prepend
-from multihead.layer.positions import extend, first_position, map_lengths, normalise, padding_of_rank, rotate
-from multihead.layer.sharding import LayerPart, local_part
+from multihead.layer.positions import extend, find_start, map_lengths, normalise, rotate
 from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.packing import NO_PADDING, Packing, Padding, Side
+from multihead.packing import NO_PADDING, Packing, Side
 from multihead.qk_norm import QKNorm
-from multihead.quantised import Scales, expand
+from multihead.quantised import expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
@@ -255,199 +244,153 @@ class MultiHeadAttention(nn.Module):
         """
         if unknown:
             reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+        call = LayerCall(
+            x,
+            memory,
+            values,
+            mask=mask,
+            bias=bias,
+            lengths=lengths,
+            memory_lengths=memory_lengths,
+            padding_side=padding_side,
+            packing=packing,
+            cache=cache,
+            head_gates=head_gates,
+            query_start=query_start,
+        )
         if cache is not None:
             check_is_cache(cache)
-        if lengths is not None and (sequence := sequence_split.active) is not None:
-            hidden, mask = padding_of_rank(sequence, x, mask, lengths, padding_side)
-            options: Any = {"memory_lengths": memory_lengths, "packing": packing, "cache": cache}
-            options |= {"bias": bias, "head_gates": head_gates, "query_start": query_start}
-            output = self.forward(x.masked_fill(hidden, 0), memory, values, mask=mask, **options)
-            return output.masked_fill(hidden, 0)
-        # A tracer, a hook of all modules or a replaced method of the class expects that the modules are called.
-        expected = intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR
-        project = self._call_module if expected else self._project
         with _NOTHING if cache is None else cache.rollback_on_error():
-            given = (mask, bias, lengths, memory_lengths, padding_side, packing, cache, head_gates, query_start)
-            x, memory, values, padding, batched = self._inputs(x, memory, values, *given)
-            within = memory is x  # self-attention
-            cached = None if cache is None or within else cache.memory  # keys and values of an earlier call
-            fresh = cached is None
-            # A cache knows the position, which only a rotation needs before the keys are cached.
-            plain = within and query_start is None and (cache is None or self.rotary is None)
-
-            q = project("q_proj", x)  # (batch, queries, heads * head_dim)
-            k = project("k_proj", memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
-            v = project("v_proj", values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
-            if padding is not NO_PADDING:
-                q, k, v = padding.place(x, q, memory, k, v, fresh=fresh)
-            part: MultiHeadAttention | LayerPart = self
-            if not self._holds_all_heads(q, k, v, fresh=fresh):  # other processes hold the others
-                part, k, v, mask, bias, head_gates = local_part(self, q, k, v, mask, bias, head_gates, fresh=fresh)
-
-            q = _split(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
-            if fresh:
-                k = _split(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
-                v = _split(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
-            if part.qk_norm is not None:
-                q, k = normalise(part.qk_norm, q, k, fresh=fresh)
-            start = 0 if plain else self._first_position(query_start, cache, mask, q, k, within=within)
-            if self.rotary is not None:
-                same = padding.documents is not None or (within and cache is not None)
-                q, k = rotate(self.rotary, q, k, start, padding.positions, same=same, fresh=fresh)
-            scales: Scales | None = None  # of k and v, where the cache holds int8
-            if cache is None:
-                mask = padding.hide(mask)
-            else:
-                k, v, scales, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
-
-            # Queries of another tensor that have a position may be the newest tokens of the keys' sequence.
-            crosses = not within if within or query_start is None else None
-            output = self._attend(part, q, k, v, scales, mask, bias, start, padding, cache, crosses=crosses)
-            for gates in (part.head_gates, head_gates):
-                if gates is not None:
-                    output = gate(output, gates)  # (batch, heads, queries, value_head_dim)
+            q, k, v, terms = self._prepare(call)
+            output = self._attend(call, q, k, v, terms)  # (batch, heads, queries, value_head_dim)
+            if call.part.head_gates is not None:
+                output = gate(output, call.part.head_gates)
+            if call.head_gates is not None:
+                output = gate(output, call.head_gates)
         # (batch, queries, heads * value_head_dim), or (batch, queries, value_head_dim)
         merged = output.transpose(1, 2).flatten(2) if self.merge == "concat" else output.mean(1)
-        merged = padding.drop_rows(merged)
-        output = merged if self._modules.get("out_proj") is None else project("out_proj", merged)
-        output = padding.restore(output)  # (batch, queries, output_dim)
-        return output if batched else output[0]
+        if call.padding.placed_rows is not None:
+            merged = call.padding.placed_rows.pack(merged)  # (1, tokens, width): no padding is projected
+        output = merged if self._modules.get("out_proj") is None else self._project(call, "out_proj", merged)
+        output = call.padding.restore(output)  # (batch, queries, output_dim)
+        return output if call.batched else output[0]
 
-    def _inputs(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        values: Tensor | None,
-        mask: Mask,
-        bias: Bias | None,
-        lengths: Sequence[int] | Tensor | None,
-        memory_lengths: Sequence[int] | Tensor | None,
-        padding_side: Side,
-        packing: Packing | None,
-        cache: KeyValueCache | None,
-        head_gates: Tensor | None,
-        query_start: int | Tensor | str | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Padding, bool]:
-        """Check the arguments of a call and drop its padding.
+    def _prepare(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
+        """Compute what the attention of a call takes: project, split, normalise, rotate, cache.
 
         Returns:
-            x, memory and values, (batch, length, features) or packed (1, tokens, features); the padding; whether
-            x has a batch.
+            q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys,
+            value_head_dim), and the other terms of the attention.
         """
+        x, memory, values = self._tokens(call)  # (batch, length, features), or (1, tokens, features) without padding
+        project, padding, cached, cache = self._project, call.padding, call.cached, call.cache
+
+        q = project(call, "q_proj", x)  # (batch, queries, heads * head_dim)
+        k = project(call, "k_proj", memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
+        v = project(call, "v_proj", values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
+        if padding is not NO_PADDING:
+            q, k, v = padding.place(x, q, memory, k, v, fresh=cached is None)
+        if not self._holds_all_heads(call, q, k, v):  # other processes hold the others
+            k, v = call.slice_heads(self, q, k, v)
+        part = call.part
+
+        q = _split(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
+        if cached is None:
+            k = _split(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
+            v = _split(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
+        if part.qk_norm is not None:
+            q, k = normalise(part.qk_norm, q, k, fresh=cached is None)
+        # One sequence begins at 0, or where its cache ends, which only a rotation needs before the cache is extended.
+        if not call.within or call.query_start is not None or (cache is not None and self.rotary is not None):
+            find_start(call, q, k, matters=self.rotary is not None or self.position_bias is not None)
+        if self.rotary is not None:
+            q, k = rotate(self.rotary, call, q, k)
+        if cache is not None:
+            k, v = extend(cache, call, q, k, v)
+        elif padding is not NO_PADDING:
+            call.mask = padding.hide(call.mask)
+        k, v, terms = self._terms(call, q, k, v)
+        return q, k, v, terms
+
+    def _tokens(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Check a call and drop its padding.
+
+        Returns:
+            x, memory and values, (batch, length, features) each, or (1, tokens, features) where there is padding.
+        """
+        x, packing, cache = call.x, call.packing, call.cache
+        memory = values = x
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
-        plain = memory is None and values is None and memory_lengths is None and packing is None
-        usual = plain and type(x) is Tensor and isinstance(mask, Mask) and weight is not None
-        batched = True
+        alone = call.memory is None and call.values is None and call.memory_lengths is None and packing is None
+        usual = alone and type(x) is Tensor and isinstance(call.mask, Mask) and weight is not None
         if not (
             usual and x.dim() == 3 and x.shape[2] == self.embed_dim == self.key_dim and x.dtype is weight.dtype  # type: ignore[union-attr]
         ):
             widths = Widths(self.embed_dim, self.key_dim, self.value_dim, dtype_of(self.q_proj))
-            x, memory, values, batched = check_inputs(widths, mask, x, memory, values, lengths, memory_lengths)
-        within = memory is None or memory is x
+            x, memory, values = call.check_inputs(widths)
+        call.part = self
+        # A tracer, a hook of all modules or a replaced method of the class expects that the modules are called.
+        call.by_module = intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR
         if sequence_split.active is not None:
-            check_split(memory_lengths, packing, cache, within=within, added_key=self.bias_k is not None)
+            call.check_split(added_key=self.bias_k is not None)
         if packing is not None:
-            check_packing(packing, x, memory, lengths, cache)
+            call.check_packing(packing)
         if cache is not None:
-            check_cache(cache, mask, query_start, None if within else memory)
-        memory = x if memory is None else memory
-        values = memory if values is None else values
-        if lengths is None and memory_lengths is None and packing is None:
-            return x, memory, values, NO_PADDING, batched
-        # Where only differences of positions matter, all samples stay in one row of tokens, as documents.
-        together = (
-            within
-            and bias is None
-            and cache is None
-            and (query_start is None or (isinstance(query_start, int) and query_start == 0))
-            and (head_gates is None or head_gates.dim() == 1)
-            and self.bias_k is None
-            and (self.position_bias is None or getattr(self.position_bias, "of_distance", False))
-            and mask.translation_invariant
-            and mask.defines_interval  # else the whole row would be evaluated cell by cell
-        )
-        if packing is None:
-            padding = Padding.of(x, memory, lengths, memory_lengths, together=together, side=padding_side)
-        else:
-            padding = Padding.of_packed(packing, together=together)
-        return *padding.drop(x, memory, values), padding, batched
+            call.check_cache(cache)
+            call.cached = None if call.within else cache.memory
+        if call.lengths is None and call.memory_lengths is None and packing is None:
+            return x, memory, values
+        call.find_padding(x, memory)
+        return call.padding.drop(x, memory, values)
 
-    def _call_module(self, name: str, x: Tensor) -> Tensor:
-        """Project tokens by a call of the projection."""
-        projection: Any = self._modules[name]  # saves half a microsecond over nn.Module.__getattr__
-        return projection(x)  # type: ignore[no-any-return]
-
-    def _project(self, name: str, x: Tensor) -> Tensor:
+    def _project(self, call: LayerCall, name: str, x: Tensor) -> Tensor:
         """Project tokens: (batch, length, features) -> (batch, length, width).
 
         A linear projection that nothing hooks into is computed without calling the module, which takes 3 microseconds.
         """
-        projection: Any = self._modules[name]
+        projection: Any = self._modules[name]  # saves half a microsecond over nn.Module.__getattr__
+        if call.by_module:
+            return projection(x)  # type: ignore[no-any-return]
         state = projection.__dict__
+        parameters = state["_parameters"]
+        weight = parameters.get("weight")
         if (
-            type(projection) is nn.Linear
-            and state["_parameters"].get("weight") is not None
-            and not (
-                state["_forward_pre_hooks"]
-                or state["_forward_hooks"]
-                or state["_backward_pre_hooks"]
-                or state["_backward_hooks"]
-                or "forward" in state
-                or "_compiled_call_impl" in state
-            )
+            weight is None
+            or type(projection) is not nn.Linear
+            or state["_forward_pre_hooks"]
+            or state["_forward_hooks"]
+            or state["_backward_pre_hooks"]
+            or state["_backward_hooks"]
+            or "forward" in state
+            or "_compiled_call_impl" in state
         ):
-            return F.linear(x, state["_parameters"]["weight"], state["_parameters"].get("bias"))
-        return self._call_module(name, x)
+            return projection(x)  # type: ignore[no-any-return]
+        return F.linear(x, weight, parameters.get("bias"))
 
-    def _holds_all_heads(self, q: Tensor, k: Tensor, v: Tensor, *, fresh: bool) -> bool:
+    def _holds_all_heads(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the projections (batch, length, width) of this process hold all heads of the layer."""
-        return (
-            type(q) is Tensor
-            and q.shape[2] == self.num_heads * self.head_dim
-            and (not fresh or k.shape[2] == self.num_kv_heads * self.head_dim)
-            and (not fresh or v.shape[2] == self.num_kv_heads * self.value_head_dim)
+        if type(q) is not Tensor or q.shape[2] != self.num_heads * self.head_dim:
+            return False
+        return call.cached is not None or (
+            k.shape[2] == self.num_kv_heads * self.head_dim and v.shape[2] == self.num_kv_heads * self.value_head_dim
         )
 
-    def _first_position(
-        self,
-        query_start: int | Tensor | str | None,
-        cache: KeyValueCache | None,
-        mask: Mask,
-        q: Tensor,
-        k: Tensor,
-        *,
-        within: bool,
-    ) -> int | Tensor:
-        """Return the position of the first query among the keys."""
-        matters = mask.uses_positions or self.rotary is not None or self.position_bias is not None
-        if cache is not None and query_start is None and (within or matters):
-            return cache.query_start
-        return first_position(query_start, q, k.shape[2]) if matters or query_start is not None else 0
+    def _terms(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, AttentionArguments]:
+        """Add what the layer has of its own: position bias, learned key, sinks.
 
-    def _request(
-        self,
-        part: MultiHeadAttention | LayerPart,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scales: Scales | None,
-        mask: Mask,
-        bias: Bias | None,
-        start: int | Tensor,
-        padding: Padding,
-        cache: KeyValueCache | None,
-        *,
-        crosses: bool | None,
-    ) -> AttentionRequest:
-        """Build the request: add the position bias, the learned key and the sinks of the layer."""
+        Returns:
+            k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys, value_head_dim), and the other terms.
+        """
+        part, mask, bias, start = call.part, call.mask, call.bias, call.start
         if part.position_bias is not None:
             queries, keys = map_lengths(q, k, v)
             own = part.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
-            check_position_bias(own, packed=padding.documents is not None, cache=cache)
+            call.check_position_bias(own)
             bias = own if bias is None else added(bias, own, queries, keys)
         if part.bias_k is not None and part.bias_v is not None:
-            if scales is not None:
-                k, v, scales = expand(k, scales.k, q.dtype), expand(v, scales.v, q.dtype), None
+            if call.scales is not None:
+                k, v = expand(k, call.scales.k, q.dtype), expand(v, call.scales.v, q.dtype)
+                call.scales = None
             k, v = prepend(part.bias_k, k), prepend(part.bias_v, v)  # (batch, kv_heads, 1 + keys, dim)
             mask, start = LeadingKeys(1, mask), start + 1
             bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
@@ -456,57 +399,29 @@ class MultiHeadAttention(nn.Module):
             # A key of 0 has the score 0, and its value is 0: that is a sink.
             zero = q.new_zeros(q.shape[1])
             sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
-        origin = None
-        if listeners():
-            continued = None if cache is None else cache.continued
-            lengths = padding.packed_lengths
-            origin = CallOrigin(self, lengths, continued, crosses, fresh=cache is None, real=padding.real)
-        return request_of(
-            q,
-            k,
-            v,
-            mask,
-            bias,
-            self.softcap,
-            sinks,
-            self.scale,
-            self.dropout if self.training else 0.0,
-            start,
-            to_come=cache is not None,
-            mask_fits=padding.documents is not None,
-            origin=origin,
-            scales=scales,
-        )
+        dropout = self.dropout if self.training else 0.0
+        return k, v, (mask, bias, self.softcap, sinks, self.scale, dropout, start)
 
-    def _attend(
-        self,
-        part: MultiHeadAttention | LayerPart,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scales: Scales | None,
-        mask: Mask,
-        bias: Bias | None,
-        start: int | Tensor,
-        padding: Padding,
-        cache: KeyValueCache | None,
-        *,
-        crosses: bool | None,
-    ) -> Tensor:
+    def _attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> Tensor:
         """Compute the attention: (batch, heads, queries, value_head_dim)."""
-        extended = part.position_bias is not None or part.bias_k is not None or self.add_zero_attn  # by the layer
-        if not extended and padding.documents is None:
-            dropout = self.dropout if self.training else 0.0
-            attended = eager.attend(q, k, v, mask, bias, self.softcap, part.sinks, self.scale, dropout, start, scales)
+        if call.padding.documents is None:
+            attended = eager.attend(q, k, v, terms, call.scales)
             if attended is not None:
                 return attended[0]
-        return attend(self._request(part, q, k, v, scales, mask, bias, start, padding, cache, crosses=crosses)).output
+        return attend(self._request(call, q, k, v, terms)).output
 
-    def _stop(self, *given: Any, **options: Any) -> NoReturn:
-        raise _StoppedError(self._request(*given, **options))
+    def _request(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> AttentionRequest:
+        """Build the request of the attention of a call."""
+        origin, cache, padding = None, call.cache, call.padding
+        if listeners():
+            continued = None if cache is None else cache.continued
+            lengths, crosses = padding.packed_lengths, call.crosses
+            origin = CallOrigin(self, lengths, continued, crosses, fresh=cache is None, real=padding.real)
+        to_come, mask_fits = cache is not None, padding.documents is not None
+        return request_of(q, k, v, *terms, to_come=to_come, mask_fits=mask_fits, origin=origin, scales=call.scales)
 
     def explain(
-        self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **call: Any
+        self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **arguments: Any
     ) -> Explanation:
         """Explain a call without its attention: the kernel, why others refuse it, the share it skips and its memory.
 
@@ -518,15 +433,17 @@ class MultiHeadAttention(nn.Module):
         skipped  ...% of the score matrix; its intervals hide 27.8%
         memory   about ... besides q, k and v
         """
-        call["cache"] = deepcopy(call.get("cache"))
-        stopping = copy(self)  # shares the parameters
-        stopping.__dict__["_attend"] = stopping._stop  # noqa: SLF001 - a copy of this layer
-        try:
-            MultiHeadAttention.forward(stopping, x, memory, values, **call)
-        except _StoppedError as stopped:
-            request = stopped.request
-        on_device = [name for name in ("lengths", "memory_lengths") if isinstance(call.get(name), Tensor)]
-        far = [f"{name} on {call[name].device}" for name in on_device if call[name].device.type not in ("cpu", "meta")]
+        unknown = {name: given for name, given in arguments.items() if name not in LayerCall.__match_args__}
+        if unknown:
+            reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+        call = LayerCall(x, memory, values, **arguments)
+        if call.cache is not None:
+            check_is_cache(call.cache)
+            call.cache = deepcopy(call.cache)
+        request = self._request(call, *self._prepare(call))
+        given = {"lengths": call.lengths, "memory_lengths": call.memory_lengths}
+        devices = {name: each.device for name, each in given.items() if isinstance(each, Tensor)}
+        far = [f"{name} on {device}" for name, device in devices.items() if device.type not in ("cpu", "meta")]
         waits = f"the host reads how many tokens there are, from {' and '.join(far)}" if far else None
         return explained(request, waits=waits)
 
@@ -550,14 +467,6 @@ def _split(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
     """Split projected tokens into heads: (batch, length, heads * head_dim) -> (batch, heads, length, head_dim)."""
     batch, length, _ = x.shape
     return x.view(batch, length, num_heads, head_dim).transpose(1, 2)
-
-
-class _StoppedError(Exception):
-    """Ends a call before its attention, for `explain`; carries the request."""
-
-    def __init__(self, request: AttentionRequest) -> None:
-        super().__init__()
-        self.request = request
 
 
 def _size(name: str, value: int) -> int:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from multihead.masks import Mask
 from multihead.qk_norm import QKNorms
 from multihead.scores import RelativeBias
 from multihead.scores.bias import Bias, values_of, with_values
-
-L = TypeVar("L", bound="ShardableLayer")
 
 SPLIT = "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
 
@@ -295,43 +293,6 @@ def check_divides(name: str, heads: int, kv_heads: int, ranks: int) -> None:
             f"{name} has {heads} heads and {kv_heads} key/value heads, which cannot be divided over {ranks} ranks.",
             f"Take a number of ranks of {', '.join(str(n) for n in fitting)}.",
         )
-
-
-def local_part(
-    layer: L,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    head_gates: Tensor | None,
-    *,
-    fresh: bool,
-) -> tuple[L | LayerPart, Tensor, Tensor, Mask, Bias | None, Tensor | None]:
-    """Slice everything that belongs to single heads to the heads that this process computes.
-
-    Args:
-        layer: the layer.
-        q: (batch, queries, width), the output of q_proj.
-        k: (batch, keys, width), the output of k_proj; or as a cache holds it.
-        v: (batch, keys, width), the output of v_proj; or as a cache holds it.
-        mask: the mask of all heads.
-        bias: the bias of all heads, or None.
-        head_gates: the gates of all heads, or None.
-        fresh: whether this call projected k and v; a cache holds those of this process alone.
-
-    Returns:
-        the part of the layer, keys, values, mask, bias and gates; all as they are where all heads are here.
-    """
-    local = local_heads(layer, q, k, v) if fresh else local_heads(layer, q)
-    if local is None:
-        return layer, k, v, mask, bias, head_gates
-    if fresh:
-        k = local.of_keys(k, layer.num_kv_heads, layer.head_dim)
-        v = local.of_keys(v, layer.num_kv_heads, layer.value_head_dim)
-    bias = None if bias is None else local.of_bias(bias, "bias")
-    head_gates = None if head_gates is None else local.of_gates(head_gates)
-    return local.of_layer(layer), k, v, local.of_mask(mask), bias, head_gates
 
 
 def local_heads(

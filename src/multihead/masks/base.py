@@ -345,19 +345,16 @@ class Mask:
             elif isinstance(value, Tensor):
                 return None
             elif type(value) not in _NUMBERS:
-                self._check_hashable(name, value)
+                try:
+                    hash(value)
+                except TypeError as error:
+                    raise MaskError(
+                        f"The field {name} of {type(self).__name__} is {value!r}, which can change, so that a plan "
+                        "made for it could not be looked up.",
+                        "Store a tuple, or a tensor.",
+                    ) from error
             key.append(value)
         return tuple(key)
-
-    def _check_hashable(self, name: str, value: object) -> None:
-        try:
-            hash(value)
-        except TypeError as error:
-            raise MaskError(
-                f"The field {name} of {type(self).__name__} is {value!r}, which can change, so that a plan made for it "
-                "could not be looked up.",
-                "Store a tuple, or a tensor.",
-            ) from error
 
     def values(self) -> dict[str, object]:
         """Return the fields by name: equality compares them, and a saved record stores them."""
@@ -706,14 +703,18 @@ def check_is_mask(mask: object) -> None:
 
 
 def _combined(kind: type[_Combined], left: Mask, right: Mask) -> Mask:
-    check_is_mask(right)
+    if not isinstance(right, Mask):
+        check_is_mask(right)
     if kind is And:
         if left.hides_nothing or right.hides_nothing:
             return right if left.hides_nothing else left
     elif left.hides_nothing or right.hides_nothing:
         return left if left.hides_nothing else right
-    parts = [part for side in (left, right) for part in (side.parts if isinstance(side, kind) else (side,))]
-    return kind(tuple(parts))  # type: ignore[call-arg]
+    first, second = (
+        (left.parts if isinstance(left, kind) else (left,)),
+        (right.parts if isinstance(right, kind) else (right,)),
+    )
+    return kind((*first, *second))  # type: ignore[call-arg]
 
 
 def _intersection(left: KeyBounds, right: KeyBounds) -> KeyBounds:

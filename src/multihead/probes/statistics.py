@@ -11,12 +11,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.call import Attended, AttentionArguments, AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
-from multihead.masks import Mask
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.probes import from_native, lookups, repeats, weighted_values
@@ -26,7 +25,6 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.streaming import STREAMED, streamed
 from multihead.probes.tile import is_large, is_usual
-from multihead.scores.bias import Bias
 
 Wanted: TypeAlias = "str | Probe"
 OF_POSITIONS: frozenset[Part] = frozenset(
@@ -210,16 +208,7 @@ def first_pass(
     return FirstPass(logsumexp, {} if is_large(logsumexp) else parts, usual=False)
 
 
-def measured_without_plan(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    query_start: int | Tensor | str | None,
-) -> dict[str, Tensor] | None:
+def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
     """Measure the probes of DEFAULT that need nothing but q and k, where the call needs no plan.
 
     The arguments are those of `functional.statistics`, and nothing about them has been checked.
@@ -228,7 +217,7 @@ def measured_without_plan(
         a dict from name to tensor (batch, heads, queries). None where the call needs a plan or an error, and where
         the scores are so large that they must be measured in float64.
     """
-    first = eager.statistics(q, k, mask, bias, softcap, sinks, scale, query_start)
+    first = eager.statistics(q, k, terms)
     if first is None:
         return None
     logsumexp, parts = first

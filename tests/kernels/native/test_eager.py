@@ -175,7 +175,7 @@ def test_other_calls_are_planned(name: str) -> None:
 def test_a_set_that_lost_to_pytorch_is_not_used() -> None:
     q, k, v = drawn()
     with library.using("scalar"):
-        assert eager.attend(q, k, v, masks.Full(), None, None, None, None, 0.0, None) is None
+        assert eager.attend(q, k, v, (masks.Full(), None, None, None, None, 0.0, None)) is None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {

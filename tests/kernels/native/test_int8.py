@@ -124,8 +124,8 @@ def test_statistics_are_those_of_the_expanded_keys_and_change_no_bit(instruction
 
 
 def unplanned(request: AttentionRequest) -> tuple[Tensor, ...] | None:
-    terms = (None, request.softcap, None, request.scale, 0.0, request.query_start)
-    return eager.attend(request.q, request.k, request.v, request.mask, *terms, request.scales)
+    terms = (request.mask, None, request.softcap, None, request.scale, 0.0, request.query_start)
+    return eager.attend(request.q, request.k, request.v, terms, request.scales)
 
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)

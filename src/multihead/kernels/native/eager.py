@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multihead import sequence_split
-from multihead.call import AttentionRequest, active
+from multihead.call import AttentionArguments, AttentionRequest, active
 from multihead.kernels.native import library
 from multihead.kernels.native.call import Job
 from multihead.kernels.native.kernel import INT8_QUERIES, gradients
@@ -25,7 +25,6 @@ from multihead.masks.base import Band
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.quantised import Scales
-from multihead.scores.bias import Bias
 from multihead.shapes import FURTHEST, AttentionShape
 from multihead.tracing import intercepted
 
@@ -39,17 +38,7 @@ MEASURED = measured(ONE_PASS - {SPECIAL_KEYS})
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    query_start: int | Tensor | str | None,
-    scales: Scales | None = None,
+    q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments, scales: Scales | None = None
 ) -> tuple[Tensor, ...] | None:
     """Compute a call, or return None where it needs a plan, an observer or an error.
 
@@ -59,9 +48,10 @@ def attend(
     Returns:
         the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries) in nats, and perhaps more.
     """
-    band = _band(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    band = _band(q, k, v, terms)
     if band is None:
         return None
+    _, _, softcap, _, scale, _, _ = terms
     differentiable = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if scales is not None and (differentiable or q.shape[2] > INT8_QUERIES):
         return None  # a planned call expands them once
@@ -74,16 +64,7 @@ def attend(
         return None
 
 
-def statistics(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    query_start: int | Tensor | str | None,
-) -> tuple[Tensor, dict[Part, Tensor]] | None:
+def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor, dict[Part, Tensor]] | None:
     """Measure `MEASURED` by a forward pass without values, or return None where that needs a plan or an error.
 
     The arguments are those of `functional.statistics`, and nothing about them has been checked.
@@ -91,9 +72,10 @@ def statistics(
     Returns:
         the logsumexp and the parts, (batch, heads, queries) each, without gradients.
     """
-    band = _band(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
+    band = _band(q, k, k, terms)
     if band is None:
         return None
+    _, _, softcap, _, scale, _, _ = terms
     if _grad_enabled() and (q.requires_grad or k.requires_grad):
         q, k = q.detach(), k.detach()
     try:
@@ -103,23 +85,13 @@ def statistics(
     return logsumexp, MEASURED.results(*results)
 
 
-def _band(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    query_start: int | Tensor | str | None,
-) -> tuple[Tensor | None, int, int, int] | None:
+def _band(q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> tuple[Tensor | None, int, int, int] | None:
     """Return the keys that each query of a call sees, as the operators take them, or None if they do not take the call.
 
     Returns:
         lengths, keys before and after the position of a query, and the position of the first query; see `Mask.band`.
     """
+    mask, bias, softcap, sinks, scale, dropout, query_start = terms
     if (
         bias is not None
         or sinks is not None

@@ -1,0 +1,299 @@
+"""The arguments of a layer's call as one value, checked once, before its projections raise errors of their own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multihead import sequence_split
+from multihead.cache import KeyValueCache
+from multihead.cache.cache import Memory
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.layer.sharding import LayerPart, ShardableLayer, local_heads
+from multihead.masks import Full, Mask
+from multihead.masks.base import check_is_mask
+from multihead.packing import NO_PADDING, Packing, Padding, Side, check_packed
+from multihead.quantised import Scales
+from multihead.scores.bias import Bias
+from multihead.scores.relative import RelativeBias
+from multihead.sequence_split import reject_in_split
+
+_FULL = Full()
+
+
+class Widths(NamedTuple):
+    """The features of x, memory and values that a layer takes, and their dtype; None where the projections decide."""
+
+    x: int
+    memory: int
+    values: int
+    dtype: torch.dtype | None
+
+
+def dtype_of(projection: nn.Module) -> torch.dtype | None:
+    """Return the dtype that a projection takes, or None: a quantised one has no weight, or one of integers."""
+    weight = projection.weight
+    return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
+
+
+@dataclass(slots=True, eq=False)
+class LayerCall:
+    """A call of a layer: the arguments of `MultiHeadAttention.forward`, and what the steps of the call add to them.
+
+    It is changed in place, because every call makes one.
+
+    Attributes:
+        x: (batch, queries, embed_dim); an input without a batch gets a batch of one, as memory and values do.
+        memory: (batch, keys, key_dim), or None.
+        values: (batch, keys, value_dim), or None.
+        mask: the mask of the caller, and from `hide` or `extend` on the one of the attention.
+        bias: added to the scores, or None. It is that of the heads of this process, as mask and head_gates are.
+        lengths: (batch,), or None.
+        memory_lengths: (batch,), or None.
+        padding_side: "right" or "left".
+        packing: the places of packed tokens, or None.
+        cache: the keys and values of earlier calls, or None.
+        head_gates: (heads,), or broadcasting to (batch, heads, queries), or None.
+        query_start: the position of the first query that the caller gave, or None.
+        part: the layer, or the heads of it that this process computes.
+        by_module: whether projections are computed by calls of their modules, which somebody watches or replaces.
+        batched: whether x was given with a batch.
+        within: whether this is self-attention: queries and keys are the same tokens.
+        cached: the projected memory of an earlier call, which is not projected again, or None.
+        padding: the padding.
+        start: the position of the first query among the keys of the attention.
+        scales: the factors of keys and values that a cache holds in int8, or None.
+    """
+
+    x: Tensor
+    memory: Tensor | None = None
+    values: Tensor | None = None
+    mask: Mask = _FULL
+    bias: Bias | None = None
+    lengths: Sequence[int] | Tensor | None = None
+    memory_lengths: Sequence[int] | Tensor | None = None
+    padding_side: Side = "right"
+    packing: Packing | None = None
+    cache: KeyValueCache | None = None
+    head_gates: Tensor | None = None
+    query_start: int | Tensor | str | None = None
+    part: ShardableLayer | LayerPart = field(init=False)
+    by_module: bool = field(init=False)
+    batched: bool = field(default=True, init=False)
+    within: bool = field(default=True, init=False)
+    cached: Memory | None = field(default=None, init=False)
+    padding: Padding = field(default=NO_PADDING, init=False)
+    start: int | Tensor = field(default=0, init=False)
+    scales: Scales | None = field(default=None, init=False)
+
+    @property
+    def crosses(self) -> bool | None:
+        """Whether the keys are another sequence, for listeners; None where they may be the queries' own sequence."""
+        # Queries of another tensor that have a position may be the newest tokens of the keys' sequence.
+        return not self.within if self.within or self.query_start is None else None
+
+    def find_padding(self, x: Tensor, memory: Tensor) -> None:
+        """Find the padding of x and memory, (batch, length, features) each."""
+        part, sequence = self.part, sequence_split.active
+        # Where only differences of positions matter, all samples stay in one row of tokens, as documents.
+        together = (
+            self.within
+            and self.bias is None
+            and self.cache is None
+            and (self.query_start is None or (isinstance(self.query_start, int) and self.query_start == 0))
+            and (self.head_gates is None or self.head_gates.dim() == 1)
+            and part.bias_k is None
+            and (part.position_bias is None or getattr(part.position_bias, "of_distance", False))
+            and self.mask.translation_invariant
+            and self.mask.defines_interval  # else the whole row would be evaluated cell by cell
+        )
+        if self.packing is not None:
+            self.padding = Padding.of_packed(self.packing, together=together)
+        elif sequence is not None and self.lengths is not None:
+            self.padding = Padding.of_rank(sequence, x, self.lengths, self.padding_side)
+        else:
+            lengths, side = (self.lengths, self.memory_lengths), self.padding_side
+            self.padding = Padding.of(x, memory, *lengths, together=together, side=side)
+
+    def slice_heads(self, layer: ShardableLayer, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Slice all that belongs to single heads to those of this process, and return k and v (batch, keys, width)."""
+        fresh = self.cached is None  # a cache holds the keys of this process alone
+        local = local_heads(layer, q, k, v) if fresh else local_heads(layer, q)
+        if local is None:
+            return k, v
+        if fresh:
+            k = local.of_keys(k, layer.num_kv_heads, layer.head_dim)
+            v = local.of_keys(v, layer.num_kv_heads, layer.value_head_dim)
+        self.part = local.of_layer(layer)
+        self.mask = local.of_mask(self.mask)
+        self.bias = None if self.bias is None else local.of_bias(self.bias, "bias")
+        self.head_gates = None if self.head_gates is None else local.of_gates(self.head_gates)
+        return k, v
+
+    # ---- checks
+
+    def check_inputs(self, widths: Widths) -> tuple[Tensor, Tensor, Tensor]:
+        """Check mask, x, memory, values and lengths, and add a batch of one where there is none.
+
+        Returns:
+            x, memory and values, (batch, length, features) each: x for a missing memory, memory for missing values.
+
+        Raises:
+            ShapeError, DtypeError, MaskError, ArgumentError: the first one that does not fit.
+        """
+        check_is_mask(self.mask)
+        _check_tensors(self.x, self.memory, self.values)
+        if self.x.dim() == 2:
+            self._add_batch()
+        _check_shapes(widths, self.x, self.memory, self.values)
+        if self.memory is None and self.memory_lengths is not None and self.lengths is not None:
+            raise ArgumentError(
+                "lengths and memory_lengths are both given, and there is no memory.",
+                "Give lengths alone: in self-attention they are those of queries and keys.",
+            )
+        memory = self.x if self.memory is None else self.memory
+        self.within = memory is self.x
+        return self.x, memory, memory if self.values is None else self.values
+
+    def _add_batch(self) -> None:
+        """Add a batch of one to x, memory and values (length, features); those that are one tensor stay one."""
+        x, memory, values = self.x, self.memory, self.values
+        for name, tensor in (("memory", memory), ("values", values)):
+            if tensor is not None and tensor.dim() != 2:
+                raise ShapeError(
+                    f"x has shape {tuple(x.shape)} and {name} has shape {tuple(tensor.shape)}.",
+                    "Give all of them a batch, or none.",
+                )
+        self.batched, self.x = False, x[None]
+        self.memory = None if memory is None else self.x if memory is x else memory[None]
+        self.values = None if values is None else self.memory if values is memory else values[None]
+
+    def check_packing(self, packing: Packing) -> None:
+        """Check packed tokens, and that no other argument conflicts with their samples."""
+        check_packed("x", self.x, packing)
+        for name, given in (("memory", self.memory), ("lengths", self.lengths), ("cache", self.cache)):
+            if given is not None and given is not self.x:
+                raise ArgumentError(
+                    f"packing and {name} are both given.",
+                    "Packed tokens attend within their own samples: give packing alone, or unpack them first.",
+                )
+
+    def check_cache(self, cache: KeyValueCache) -> None:
+        """Check a cache against the other arguments; one with a window must keep all keys that the mask shows."""
+        if not self.within and self.memory is not None:
+            cache.check_same_memory(self.memory)
+            return
+        if self.query_start is not None:
+            raise ArgumentError(
+                f"query_start is {self.query_start!r}, and a cache is given, which knows the position of the next "
+                "token.",
+                "Leave query_start out.",
+            )
+        cache.check_remembered(self.mask)
+
+    def check_split(self, *, added_key: bool) -> None:
+        """Reject what a layer, with a learned key or without, cannot compute where a sequence is split over ranks."""
+        if self.memory_lengths is not None:
+            reject_in_split("memory_lengths=", "Give lengths=, with the lengths of the whole sequences.")
+        if self.packing is not None:
+            reject_in_split("packing=", "Give mask=masks.Documents(lengths), with the lengths of all documents.")
+        if self.cache is not None:
+            reject_in_split("A cache", "Decode outside of it.")
+        if not self.within:
+            reject_in_split("Cross-attention", "Compute it outside of it.")
+        if added_key:
+            reject_in_split("add_bias_kv", "Use sinks=True, or add_zero_attn=True.")
+
+    def check_position_bias(self, bias: object) -> None:
+        """Check that what the layer's position bias returned suits positions that are not those of a whole sequence.
+
+        A tensor may depend on absolute positions, a RelativeBias cannot.
+        """
+        if isinstance(bias, RelativeBias):
+            return
+        if self.padding.documents is not None:
+            raise ArgumentError(
+                f"The layer's position_bias has of_distance = True, and returned a {type(bias).__name__}.",
+                "Return a scores.RelativeBias, or set of_distance = False.",
+            )
+        if self.cache is not None and self.cache.window is not None:
+            raise ArgumentError(
+                f"The layer's position_bias returned a {type(bias).__name__}, which may depend on absolute positions, "
+                "and a cache with a window drops the first ones.",
+                "Return a scores.RelativeBias if only the distance matters, or give a cache that keeps all keys: "
+                "KeyValueCache().",
+            )
+
+
+def check_is_cache(cache: object) -> None:
+    """Check that an argument is a cache."""
+    if not isinstance(cache, KeyValueCache):
+        raise ArgumentError(
+            f"cache is a {type(cache).__name__}.", "Give a KeyValueCache() of this layer's own, the same in every call."
+        )
+
+
+def check_takes_positions(position_bias: nn.Module) -> None:
+    """Check that the forward of a position bias takes the arguments that the layer passes."""
+    try:
+        inspect.signature(position_bias.forward).bind(1, 1, query_start=0, device=None, dtype=None)
+    except TypeError as error:
+        raise ArgumentError(
+            f"position_bias is a {type(position_bias).__name__}, whose forward does not take the positions of a call: "
+            f"{error}.",
+            "Define forward(self, queries, keys, *, query_start=0, device=None, dtype=None).",
+        ) from error
+
+
+def _check_tensors(x: object, memory: object, values: object) -> None:
+    for name, tensor in (("x", x), ("memory", memory), ("values", values)):
+        if isinstance(tensor, Tensor) or (tensor is None and name != "x"):
+            continue
+        if isinstance(tensor, Mask):
+            raise DtypeError(f"{name} is the mask {tensor!r}, and must be a tensor.", f"Name it: mask={tensor!r}.")
+        raise DtypeError(
+            f"{name} is a {type(tensor).__name__}, and must be a tensor.", "Give a tensor (batch, length, features)."
+        )
+
+
+def _autocasts(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _check_shapes(widths: Widths, x: Tensor, memory: Tensor | None, values: Tensor | None) -> None:
+    for name, tensor, width in (
+        ("x", x, widths.x),
+        ("memory", memory, widths.memory),
+        ("values", values, widths.values),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dim() != 3 or tensor.shape[2] != width:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}.", f"Give (batch, length, features) with {width} features."
+            )
+        if widths.dtype not in (None, tensor.dtype) and not _autocasts(tensor.device.type):
+            raise DtypeError(
+                f"{name} has dtype {tensor.dtype}, and the layer has {widths.dtype}.",
+                f"Convert one of them, for example {name}.to({widths.dtype}).",
+            )
+    if memory is None and (widths.memory != widths.x or values is not None):
+        raise ShapeError(
+            f"There is no memory, and the layer's keys are projected from {widths.memory} features"
+            + (" and separate values are given." if values is not None else f", its queries from {widths.x}."),
+            "Give memory: layer(x, memory).",
+        )
+    for name, tensor in (("memory", memory), ("values", values)):
+        if tensor is not None and tensor.shape[0] != x.shape[0]:
+            raise ShapeError(
+                f"x has {x.shape[0]} samples and {name} has {tensor.shape[0]}.", "Give both the same batch."
+            )
+    if memory is not None and values is not None and values.shape[1] != memory.shape[1]:
+        raise ShapeError(
+            f"memory has {memory.shape[1]} keys and values has {values.shape[1]}.", "Give every key its one value."
+        )
