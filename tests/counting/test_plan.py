@@ -99,8 +99,9 @@ class TestIds:
 
 
 class TestProbes:
-    def test_those_of_the_library_are_found_by_name(self, plan: Plan) -> None:
-        chosen = (probes.PROBES["entropy"], probes.offset_mass(-5), probes.first_keys_mass(4))
+    def test_those_of_the_library_are_made_again_from_their_parts(self, plan: Plan) -> None:
+        tokens = probes.tokens_mass("digits", (3, 4))
+        chosen = (probes.PROBES["entropy"], probes.offset_mass(-5), probes.first_keys_mass(4), tokens)
         assert replace(plan, probes=tuple(identity(each) for each in chosen)).built_in_probes() == chosen
 
     def test_one_of_the_same_name_with_other_parts_is_not(self, plan: Plan) -> None:

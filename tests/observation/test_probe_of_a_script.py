@@ -158,3 +158,23 @@ def test_a_probe_of_a_script_has_a_chance_and_one_of_a_file_if_it_is_a_part(tmp_
     (again,) = mh.Record.load(tmp_path / "run.safetensors").profiles()
     assert "other_mass" not in again.chance
     assert torch.equal(again.chance["offset_minus_2_mass"], profile.chance["offset_minus_2_mass"])
+
+
+def test_a_file_stores_the_tokens_that_a_probe_counts(tmp_path: Path) -> None:
+    class Reader(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layer = torch.nn.Embedding(9, 8), mh.MultiHeadAttention(8, 2)
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return self.layer(self.embed(input_ids), mask=masks.Causal())
+
+    model = Reader().eval()
+    with torch.no_grad(), mh.observe(model, probes=(mh.probes.tokens_mass("few", (2, 5)),)) as record:
+        model(torch.arange(9)[None])
+    record.save(tmp_path / "run.safetensors")
+    again = mh.Record.load(tmp_path / "run.safetensors")
+    assert again.statistics == record.statistics
+    chance = [sum(token in (2, 5) for token in range(query + 1)) / (query + 1) for query in range(9)]
+    for one in (record, again):
+        assert one.profiles()[0].chance["few_mass"].tolist() == pytest.approx([sum(chance) / 9] * 2)
