@@ -129,7 +129,7 @@ lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pypro
 
 canary: .venv-canary/ready  ## run the tests of models and drop-ins with the newest transformers, including pre-releases
 	.venv-canary/bin/python -m pip install --quiet --upgrade --pre transformers
-	.venv-canary/bin/python -m pytest tests/hooks tests/observation tests/record tests/analysis tests/compat tests/test_models.py
+	.venv-canary/bin/python -m pytest tests/models tests/observation tests/record tests/compat
 
 # Each has its own environment and its own build of the native library, so that neither changes .venv.
 # Old versions of other libraries warn about each other, which is no error there.

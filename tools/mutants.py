@@ -160,8 +160,8 @@ def judged(mutant: Mutant) -> Verdict:
 def verdict_of(status: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
     """Read pytest's output: the mutant is caught if a test failed, and not if the tests could not start.
 
-    >>> verdict_of(1, "FAILED tests/test_heads.py::test_a[1] - assert 1 == 2", "")
-    ('caught', 'tests/test_heads.py::test_a[1]')
+    >>> verdict_of(1, "FAILED tests/layer/test_heads.py::test_a[1] - assert 1 == 2", "")
+    ('caught', 'tests/layer/test_heads.py::test_a[1]')
     >>> verdict_of(0, "12 passed", "")
     ('survived', '')
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 
-from multihead.models import encode, load
+from multihead.models.loading import encode, load
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 

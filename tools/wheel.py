@@ -38,7 +38,7 @@ from pathlib import Path
 
 import torch
 import multihead as mh
-from multihead.doctor import openmp_runtimes
+from multihead.cli.diagnosis import openmp_runtimes
 from multihead.kernels.native import library
 
 q, k, v = (torch.randn(2, 4, 100, 32) for _ in range(3))

@@ -9,10 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.native.contenders import inputs, misplaced
 from benchmarks.native.definition import Defined, defined
 from multihead import masks
-from multihead.call import Attended
 from multihead.functional import request_of
+from multihead.kernels.call import Attended
 from multihead.kernels.native import kernel
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.plan.bounds import bounds_of
 
 STATISTICS = frozenset({"entropy", "largest_key"})
 

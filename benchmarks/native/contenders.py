@@ -19,8 +19,8 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, second_pass
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.place import Place
-from multihead.plan.bounds import bounds_of
 
 HEADS = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

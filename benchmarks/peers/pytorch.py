@@ -15,7 +15,7 @@ from benchmarks.native.contenders import window_in_blocks
 from benchmarks.peers.cases import STEPS, Trial
 from benchmarks.peers.contender import CannotError, Contender, contender, load
 from multihead import masks
-from multihead.cache import KeyValueCache
+from multihead.layer.cache import KeyValueCache
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

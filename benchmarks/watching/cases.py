@@ -19,7 +19,7 @@ from benchmarks.peak_memory import peak
 from benchmarks.watching import smollm
 from multihead import masks
 from multihead.kernels.native import eager, library
-from multihead.models import load
+from multihead.models.loading import load
 
 FEW = ("entropy", "self_mass", "previous_mass", "next_mass", "first_mass")
 TOLERANCE = 2e-3  # between logits of about 20 after 30 layers

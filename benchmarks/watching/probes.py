@@ -29,12 +29,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.machine import machine_line
 from benchmarks.peak_memory import peak
 from multihead import masks
-from multihead.call import Attended, AttentionRequest
 from multihead.functional import attend, request_of
+from multihead.kernels.call import Attended, AttentionRequest
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
-from multihead.parts import Part
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.parts import Part
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
 from multihead.probes.statistics import measured, possible
 

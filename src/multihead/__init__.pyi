@@ -1,19 +1,19 @@
 from multihead import compat, errors, export, kinds, masks, parallel, probes, scores
-from multihead.cache import KeyValueCache
 from multihead.counting.result import Census
 from multihead.counting.run import census
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
-from multihead.heads import merge_heads, split_heads
-from multihead.hooks.use import use
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
-from multihead.looking import look
+from multihead.layer.cache import KeyValueCache
+from multihead.layer.heads import merge_heads, split_heads
+from multihead.layer.packing import pack, unpack
+from multihead.layer.qk_norm import QKNorm
+from multihead.models.use import use
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.watch import Watch, qk_clip_factors
-from multihead.packing import pack, unpack
-from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
+from multihead.viewer.looking import look
 
 __all__ = [
     "Census",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from multihead.errors import MissingPackageError
-from multihead.optional import require
+from multihead.errors.optional import require
 
 
 def main() -> None:

@@ -9,9 +9,11 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from multihead import sequence_split
-from multihead.batch_dims import BatchDims
-from multihead.call import (
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.errors.arguments import OF_FUNCTIONS, check_scale, check_share, check_slice, reject_unknown
+from multihead.kernels import sequence_split
+from multihead.kernels.batch_dims import BatchDims
+from multihead.kernels.call import (
     Attended,
     AttentionArguments,
     AttentionCall,
@@ -21,19 +23,13 @@ from multihead.call import (
     publish,
     wanted_parts,
 )
-from multihead.errors import (
-    ArgumentError,
-    DtypeError,
-    ShapeError,
-    check_scale,
-    check_share,
-    check_slice,
-)
-from multihead.explanation import Explanation, explained
 from multihead.kernels.choose import KERNELS, plan
 from multihead.kernels.dense_tile import without_autocast, working_dtype
+from multihead.kernels.explanation import Explanation, explained
 from multihead.kernels.native import eager
 from multihead.kernels.nonfinite import may_overflow, restore_nan, without_nonfinite
+from multihead.kernels.quantised import Scales
+from multihead.kernels.sequence_split import reject_in_split
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
@@ -42,14 +38,11 @@ from multihead.probes import Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING
-from multihead.quantised import Scales
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.sinks import check_sinks_fit
 from multihead.scores.softcap import check_softcap
-from multihead.sequence_split import reject_in_split
-from multihead.shapes import FURTHEST, AttentionShape, resolved_query_start
-from multihead.spelling import OF_FUNCTIONS, reject_unknown
-from multihead.tracing import traced, transformed
+from multihead.tensors.shapes import FURTHEST, AttentionShape, resolved_query_start
+from multihead.tensors.tracing import traced, transformed
 
 _FULL = Full()
 _OVERFLOWS = (

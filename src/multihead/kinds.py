@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.parts import Part
+from multihead.kernels.parts import Part
 from multihead.probes.catalogue import PROBES, SEPARATOR
 from multihead.probes.probe import SHARE, TEN_PERCENT, Parts, Probe, Statistic
 

@@ -28,8 +28,8 @@ from benchmarks.resume import read_rows
 from multihead import masks
 from multihead.kernels import native_vs_sdpa
 from multihead.kernels.native_vs_sdpa import CLASSES, TRAINING, Measured, class_of
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.place import Place
-from multihead.plan.bounds import bounds_of
 from tests.kernel_names import needs_native
 
 FASTER = Case("a line", "a case", "a rival", lambda: pytest.fail("not set up"), least=2.0, wide=3.0)

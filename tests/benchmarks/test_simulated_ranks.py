@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.simulated_ranks import Heads, Machine, simulate, work_per_step
 from multihead import masks
+from multihead.kernels.plan.bounds import key_bounds
 from multihead.parallel.layout import Layout
 from multihead.parallel.plan import ring_plan, work_per_rank
-from multihead.plan.bounds import key_bounds
 
 MASKS = {
     "causal": masks.Causal(),

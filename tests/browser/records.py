@@ -10,8 +10,8 @@ import torch
 
 import multihead as mh
 from multihead import masks
+from multihead.kernels.parts import Part
 from multihead.observation.record import Record
-from multihead.parts import Part
 from multihead.probes import Probe
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text

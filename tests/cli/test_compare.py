@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from multihead.cli import main
 from multihead.observation.record import Record
-from tests.analysis.test_changes import two_runs
+from tests.record.analysis.test_changes import two_runs
 
 
 def run(*args: str) -> Result:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-import multihead.doctor as room
+import multihead.cli.diagnosis as room
 from multihead.cli import main
 from multihead.kernels.native.library import InstructionSet
 

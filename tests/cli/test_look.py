@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
 
 from multihead.cli import main
-from multihead.models import LoadedModel, load
+from multihead.models.loading import LoadedModel, load
 from multihead.observation.record import Record
 from tests.families import family
 
@@ -231,7 +231,9 @@ def test_a_model_that_needs_more_than_a_text_is_refused_in_words(
 ) -> None:
     model = tiny_clip() if name == "clip" else family(name)
     tokenizer = load(MODEL).tokenizer
-    monkeypatch.setattr("multihead.models.load", lambda *args, **given: LoadedModel(name, name, model, tokenizer))
+    monkeypatch.setattr(
+        "multihead.models.loading.load", lambda *args, **given: LoadedModel(name, name, model, tokenizer)
+    )
     result = run(name, "--prompt", "hi", "--out", str(tmp_path / "p.html"), *textbook)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (

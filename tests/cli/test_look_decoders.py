@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from multihead.cli import main
-from multihead.models import GENERATED
+from multihead.models.loading import GENERATED
 from multihead.observation.record import Record
 
 PROMPT = "the quick brown fox"

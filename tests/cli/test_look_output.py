@@ -8,12 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from multihead.analysis.chance import Evidence
-from multihead.analysis.highlights import LayerProfile, kinds
-from multihead.analysis.visibility import Visibility
 from multihead.cli.look_output import COLUMNS, _drawn, print_files, print_textbook_heads
 from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
+from multihead.record.analysis.chance import Evidence
+from multihead.record.analysis.highlights import LayerProfile, kinds
+from multihead.record.analysis.visibility import Visibility
 from multihead.record.memory_use import Memory
 from multihead.viewer.report import ReportSummary
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.call import AttentionCall, listen
 from multihead.compat.d2l import (
     DotProductAttention,
     MultiHeadAttention,
@@ -24,6 +23,7 @@ from multihead.compat.d2l import (
     transpose_qkv,
 )
 from multihead.errors import ArgumentError, MaskError, ShapeError
+from multihead.kernels.call import AttentionCall, listen
 from tests.compat.originals import Book, assert_same_step, dtypes, losses
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.call import AttentionCall, AttentionRequest, listen
 from multihead.compat.weights import LastWeights, attend_with_weights
 from multihead.functional import attend, request_of
+from multihead.kernels.call import AttentionCall, AttentionRequest, listen
 from multihead.masks.place import Place
 
 SHOWN = torch.tensor([[True, True, False, False], [True, False, True, False], [False, False, False, False]])

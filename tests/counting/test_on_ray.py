@@ -33,7 +33,7 @@ def test_an_embedded_ray_writes_the_same_bytes(model: str, corpus: str, folder: 
 def test_without_ray_the_error_names_the_extra(
     model: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multihead.optional.find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr("multihead.errors.optional.find_spec", lambda name: None if name == "ray" else name)
     sentence = 'Running on Ray needs ray, which is not installed. Run pip install "multihead[ray]".'
     with pytest.raises(MissingPackageError, match=f"^{re.escape(sentence)}$"):
         mh.census(model, corpus, out=tmp_path / "out", ray=EMBEDDED)

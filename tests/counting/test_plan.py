@@ -13,7 +13,7 @@ import torch
 from multihead import probes
 from multihead.counting.plan import FILE, Plan, identity, model_id, read_plan, tokenizer_id
 from multihead.errors import ArgumentError, InputError
-from multihead.models import LoadedModel, load
+from multihead.models.loading import LoadedModel, load
 from tests.counting.tiny import bert, tokenizer
 
 

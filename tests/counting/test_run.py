@@ -25,7 +25,7 @@ import multihead as mh
 from multihead.counting import run
 from multihead.counting.merge import HEADS, SHARDS
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
-from multihead.models import load
+from multihead.models.loading import load
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 
@@ -345,7 +345,7 @@ class TestArguments:
     def test_without_pyarrow_the_error_names_the_extra(
         self, model: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("multihead.optional.find_spec", lambda name: None)
+        monkeypatch.setattr("multihead.errors.optional.find_spec", lambda name: None)
         sentence = 'A census needs pyarrow, which is not installed. Run pip install "multihead[census]".'
         with pytest.raises(MissingPackageError, match=f"^{re.escape(sentence)}$"):
             run.census(model, corpus, out=tmp_path)

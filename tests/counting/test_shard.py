@@ -14,7 +14,7 @@ import torch
 from multihead.counting.plan import read_plan
 from multihead.counting.shard import Counter, parquet_of, read_metadata, schema
 from multihead.counting.work import threads_of_torch
-from multihead.models import load
+from multihead.models.loading import load
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from multihead.counting.batches import Batch
 from multihead.counting.tally import Tally, counted_probes, measured_model
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import PLANS
+from multihead.kernels.plan.bounds import BOUNDS
 from multihead.observation.layer_filter import LayerFilter
-from multihead.plan.bounds import BOUNDS
 from tests.counting.tiny import bert
 from tests.families import DECODER, TEXT, family
 

@@ -21,7 +21,7 @@ from multihead.counting.plan import LEASES, read_plan
 from multihead.counting.shard import Counter
 from multihead.counting.work import Progress, count_here, count_shards, loaded_for
 from multihead.errors import ArgumentError, ModelError
-from multihead.models import LoadedModel, load
+from multihead.models.loading import LoadedModel, load
 from tests.counting.tiny import bert, saved_bert
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
-from multihead.call import AttentionCall, listen
+from multihead.kernels.call import AttentionCall, listen
 from tests.ecosystem.ways import WAYS, inputs, layer, results
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

@@ -23,7 +23,7 @@ from multihead import masks
 from multihead.compat.torch_nn import MultiheadAttention
 from multihead.errors import ArgumentError
 from multihead.kernels.choose import KERNELS
-from multihead.plan.bounds import key_bounds
+from multihead.kernels.plan.bounds import key_bounds
 from tests.ecosystem.test_every_option import OPTIONS, made
 from tests.ecosystem.ways import BATCH, EMBED, HEADS, QUERIES, layer
 from tests.kernel_names import needs_native

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, SlowPathError
 from multihead.functional import request_of
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.choose import KERNELS, choose, plan
 from multihead.kernels.native import library
+from multihead.kernels.plan.bounds import key_bounds
 from multihead.kernels.slow_paths import strict
-from multihead.plan.bounds import key_bounds
 from tests.kernel_names import EACH, needs_native
 
 Q = torch.zeros(1, 2, 4, 8)

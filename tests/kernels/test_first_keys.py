@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import multihead as mh
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.functional import request_of
 from multihead.kernels import first_keys as module
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.first_keys import first_keys, first_seen
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.plan.bounds import bounds_of
 from tests import oracle
 from tests.drawing import Drawn, Every, calls
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.errors import SlowPathError, SlowPathWarning
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import flex, reference
+from multihead.kernels.call import AttentionRequest
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.slow_paths import strict
-from multihead.plan.bounds import bounds_of
 from multihead.scores.relative import RelativeBias
 from tests.agreeing import assert_within_budget
 from tests.drawing import Drawn, calls

@@ -10,7 +10,7 @@ from torch import Tensor
 from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import flex
-from multihead.plan.bounds import bounds_of, key_bounds
+from multihead.kernels.plan.bounds import bounds_of, key_bounds
 from tests import oracle
 from tests.drawing import sizes, starts, trees
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.functional import request_of
 from multihead.kernels import native_vs_sdpa
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import library
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native_vs_sdpa import CLASSES, TRAINING, Measured, class_of, losses, slower
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.plan.bounds import bounds_of
 
 LENGTH = 200
 

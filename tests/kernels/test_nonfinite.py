@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from multihead import masks
-from multihead.call import Attended
 from multihead.functional import request_of
 from multihead.kernels import nonfinite
+from multihead.kernels.call import Attended
 from multihead.kernels.nonfinite import restore_nan, without_nonfinite
-from multihead.plan.bounds import key_bounds
+from multihead.kernels.plan.bounds import key_bounds
 from tests import oracle
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.call import AttentionCall, AttentionRequest, listen
 from multihead.functional import request_of
 from multihead.kernels import per_head
+from multihead.kernels.call import AttentionCall, AttentionRequest, listen
 from multihead.kernels.per_head import attended_by_head, suits
 from multihead.masks.place import Place
 from tests.kernel_names import needs_native

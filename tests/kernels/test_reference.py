@@ -9,7 +9,7 @@ import multihead as mh
 from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import reference
-from multihead.plan.bounds import key_bounds
+from multihead.kernels.plan.bounds import key_bounds
 from tests import oracle
 
 

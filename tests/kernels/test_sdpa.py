@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multihead import masks
 from multihead.functional import attention, attention_with_logsumexp, request_of, statistics
 from multihead.kernels import sdpa
-from multihead.plan import rectangles
-from multihead.plan.bounds import key_bounds
+from multihead.kernels.plan import rectangles
+from multihead.kernels.plan.bounds import key_bounds
 from tests import oracle
 
 

@@ -10,9 +10,9 @@ import torch
 
 from multihead import attention, masks
 from multihead.errors import ArgumentError
-from multihead.heads import merge_heads, split_heads
 from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import Walk, walk
+from multihead.layer.heads import merge_heads, split_heads
 
 SIZES: list[dict[str, Any]] = [
     {},

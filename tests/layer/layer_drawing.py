@@ -12,8 +12,8 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
+from multihead.layer.qk_norm import QKNorm
 from multihead.masks.base import And, Or
-from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias

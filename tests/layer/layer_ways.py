@@ -13,9 +13,9 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import functional
-from multihead.cache import KeyValueCache
 from multihead.kernels.native import eager
-from multihead.plan import rectangles
+from multihead.kernels.plan import rectangles
+from multihead.layer.cache import KeyValueCache
 from tests import oracle
 from tests.agreeing import SLACK
 from tests.layer.layer_drawing import LayerCase, Leaves, built, leaves

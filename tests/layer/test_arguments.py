@@ -10,9 +10,9 @@ from torch import nn
 
 import multihead as mh
 from multihead import masks
-from multihead.call import AttentionCall, listen
 from multihead.errors import ArgumentError, ShapeError
-from multihead.packing import Packing
+from multihead.kernels.call import AttentionCall, listen
+from multihead.layer.packing import Packing
 from multihead.scores import ALiBi, RelativeBias, T5Bias
 from multihead.scores.relative import offsets
 

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import multihead as mh
 from multihead import masks
-from multihead.call import listen
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from multihead.kernels.call import listen
 
 EMBED, HEADS, BATCH, QUERIES, KEYS = 24, 4, 3, 7, 9
 LENGTHS = (7, 4, 0)

@@ -14,16 +14,16 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache, buffers
-from multihead.call import AttentionCall, listen
 from multihead.errors import ArgumentError, MaskError, ShapeError
-from multihead.qk_norm import QKNorm
+from multihead.kernels.call import AttentionCall, listen
+from multihead.layer.cache import KeyValueCache, buffers
+from multihead.layer.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
 from multihead.scores.t5 import T5Bias
 from tests import oracle
-from tests.cache.stepping import of_rows
+from tests.layer.cache.stepping import of_rows
 
 LENGTH, WINDOW, WIDTH = 14, 4, 24
 CAUSAL = masks.Causal()

@@ -12,7 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache
+from multihead.layer.cache import KeyValueCache
 from multihead.rotary import Rotary
 
 CAUSAL, WIDTH, LENGTH = masks.Causal(), 16, 12

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from multihead import KeyValueCache, QKNorm, Rotary, masks
-from multihead.cache.cache import Memory
 from multihead.errors import ArgumentError
 from multihead.layer.arguments import LayerCall
+from multihead.layer.cache.cache import Memory
+from multihead.layer.packing import Padding
 from multihead.layer.positions import extend, first_position, normalise, rotate
-from multihead.packing import Padding
 
 Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 

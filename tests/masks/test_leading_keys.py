@@ -9,9 +9,9 @@ import torch
 
 from multihead import masks
 from multihead.errors import ArgumentError, MaskError
+from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.place import Place
-from multihead.plan.bounds import key_bounds
 from tests import oracle
 
 INNER = [

@@ -13,9 +13,9 @@ from torch import Tensor
 import multihead as mh
 from multihead import masks
 from multihead.errors import MaskError
+from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.base import registered
 from multihead.masks.place import Place
-from multihead.plan.bounds import key_bounds
 from tests.drawing import Every
 from tests.kernel_names import EACH, exactest, rounding
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.call import CallOrigin
 from multihead.functional import attend, request_of
+from multihead.kernels.call import CallOrigin
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache
+from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.layer import LayerRecord

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache
+from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import probes
 from multihead.observation.measuring import Measuring, places_of
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 SHAPE = AttentionShape(1, 2, 2, 5, 5, 4, 4, torch.device("cpu"), torch.float32)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks, probes
-from multihead.call import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.kernels.call import listeners
 from multihead.observation.recorder import Recorder
 from multihead.probes import DEFAULT, PROBES
 from tests.families import batch_of, family

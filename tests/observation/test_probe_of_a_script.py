@@ -10,8 +10,8 @@ import torch
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache
-from multihead.parts import Part
+from multihead.kernels.parts import Part
+from multihead.layer.cache import KeyValueCache
 from multihead.probes import Probe, Statistic
 from tests.kernel_names import needs_native
 

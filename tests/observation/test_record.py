@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.analysis.highlights import findings
-from multihead.call import CallOrigin
 from multihead.errors import ArgumentError, MissingPackageError, ModelError, ProbeError
 from multihead.functional import attend, request_of
+from multihead.kernels.call import CallOrigin
 from multihead.observation.record import Record
 from multihead.probes import PROBES
+from multihead.record.analysis.highlights import findings
 from multihead.record.sample import SampleRecord
 from tests.observation.recorded import ids, read
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.call import CallOrigin
 from multihead.compat import torch_nn
 from multihead.functional import attend, request_of
+from multihead.kernels.call import CallOrigin
 from multihead.observation.record import Record
 from multihead.record import batch as batch_module
 from tests.families import batch_of, family

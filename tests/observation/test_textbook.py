@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.analysis.highlights import findings, layer_profiles
 from multihead.errors import InputError, ProbeError
 from multihead.observation.textbook import (
     DRAWS,
@@ -22,6 +21,7 @@ from multihead.observation.textbook import (
     words_of,
 )
 from multihead.probes import DEFAULT
+from multihead.record.analysis.highlights import findings, layer_profiles
 from multihead.record.repeated import RepeatedTokens
 from tests.families import family
 

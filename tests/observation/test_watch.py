@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.call import active
 from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.kernels.call import active
 
 
 class Model(nn.Module):

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
-from multihead import masks, scores, sequence_split
+from multihead import masks, scores
 from multihead.errors import ArgumentError, MaskError, MultiheadError, ShapeError
+from multihead.kernels import sequence_split
 from multihead.parallel import context_parallel, sequence, shard, unshard
 from multihead.parallel.layout import Layout
 

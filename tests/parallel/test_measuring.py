@@ -10,11 +10,11 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import probes
-from multihead.call import AttentionCall, listen
+from multihead.kernels.call import AttentionCall, listen
 from multihead.kernels.native.library import absence
+from multihead.kernels.parts import Part
 from multihead.parallel import context_parallel, measuring, unshard
 from multihead.parallel.layout import Layout
-from multihead.parts import Part
 from multihead.probes.statistics import parts_of, resolved
 from tests.parallel import cases
 from tests.parallel.processes import Processes

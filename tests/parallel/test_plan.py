@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from multihead import masks
+from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.place import Place
 from multihead.parallel.layout import Layout
 from multihead.parallel.plan import RingPlan, keys_of_ring, ring_plan, work_per_rank
-from multihead.plan.bounds import key_bounds
 from tests.parallel.cases import LENGTH, MASKS
 
 LAYOUTS = [Layout(kind, ranks) for kind in ("contiguous", "balanced") for ranks in (1, 2, 4)]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import multihead as mh
-from multihead import masks, sequence_split
+from multihead import masks
 from multihead.errors import ArgumentError
+from multihead.kernels import sequence_split
 from multihead.kernels.native.library import absence
 from multihead.masks.place import Place
 from multihead.parallel import context_parallel

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.functional import attention_with_logsumexp, request_of
+from multihead.kernels.call import AttentionRequest
 from multihead.masks.place import Place
 from multihead.probes import blocks as module
 from multihead.probes.blocks import Blocks, CancelledError, blocks

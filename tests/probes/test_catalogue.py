@@ -11,8 +11,8 @@ import pytest
 
 from multihead.errors import ProbeError
 from multihead.kernels.native.statistics import ONE_PASS
+from multihead.kernels.parts import PART_FAMILIES, PARTS
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.parts import PART_FAMILIES, PARTS
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
 

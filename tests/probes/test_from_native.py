@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from multihead import masks
-from multihead.call import Attended, AttentionCall
 from multihead.functional import attention_with_logsumexp, request_of
+from multihead.kernels.call import Attended, AttentionCall
 from multihead.kernels.dense_tile import seen
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
-from multihead.parts import Part
+from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.from_native import available, measure
 from multihead.probes.lookups import at_offset, on_first

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_with_logsumexp, request_of
+from multihead.kernels.call import AttentionRequest
 from multihead.probes import similarity
 from multihead.probes.similarity import divergence
 from tests import oracle

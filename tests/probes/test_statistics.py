@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from multihead import masks
-from multihead.call import Attended, AttentionCall
 from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
+from multihead.kernels.call import Attended, AttentionCall
 from multihead.kernels.native import kernel
-from multihead.parts import Part
+from multihead.kernels.parts import Part
 from multihead.probes import (
     DEFAULT,
     PROBES,

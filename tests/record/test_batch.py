@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache
-from multihead.call import AttentionCall, CallOrigin, listen, listeners
 from multihead.functional import attend, request_of
+from multihead.kernels.call import AttentionCall, CallOrigin, listen, listeners
 from multihead.kernels.dense_tile import seen
+from multihead.layer.cache import KeyValueCache
 from multihead.masks.place import Span
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile

@@ -9,8 +9,8 @@ import torch
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache
 from multihead.errors import ArgumentError, ProbeError
+from multihead.layer.cache import KeyValueCache
 from multihead.probes.blocks import CancelledError
 from multihead.record.blocks import ends
 from multihead.record.sample import SampleRecord

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.cache import KeyValueCache
 from multihead.errors import ProbeError
 from multihead.kernels.native import library
+from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.running_summary import BINS, LEAST, MOST, RunningSummary, Sketch

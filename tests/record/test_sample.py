@@ -11,8 +11,8 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
-from multihead.cache import KeyValueCache
 from multihead.errors import ProbeError
+from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.sample import SampleRecord, sum_received

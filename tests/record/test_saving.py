@@ -28,7 +28,7 @@ from multihead.record import saving
 from multihead.record.texts import Text
 from multihead.scores.relative import RelativeBias
 from tests.families import batch_of, family
-from tests.hooks.test_families import decoded
+from tests.models.test_families import decoded
 from tests.observation.recorded import Tokenizer, asked, ids, read, same
 
 SOME = torch.rand(9, 9, generator=torch.Generator().manual_seed(1)) < 0.7

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import multihead as mh
-from multihead.cache import KeyValueCache
+from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from tests.families import LENGTH, batch_of, family
-from tests.hooks.test_families import DECODERS, decoded
+from tests.models.test_families import DECODERS, decoded
 from tests.observation.recorded import Reader, ids, read
 
 

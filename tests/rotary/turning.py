@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.heads import split_heads
+from multihead.layer.heads import split_heads
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 
 ROTARIES = {

@@ -10,7 +10,7 @@ import torch
 from multihead.errors import DtypeError, ShapeError
 from multihead.functional import attention
 from multihead.scores.bias import bias_tile
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 Q = torch.zeros(2, 4, 3, 8)
 K = torch.zeros(2, 2, 5, 8)

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from torch import nn
 from transformers.utils.import_utils import BACKENDS_MAPPING
 
-from multihead.hooks.lazy_mask import LazyMask
 from multihead.masks import Causal, Window
+from multihead.models.lazy_mask import LazyMask
 from tools.families import packages
 from tools.families.__main__ import add, main, stored
 from tools.families.breaking import MUTATIONS, parts_of_call, without
@@ -152,9 +152,9 @@ def test_attention_that_bypasses_the_interface_is_rejected_or_a_difference_in_th
         return hidden, None
 
     monkeypatch.setattr("tools.families.comparison.require_coverage", lambda model: None)
-    monkeypatch.setattr("multihead.hooks.huggingface.require_coverage", lambda model: None)
+    monkeypatch.setattr("multihead.models.huggingface.require_coverage", lambda model: None)
     if not watched:
-        monkeypatch.setattr("multihead.hooks.huggingface.watch", lambda *_: None)
+        monkeypatch.setattr("multihead.models.huggingface.watch", lambda *_: None)
     monkeypatch.setattr("tools.families.comparison.looks_up", lambda each: each is type(attention))
     monkeypatch.setattr(type(attention), "forward", forward)
     result = compare("bert", kind)

@@ -69,7 +69,7 @@ def test_the_table_names_each_mutant_and_the_test_that_caught_it() -> None:
     console = Console(width=200, record=True, file=StringIO())
     caught, missed = MUTANTS[0], MUTANTS[1]
     rows = [
-        (caught, Verdict("caught", "tests/test_heads.py::test_it[1]", 2.4)),
+        (caught, Verdict("caught", "tests/layer/test_heads.py::test_it[1]", 2.4)),
         (missed, Verdict("survived", "", 1.0)),
     ]
     console.print(mutants.table_of(rows))
@@ -99,9 +99,11 @@ def test_a_mutant_that_survives_exits_with_1(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_other_tests_can_replace_those_of_the_mutants() -> None:
-    listed = CliRunner().invoke(mutants.main, ["--list", "--only", "softcap", "--against", "tests/test_heads.py -x"])
+    listed = CliRunner().invoke(
+        mutants.main, ["--list", "--only", "softcap", "--against", "tests/layer/test_heads.py -x"]
+    )
     assert listed.exit_code == 0
-    assert listed.output == "softcap: scores are not scaled back (tests/test_heads.py -x)\n"
+    assert listed.output == "softcap: scores are not scaled back (tests/layer/test_heads.py -x)\n"
 
 
 def test_the_fuzzer_is_timed_until_a_case_fails_that_passes_without_the_mutant(

@@ -11,7 +11,7 @@ import pytest
 
 from multihead import masks
 from multihead.errors import ArgumentError
-from multihead.escaping import visible
+from multihead.locale.escaping import visible
 from multihead.viewer import downloads
 from tests.viewer.watching import watch
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from multihead import masks
-from multihead.analysis import similar
-from multihead.analysis.highlights import findings
 from multihead.kinds import KINDS, MIXED
+from multihead.record.analysis import similar
+from multihead.record.analysis.highlights import findings
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from multihead.viewer.payload import Run, changed, described, listed, rows_of

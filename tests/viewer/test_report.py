@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from multihead.analysis.highlights import layer_profiles
 from multihead.errors import ArgumentError, InputError, MultiheadError, ShapeError
 from multihead.masks import Full
+from multihead.record.analysis.highlights import layer_profiles
 from multihead.record.texts import Text
 from multihead.viewer import write_report
 from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of

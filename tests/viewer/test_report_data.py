@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.analysis.highlights import layer_profiles
+from multihead.record.analysis.highlights import layer_profiles
 from multihead.viewer import report_data
 from multihead.viewer.page_budget import Store
 from multihead.viewer.tokens import reading

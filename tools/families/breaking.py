@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.hooks.huggingface import mask_of_tensor
-from multihead.hooks.lazy_mask import LazyMask
 from multihead.masks import Causal, Full, Keep, Window
 from multihead.masks.base import And, Mask, Or
+from multihead.models.huggingface import mask_of_tensor
+from multihead.models.lazy_mask import LazyMask
 
 MUTATIONS = ("mask", "scale", "softcap", "sinks", "bias", "window")
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, models
 
-from multihead.hooks.coverage import looks_up
+from multihead.models.coverage import looks_up
 
 _ROOT = Path(models.__file__).parent
 

@@ -17,8 +17,8 @@ from transformers.masking_utils import sdpa_mask
 
 import multihead as mh
 from multihead.errors import ModelError
-from multihead.hooks import huggingface
-from multihead.hooks.coverage import attention_elsewhere, looks_up, require_coverage
+from multihead.models import huggingface
+from multihead.models.coverage import attention_elsewhere, looks_up, require_coverage
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.detours import DETOURS, detour

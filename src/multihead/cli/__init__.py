@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from multihead.errors import MultiheadError
-from multihead.escaping import visible
+from multihead.locale.escaping import visible
 
 __all__ = ["COMMANDS", "Commands", "main"]
 

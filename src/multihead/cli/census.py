@@ -10,10 +10,10 @@ import click
 
 from multihead.cli.model_options import model_options, parsed_layers
 from multihead.cli.progress import Steps
-from multihead.escaping import visible
+from multihead.errors.optional import require
 from multihead.files import check_writable
+from multihead.locale.escaping import visible
 from multihead.locale.texts import section, statistic_label, text, unit_label
-from multihead.optional import require
 
 if TYPE_CHECKING:
     from multihead.counting.result import Census

@@ -11,13 +11,13 @@ import click
 from multihead.cli.progress import Steps
 from multihead.cli.tables import write_tables
 from multihead.cli.view import import_module_of_user
-from multihead.escaping import visible
+from multihead.errors.optional import require
 from multihead.files import check_writable
+from multihead.locale.escaping import visible
 from multihead.locale.texts import section, text
-from multihead.optional import require
 
 if TYPE_CHECKING:
-    from multihead.analysis.changes import ChangedHead
+    from multihead.record.analysis.changes import ChangedHead
 
 EXAMPLES = """
 \b

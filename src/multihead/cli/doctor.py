@@ -9,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from multihead.doctor import Diagnosis
+    from multihead.cli.diagnosis import Diagnosis
     from multihead.kernels.native.library import InstructionSet
 
 LABEL = 14  # width of the labels; the longest is "emulated_amx"
@@ -32,7 +32,7 @@ def doctor() -> None:
     # Imported here, so that --help does not load torch.
     from rich.console import Console
 
-    from multihead.doctor import examine
+    from multihead.cli.diagnosis import examine
 
     found = examine()
     console = Console(highlight=False, soft_wrap=True)

@@ -9,9 +9,9 @@ import click
 
 from multihead.cli.progress import Steps
 from multihead.errors import ArgumentError
-from multihead.escaping import visible
+from multihead.errors.optional import require
 from multihead.files import check_writable
-from multihead.optional import require
+from multihead.locale.escaping import visible
 
 if TYPE_CHECKING:
     from rich.console import Console

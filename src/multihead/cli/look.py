@@ -11,10 +11,10 @@ from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_t
 from multihead.cli.model_options import model_options, parsed_layers
 from multihead.cli.progress import Steps
 from multihead.cli.tables import write_tables
-from multihead.escaping import visible
+from multihead.errors.optional import require
 from multihead.files import check_writable, readable_text
+from multihead.locale.escaping import visible
 from multihead.locale.texts import text as locale
-from multihead.optional import require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,11 +114,11 @@ def look(
         require("safetensors", purpose="Saving a record", extra="view")
 
     # Imported here, so that --help does not load torch.
-    from multihead.analysis.roles import marked
-    from multihead.looking import check_layers, measured_repeats, prepared, recorded, written_page
-    from multihead.models import check_text, encode, load
+    from multihead.models.loading import check_text, encode, load
     from multihead.observation.textbook import add_repeated
+    from multihead.record.analysis.roles import marked
     from multihead.record.memory_use import memory_of
+    from multihead.viewer.looking import check_layers, measured_repeats, prepared, recorded, written_page
 
     for each in (text if sound is None else None, decoder_text):
         if each is not None:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from multihead.escaping import visible
+from multihead.locale.escaping import visible
 from multihead.locale.texts import section, short_statistic_label, text, unit_label
 
 if TYPE_CHECKING:
-    from multihead.analysis.highlights import LayerProfile
     from multihead.kinds import Kind
-    from multihead.looking import Run
-    from multihead.models import Encoded
+    from multihead.models.loading import Encoded
     from multihead.observation.record import Record
     from multihead.probes.probe import Statistic
+    from multihead.record.analysis.highlights import LayerProfile
     from multihead.record.memory_use import Memory
+    from multihead.viewer.looking import Run
     from multihead.viewer.report import ReportSummary
 
 # The statistics in the terminal; all but the spread fit into 80 columns.
@@ -52,7 +52,7 @@ def print_heads(
     """Print a line about the model and its text, the table, and the highlights."""
     from rich.console import Console
 
-    from multihead.analysis.highlights import findings
+    from multihead.record.analysis.highlights import findings
 
     console = Console(highlight=False)
     console.print(_read(record, run, lang) + "\n", markup=False)

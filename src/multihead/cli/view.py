@@ -18,9 +18,9 @@ import click
 
 from multihead.cli.progress import Steps
 from multihead.errors import InputError
-from multihead.escaping import visible
+from multihead.errors.optional import require
+from multihead.locale.escaping import visible
 from multihead.locale.texts import text
-from multihead.optional import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

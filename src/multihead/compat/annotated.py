@@ -12,11 +12,12 @@ import copy
 
 from torch import Tensor, nn
 
-from multihead.call import AttentionRequest, CallOrigin
 from multihead.compat.weights import LastWeights, attend_with_weights
-from multihead.errors import MaskError, ShapeError, reject_scripting
+from multihead.errors import MaskError, ShapeError
+from multihead.errors.arguments import reject_scripting
 from multihead.functional import attend, request_of
-from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.kernels.call import AttentionRequest, CallOrigin
+from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Full, Keep, Mask
 
 __all__ = ["MultiHeadAttention", "MultiHeadedAttention"]

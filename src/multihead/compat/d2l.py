@@ -16,17 +16,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionRequest, CallOrigin
 from multihead.compat.weights import LastWeights
-from multihead.errors import ArgumentError, MaskError, ShapeError, reject_scripting
+from multihead.errors import ArgumentError, MaskError, ShapeError
+from multihead.errors.arguments import reject_scripting
 from multihead.functional import attend, request_of
-from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.kernels.call import AttentionRequest, CallOrigin
 from multihead.kernels.dense_tile import working_dtype
 from multihead.kernels.reference import softmax
+from multihead.layer.heads import head_dim_of, merge_heads, split_heads
+from multihead.layer.packing import Packing
 from multihead.masks import Full, Lengths, Mask
 from multihead.masks.place import CallSize, Place
-from multihead.packing import Packing
-from multihead.tracing import readable
+from multihead.tensors.tracing import readable
 
 __all__ = ["DotProductAttention", "MultiHeadAttention", "masked_softmax", "transpose_output", "transpose_qkv"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from multihead.errors import ModelError
 from multihead.layer import MultiHeadAttention
+from multihead.layer.qk_norm import QKNorm
 from multihead.masks import Causal
-from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 
 __all__ = ["from_bert", "from_gpt2", "from_llama", "from_qwen3"]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from multihead.call import AttentionRequest, CallOrigin
-from multihead.errors import ArgumentError, ShapeError, check_integer, reject_scripting
+from multihead.errors import ArgumentError, ShapeError
+from multihead.errors.arguments import check_integer, reject_scripting
 from multihead.functional import attend, request_of
-from multihead.heads import head_dim_of, split_heads
+from multihead.kernels.call import AttentionRequest, CallOrigin
 from multihead.layer import MultiHeadAttention
+from multihead.layer.heads import head_dim_of, split_heads
 from multihead.masks import Full, Mask
 
 __all__ = ["PerHeadAttention", "concat", "split"]

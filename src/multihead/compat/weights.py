@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from multihead.call import AttentionRequest, listeners
 from multihead.functional import attend
+from multihead.kernels.call import AttentionRequest, listeners
 from multihead.kernels.dense_tile import seen, without_autocast, without_tensors, working_dtype
 from multihead.kernels.nonfinite import without_nonfinite
 from multihead.kernels.per_head import CELLS
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import dense_bias
-from multihead.tracing import traced
+from multihead.tensors.tracing import traced
 
 
 def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import fsspec
 
 from multihead.errors import InputError, MultiheadError
-from multihead.optional import require
+from multihead.errors.optional import require
 
 Kind = Literal["parquet", "jsonl", "lines"]
 

@@ -15,8 +15,8 @@ from multihead.counting.merge import missing_shards
 from multihead.counting.plan import Plan
 from multihead.counting.work import Outcome, Progress, Report, count_shards, loaded_for
 from multihead.errors import InputError
-from multihead.escaping import visible
-from multihead.optional import require
+from multihead.errors.optional import require
+from multihead.locale.escaping import visible
 
 EMBEDDED = "local"
 """The address that starts a Ray on this machine, for this call alone."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from multihead.counting.corpus import Shard
 from multihead.errors import ArgumentError, InputError
 from multihead.files import write_whole
-from multihead.models import LoadedModel
+from multihead.models.loading import LoadedModel
 from multihead.probes.catalogue import PROBES, probe_of_part
 from multihead.probes.probe import Probe, Statistic
 

@@ -15,16 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multihead.analysis.find import FoundHead, Range, find
 from multihead.counting.corpus import rows
 from multihead.counting.merge import HEADS, SHARDS, merged, missing_shards, shards_table, written
 from multihead.counting.plan import Plan, read_plan
-from multihead.errors import ArgumentError, InputError, ProbeError, check_integer
-from multihead.escaping import visible
+from multihead.errors import ArgumentError, InputError, ProbeError
+from multihead.errors.arguments import check_integer
+from multihead.errors.optional import require
+from multihead.locale.escaping import visible
 from multihead.observation.presentation import presenter
-from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
+from multihead.record.analysis.find import FoundHead, Range, find
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.summaries import SHARES, Of, check_summary

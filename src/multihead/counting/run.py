@@ -18,11 +18,12 @@ from multihead.counting.result import Census
 from multihead.counting.shard import Counter
 from multihead.counting.tally import counted_probes
 from multihead.counting.work import Outcome, Report, count_here, usable
-from multihead.errors import ArgumentError, InputError, ModelError, check_integer
-from multihead.hooks.pretrained import pretrained_models
-from multihead.models import LoadedModel, load
+from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.errors.arguments import check_integer
+from multihead.errors.optional import require
+from multihead.models.loading import LoadedModel, load
+from multihead.models.pretrained import pretrained_models
 from multihead.observation.layer_filter import LayerFilter
-from multihead.optional import require
 from multihead.probes.statistics import Wanted
 
 TOKENS = 512

@@ -21,7 +21,7 @@ from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
 from multihead.counting.tally import Tally, measured_model
 from multihead.files import write_whole
-from multihead.models import LoadedModel, quiet, tokens_of_texts
+from multihead.models.loading import LoadedModel, quiet, tokens_of_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
 

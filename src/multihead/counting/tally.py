@@ -14,9 +14,9 @@ from torch import nn
 from multihead.counting.batches import Batch, Reading
 from multihead.counting.sums import LARGEST_KEY, LayerSums
 from multihead.errors import ModelError, ProbeError
-from multihead.hooks.huggingface import installed
-from multihead.hooks.packed import packed
 from multihead.kernels.choose import temporary_plans
+from multihead.models.huggingface import installed
+from multihead.models.packed import packed
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import Measuring
 from multihead.observation.observe import names_of, recording

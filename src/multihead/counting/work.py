@@ -23,7 +23,7 @@ from multihead.counting.merge import missing_shards
 from multihead.counting.plan import LEASES, Plan, model_id, read_plan
 from multihead.counting.shard import Counter, Renew
 from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
-from multihead.models import LoadedModel, load
+from multihead.models.loading import LoadedModel, load
 
 RETURN_EVERY = 5.0
 """Seconds between two returns of freed memory to the system within a shard; one takes about 30 ms."""

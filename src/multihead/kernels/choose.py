@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
 from multihead.kernels import (
     flex,
@@ -17,16 +16,17 @@ from multihead.kernels import (
     reference,
     sdpa,
 )
+from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.native import (
     kernel,
     library,
     operator,  # noqa: F401 - the import registers the operator for graphs
 )
 from multihead.kernels.native_vs_sdpa import slower
+from multihead.kernels.plan.bounds import BOUNDS, CACHE_BYTES, PlanCache, bounds_of
 from multihead.kernels.slow_paths import raise_if_strict
 from multihead.masks.base import KeyBounds
-from multihead.plan.bounds import BOUNDS, CACHE_BYTES, PlanCache, bounds_of
-from multihead.tracing import intercepted
+from multihead.tensors.tracing import intercepted
 
 
 class Kernel(Protocol):

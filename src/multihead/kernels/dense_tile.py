@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.masks.place import Place
 from multihead.scores.bias import bias_tile, values_of, with_values

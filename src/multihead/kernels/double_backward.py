@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.kernels import reference
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds

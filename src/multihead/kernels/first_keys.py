@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import seen
 from multihead.masks.base import KeyBounds
-from multihead.tracing import intercepted
+from multihead.tensors.tracing import intercepted
 
 ROWS, COLUMNS = 256, 64  # queries and keys of the first tile where visibility is evaluated cell by cell
 CELLS = 1 << 22  # cells of a tile, at most, unless the first one has more

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels import reference
+from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import dense, without_tensors, working_dtype
 from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
@@ -24,7 +24,7 @@ from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of
 from multihead.scores.relative import RelativeBias
 from multihead.scores.sinks import with_sinks
-from multihead.tracing import constant_in_graphs, traced, transformed
+from multihead.tensors.tracing import constant_in_graphs, traced, transformed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -139,7 +139,7 @@ def blocks_of(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> Blocks:
     keys between them are computed and masked.
 
     >>> from multihead import masks
-    >>> from multihead.plan.bounds import key_bounds
+    >>> from multihead.kernels.plan.bounds import key_bounds
     >>> blocks = blocks_of(key_bounds(masks.Causal(), queries=6, keys=6), keys=6, block=2)
     >>> blocks.full_stop.tolist(), blocks.stop.tolist()
     ([[0, 1, 2]], [[1, 2, 3]])

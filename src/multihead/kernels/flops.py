@@ -12,7 +12,7 @@ from multihead.kernels.native import (
     library,
     operator,  # noqa: F401 - it registers the operators
 )
-from multihead.tracing import traced
+from multihead.tensors.tracing import traced
 
 
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:

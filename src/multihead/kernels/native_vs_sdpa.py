@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from multihead.call import AttentionRequest
 from multihead.kernels import sdpa
+from multihead.kernels.call import AttentionRequest
 from multihead.masks import Causal
 from multihead.masks.base import KeyBounds
 

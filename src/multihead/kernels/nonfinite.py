@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest
+from multihead.kernels.call import Attended, AttentionRequest
 from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
-from multihead.tracing import readable
+from multihead.tensors.tracing import readable
 
 ROWS = 256  # queries per step where cells must be read: the memory stays O(keys)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multihead.call import Attended, AttentionCall, AttentionRequest, listeners, publish, wanted_parts
+from multihead.kernels.call import Attended, AttentionCall, AttentionRequest, listeners, publish, wanted_parts
 from multihead.kernels.dense_tile import seen, without_autocast
 from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
-from multihead.tracing import traced
+from multihead.tensors.tracing import traced
 
 # Weights computed together, over samples and heads. 1 MiB of float32: the matrix products are as fast as larger ones,
 # and the softmax is 5 times faster than over all weights at once.

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from multihead.call import Attended, AttentionRequest, Work
+from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import scores, seen, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of
-from multihead.tracing import traced
+from multihead.tensors.tracing import traced
 
 HANDLES_NONFINITE = False
 ROWS = 256  # queries per block, where they need not be computed at once

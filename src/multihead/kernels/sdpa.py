@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multihead.call import Attended, AttentionRequest, Work
+from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import seen, tensors_seen_by, without_tensors, working_dtype
 from multihead.kernels.double_backward import differentiable_gradients
+from multihead.kernels.plan.rectangles import Rectangle, rectangles
 from multihead.masks.base import KeyBounds
-from multihead.plan.rectangles import Rectangle, rectangles
 from multihead.scores.bias import bias_tile, values_of
 from multihead.scores.sinks import with_sinks
-from multihead.tracing import traced
+from multihead.tensors.tracing import traced
 
 HANDLES_NONFINITE = False
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name

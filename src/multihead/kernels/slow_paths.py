@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from multihead.errors import SlowPathError, SlowPathWarning
-from multihead.tracing import constant_in_graphs
+from multihead.tensors.tracing import constant_in_graphs
 
 _strict: ContextVar[bool] = ContextVar("strict", default=False)
 

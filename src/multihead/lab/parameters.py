@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError
 from multihead.functional import attention_weights
-from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.layer import MultiHeadAttention
+from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 
 __all__ = ["HeadCount", "Pair", "Parameter", "Parameters", "Shape", "parameters"]
 

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.heads import head_dim_of
 from multihead.lab import training
 from multihead.lab.matching import Vectors, vectors
 from multihead.lab.parameters import Parameters, parameters
 from multihead.lab.tasks import task_named
 from multihead.lab.training import Experiment, compare
+from multihead.layer.heads import head_dim_of
 
 __all__ = ["PARTS", "Answers", "Part", "answer"]
 

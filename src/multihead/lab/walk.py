@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 
 __all__ = ["MAX_VALUES", "Sizes", "Step", "Walk", "walk"]
 

@@ -10,18 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multihead import sequence_split
-from multihead.cache import KeyValueCache
-from multihead.cache.cache import Memory
 from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.kernels import sequence_split
+from multihead.kernels.quantised import Scales
+from multihead.kernels.sequence_split import reject_in_split
+from multihead.layer.cache import KeyValueCache
+from multihead.layer.cache.cache import Memory
+from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_packed
 from multihead.layer.sharding import LayerPart, ShardableLayer, local_heads
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
-from multihead.packing import NO_PADDING, Packing, Padding, Side, check_packed
-from multihead.quantised import Scales
 from multihead.scores.bias import Bias
 from multihead.scores.relative import RelativeBias
-from multihead.sequence_split import reject_in_split
 
 _FULL = Full()
 

@@ -12,33 +12,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
-from multihead import sequence_split
-from multihead.cache import KeyValueCache
-from multihead.call import AttentionArguments, AttentionRequest, CallOrigin, listeners
-from multihead.errors import (
-    ArgumentError,
+from multihead.errors import ArgumentError
+from multihead.errors.arguments import (
+    OF_CONSTRUCTORS,
+    OF_LAYERS,
     check_integer,
     check_scale,
     check_share,
     reject_scripting,
+    reject_unknown,
 )
-from multihead.explanation import Explanation, explained
 from multihead.functional import attend, request_of
-from multihead.heads import head_counts, head_dim_of
+from multihead.kernels import sequence_split
+from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin, listeners
+from multihead.kernels.explanation import Explanation, explained
 from multihead.kernels.native import eager
+from multihead.kernels.quantised import expand
 from multihead.layer.arguments import LayerCall, Widths, check_is_cache, check_takes_positions, dtype_of
+from multihead.layer.cache import KeyValueCache
 from multihead.layer.gates import gate, prepend
+from multihead.layer.heads import head_counts, head_dim_of
+from multihead.layer.packing import NO_PADDING, Packing, Side
 from multihead.layer.positions import extend, find_start, map_lengths, normalise, rotate
+from multihead.layer.qk_norm import QKNorm
 from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.packing import NO_PADDING, Packing, Side
-from multihead.qk_norm import QKNorm
-from multihead.quantised import expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
-from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, reject_unknown
-from multihead.tracing import intercepted
+from multihead.tensors.tracing import intercepted
 
 _FULL = Full()
 _NOTHING = nullcontext()

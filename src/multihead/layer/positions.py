@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multihead import sequence_split
-from multihead.cache import KeyValueCache
+from multihead.kernels import sequence_split
 from multihead.layer.arguments import LayerCall
+from multihead.layer.cache import KeyValueCache
 from multihead.rotary import Rotary
-from multihead.shapes import AttentionShape, resolved_query_start
+from multihead.tensors.shapes import AttentionShape, resolved_query_start
 
 
 def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ModelError, ShapeError
-from multihead.heads import head_counts
+from multihead.layer.heads import head_counts
+from multihead.layer.qk_norm import QKNorms
 from multihead.masks import Mask
-from multihead.qk_norm import QKNorms
 from multihead.scores import RelativeBias
 from multihead.scores.bias import Bias, values_of, with_values
 

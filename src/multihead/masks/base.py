@@ -30,7 +30,7 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 from multihead.errors import MaskError
 from multihead.masks.counts import shown
 from multihead.masks.place import CallSize, Extent, Place, Span
-from multihead.tracing import constant_in_graphs
+from multihead.tensors.tracing import constant_in_graphs
 
 _REGISTERED: dict[str, type[Mask]] = {}
 _NUMBERS = frozenset({int, float, bool, str, type(None)})  # types of fields that are certainly hashable

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.place import CallSize
-from multihead.shapes import FURTHEST
-from multihead.tracing import readable
+from multihead.tensors.shapes import FURTHEST
+from multihead.tensors.tracing import readable
 
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 

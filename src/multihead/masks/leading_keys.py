@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.errors import check_integer
+from multihead.errors.arguments import check_integer
 from multihead.masks.base import KeyBounds, Mask, check_is_mask
 from multihead.masks.place import CallSize, Extent, Place, Span
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from multihead.errors import check_integer
+from multihead.errors.arguments import check_integer
 from multihead.masks.base import Mask
 from multihead.masks.counts import as_tensor, check_longest, check_rows, checked_counts, dropped, shape_of, shown
 from multihead.masks.place import CallSize, Span

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from multihead.errors import check_integer
+from multihead.errors.arguments import check_integer
 from multihead.masks.base import Band, Mask
-from multihead.shapes import FURTHEST
+from multihead.tensors.shapes import FURTHEST
 
 
 @dataclass(frozen=True, eq=False)

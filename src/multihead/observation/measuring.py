@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionCall
 from multihead.errors import ModelError
+from multihead.kernels.call import AttentionCall
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
+from multihead.kernels.parts import Part
 from multihead.observation.output_projection import output_weight
-from multihead.parts import Part
 from multihead.probes.context import MAP_SIZE, Pool, ProbeContext
 from multihead.probes.lookups import at_keys
 from multihead.probes.measured_call import MeasuredCall
@@ -21,7 +21,7 @@ from multihead.probes.statistics import completed, parts_of, possible
 from multihead.record.batch import SampleSpans, moved_together
 from multihead.record.summaries import Measured, occurred_before, queries_that_count
 from multihead.record.token_ids import Ids, among
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
 

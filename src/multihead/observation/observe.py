@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from multihead.call import listen
-from multihead.errors import ArgumentError, ModelError, ProbeError, check_integer
-from multihead.hooks import huggingface
-from multihead.hooks.alignment import alignment_heads
-from multihead.hooks.packed import padded
-from multihead.hooks.pretrained import pretrained_models, recorded_inputs
+from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.errors.arguments import check_integer
+from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds
+from multihead.models import huggingface
+from multihead.models.alignment import alignment_heads
+from multihead.models.packed import padded
+from multihead.models.pretrained import pretrained_models, recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import Measuring
 from multihead.observation.record import Record
@@ -25,7 +26,7 @@ from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, default_probes, resolved
 from multihead.record.running_summary import RunningSummary
-from multihead.tracing import uncompiled
+from multihead.tensors.tracing import uncompiled
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 PRESENTERS = {
     "census": ("multihead.viewer.census_page", "write_census_page"),
     "report": ("multihead.viewer.report", "write_report"),
-    "view": ("multihead.widget.view", "View"),
+    "view": ("multihead.viewer.widget.view", "View"),
 }
 """What each method of a record calls, and `report` of a census: module and name."""
 

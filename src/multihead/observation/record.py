@@ -12,18 +12,25 @@ from typing import Any, Literal
 
 import torch
 
-from multihead.analysis.changes import ChangedHead, changes
-from multihead.analysis.find import FoundHead, Range, find
-from multihead.analysis.highlights import Finding, HeadKind, LayerProfile, findings, heads_of_kinds, layer_profiles
-from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError, ProbeError
-from multihead.escaping import visible
+from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
+from multihead.locale.escaping import visible
 from multihead.observation.presentation import presenter
-from multihead.optional import require
 from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, merging, notebook, plots, saving
+from multihead.record.analysis.changes import ChangedHead, changes
+from multihead.record.analysis.find import FoundHead, Range, find
+from multihead.record.analysis.highlights import (
+    Finding,
+    HeadKind,
+    LayerProfile,
+    findings,
+    heads_of_kinds,
+    layer_profiles,
+)
+from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
@@ -161,7 +168,7 @@ class Record:
             tokenizer: a Hugging Face tokenizer, or anything with `convert_ids_to_tokens`, `decode` and
                 `all_special_ids`.
         """
-        from multihead.models import tokens_of, word_pieces
+        from multihead.models.loading import tokens_of, word_pieces
 
         known: dict[tuple[int, ...], Text] = {}
         for layer in self.layers:
@@ -554,7 +561,7 @@ class Record:
             linked: another view, which then selects what this one selects, and the reverse.
 
         Returns:
-            the widget, a `multihead.widget.view.View`.
+            the widget, a `multihead.viewer.widget.view.View`.
 
         Raises:
             ArgumentError: nothing was recorded, or an invalid argument.

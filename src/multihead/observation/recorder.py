@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multihead import sequence_split
-from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError, ProbeError
-from multihead.hooks import huggingface, pretrained
-from multihead.hooks.pretrained import Inputs
+from multihead.kernels import sequence_split
+from multihead.kernels.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels.first_keys import first_keys
+from multihead.kernels.parts import Part
+from multihead.kernels.plan.bounds import bounds_of
+from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
+from multihead.models import huggingface, pretrained
+from multihead.models.pretrained import Inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import Measuring
 from multihead.observation.record import Record
-from multihead.parts import Part
-from multihead.plan.bounds import bounds_of
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
@@ -47,7 +48,6 @@ from multihead.record.segments import Rows, Segment, grow_keys, kept
 from multihead.record.split import LayerSplit, SampleSplit
 from multihead.record.token_ids import Ids
 from multihead.scores.bias import values_of, with_values
-from multihead.sequence_split import SequenceSplit
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
 Sums: TypeAlias = Callable[[str, int], RunningSummary]

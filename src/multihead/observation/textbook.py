@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.analysis.chance import chance, evidence
 from multihead.errors import InputError
 from multihead.kinds import KINDS, Kind
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.probes.probe import Probe
+from multihead.record.analysis.chance import chance, evidence
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 

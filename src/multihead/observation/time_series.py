@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multihead.errors import ArgumentError, InputError
+from multihead.errors.optional import require
 from multihead.files import check_writable, writing
-from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.notebook import many

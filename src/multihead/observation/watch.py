@@ -10,8 +10,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, ProbeError, check_integer
-from multihead.hooks.trainer import around_steps
+from multihead.errors import ArgumentError, ProbeError
+from multihead.errors.arguments import check_integer
+from multihead.models.trainer import around_steps
 from multihead.observation.observe import recorded
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries

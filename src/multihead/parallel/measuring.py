@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest
+from multihead.kernels.call import Attended, AttentionRequest
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native.statistics import FIRST_KEY
-from multihead.parts import Part
+from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import measured_parts

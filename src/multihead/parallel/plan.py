@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.first_keys import first_keys
+from multihead.kernels.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Extent, Place
 from multihead.parallel.exchange import described
 from multihead.parallel.layout import Layout, Range
-from multihead.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multihead.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.functional import attend
+from multihead.kernels.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.kernels.choose import plan
 from multihead.kernels.dense_tile import without_tensors, working_dtype
 from multihead.kernels.native import kernel as native
+from multihead.kernels.parts import Part
+from multihead.kernels.sequence_split import split
 from multihead.parallel.exchange import Ranks, Transfer, by_token, of_ranges
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measured
 from multihead.parallel.plan import Piece, RingPlan, Step
-from multihead.parts import Part
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import RelativeBias
 from multihead.scores.sinks import with_sinks
-from multihead.sequence_split import split
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k, v and the values of the bias
 

@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from multihead import sequence_split
-from multihead.call import (
+from multihead.errors import ArgumentError, ShapeError
+from multihead.functional import attend
+from multihead.kernels import sequence_split
+from multihead.kernels.call import (
     Attended,
     AttentionCall,
     AttentionRequest,
@@ -21,10 +23,10 @@ from multihead.call import (
     publish,
     wanted_parts,
 )
-from multihead.errors import ArgumentError, ShapeError
-from multihead.explanation import readable_bytes
-from multihead.functional import attend
+from multihead.kernels.explanation import readable_bytes
 from multihead.kernels.native import kernel as native
+from multihead.kernels.plan.bounds import key_bounds
+from multihead.kernels.sequence_split import RankWork, split
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
@@ -34,11 +36,9 @@ from multihead.parallel.measuring import MergedParts, measured, stacked, unstack
 from multihead.parallel.plan import MapBlock, RingPlan, keys_of_ring, ring_plan, visible_rectangle, work_per_rank
 from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout, terms_of
 from multihead.parallel.traffic import Strategy, bytes_of_keys, copies_for_ulysses, traffic
-from multihead.plan.bounds import key_bounds
 from multihead.scores.bias import values_of, with_values
-from multihead.sequence_split import RankWork, split
-from multihead.shapes import AttentionShape
-from multihead.tracing import outside_of_graphs, runs_backward, traced
+from multihead.tensors.shapes import AttentionShape
+from multihead.tensors.tracing import outside_of_graphs, runs_backward, traced
 
 Check = Literal["every call", "first call"]
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from multihead.kernels.dense_tile import working_dtype
 from multihead.parallel.plan import RingPlan
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 Strategy = Literal["gather", "ulysses", "ring"]
 

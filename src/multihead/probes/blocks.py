@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, seen, without_autocast, working_dtype
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import second_pass
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
-from multihead.plan.bounds import bounds_of
 from multihead.probes.tile import RowTotals, base_of, head_indices, in_float64, is_large, row_totals
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import RelativeBias
-from multihead.shapes import AttentionShape
-from multihead.tracing import traced
+from multihead.tensors.shapes import AttentionShape
+from multihead.tensors.tracing import traced
 
 STRIP = 1 << 24  # scores of one head that are computed between two checks for cancellation
 VANISHING = 2.0**60  # next to which any score of moderate size is lost in float64

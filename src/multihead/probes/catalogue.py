@@ -8,7 +8,7 @@ from operator import itemgetter
 from torch import Tensor
 
 from multihead.errors import ProbeError
-from multihead.parts import PART_FAMILIES, Part, check_part
+from multihead.kernels.parts import PART_FAMILIES, Part, check_part
 from multihead.probes.probe import SHARE, Parts, Probe, Statistic
 
 

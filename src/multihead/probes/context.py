@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 MAP_SIZE = 64
 Pool = Literal["mean", "max"]

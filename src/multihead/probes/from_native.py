@@ -8,15 +8,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import FIRST_KEY, ONE_PASS, SECOND_PASS, SPECIAL_KEYS, one_pass, second_pass
+from multihead.kernels.parts import Part
 from multihead.masks.base import KeyBounds
-from multihead.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.pooling import PooledMap
-from multihead.tracing import traced
+from multihead.tensors.tracing import traced
 
 
 def supports(request: AttentionRequest, bounds: KeyBounds) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import seen
 from multihead.kernels.first_keys import first_keys
 from multihead.kernels.nonfinite import without_nonfinite
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
-from multihead.plan.bounds import bounds_of
 from multihead.probes.context import ProbeContext
 from multihead.probes.tile import RowTotals, base_of, in_float64, is_large, row_totals
 from multihead.scores.bias import values_of, with_values

@@ -14,10 +14,10 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.parts import Part, check_part
+from multihead.kernels.parts import Part, check_part
 
 Parts: TypeAlias = Mapping[Part, Tensor]
-"""Part -> what was measured; see `multihead.parts.PARTS` and `PART_FAMILIES`."""
+"""Part -> what was measured; see `multihead.kernels.parts.PARTS` and `PART_FAMILIES`."""
 
 Need = Literal["special_keys", "ids", "sets", "output_weight", "values", "sinks"]
 Axes = Literal["queries", "keys", "map"]
@@ -139,7 +139,7 @@ class Probe(Statistic):
     Attributes:
         of: computes the statistic from its parts. A query's number may depend on this query's parts alone, since a
             batch, packed texts and the steps of a decoding arrive in different pieces.
-        parts: the set of parts that it needs, of those in `multihead.parts`.
+        parts: the set of parts that it needs, of those in `multihead.kernels.parts`.
         tokens: the token ids of its `tokens_mass` part; None if the context has the set, or nothing is counted.
         source: the paper and equation.
         default: whether it is computed if no probes are chosen.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import working_dtype
-from multihead.parts import Part
+from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
 from multihead.scores.relative import RelativeBias
 from multihead.scores.softcap import softcapped

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, ShapeError
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import without_autocast
 from multihead.probes.tile import head_indices, tile
 

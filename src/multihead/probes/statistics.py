@@ -11,13 +11,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionArguments, AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
+from multihead.kernels.call import Attended, AttentionArguments, AttentionCall, AttentionRequest
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
-from multihead.parts import Part
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.parts import Part
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits

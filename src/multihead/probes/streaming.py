@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, seen, working_dtype
-from multihead.parts import Part
+from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.moments import PART, Moments
 from multihead.probes.pooling import PooledMap

@@ -9,12 +9,13 @@ from operator import index
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, check_slice
+from multihead.errors import ArgumentError
+from multihead.errors.arguments import check_slice
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import of_heads, scores, seen, without_autocast, working_dtype
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
-from multihead.tracing import traced
+from multihead.tensors.tracing import traced
 
 CELLS = 1 << 20  # scores held in float64 at a time, unless a few rows of a head have more
 ROWS = 32  # queries for which the keys are converted to float64 once, at least

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError
+from multihead.kernels.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels.first_keys import first_seen
 from multihead.kernels.native.statistics import FIRST_KEY
+from multihead.kernels.parts import Part
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.place import Span
-from multihead.parts import Part
-from multihead.plan.bounds import bounds_of
 from multihead.probes.probe import Parts, Probe
 from multihead.probes.statistics import OF_POSITIONS, from_kernel
 from multihead.record.sample import SampleRecord

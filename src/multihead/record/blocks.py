@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, check_slice
+from multihead.errors import ArgumentError
+from multihead.errors.arguments import check_slice
+from multihead.kernels.call import AttentionRequest
 from multihead.probes.blocks import Blocks, blocks
 from multihead.record.segments import Segment
 

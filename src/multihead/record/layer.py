@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
-from multihead.escaping import visible
 from multihead.kinds import KINDS, Kind
+from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
 from multihead.record.batch import CUTTING, RecordedBatch
@@ -91,7 +91,7 @@ class LayerRecord:
         Raises:
             ProbeError: only a summary was kept.
         """
-        read = import_module("multihead.analysis.highlights").layer_profiles  # in a layer above
+        read = import_module("multihead.record.analysis.highlights").layer_profiles  # in a layer above
         made = {kind.probe.name: kind.probe for kind in self.own_kinds if kind.probe is not None}
         (profile,) = read([self], sample=None, statistics=made, among=(*KINDS, *self.own_kinds))
         found: tuple[tuple[str, ...], ...] = profile.kinds

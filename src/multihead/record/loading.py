@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from multihead.errors import InputError, MultiheadError
+from multihead.errors.optional import require
 from multihead.files import Parts, check_name, is_folder
 from multihead.functional import request_of
-from multihead.optional import require
 from multihead.probes.catalogue import REPEATED, probe_of_part
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordParts

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
+from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.record.layer import LayerRecord, RecordParts
 from multihead.record.running_summary import RunningSummary, Sketch
@@ -19,7 +19,7 @@ from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import Tensors, written_mask
 from multihead.record.split import JoinedRows, LayerSplit, Piece, Range, length_of
 from multihead.scores.bias import Bias, values_of, with_values
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 
 def merged(records: Sequence[RecordParts]) -> RecordParts:

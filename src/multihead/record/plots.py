@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from multihead.escaping import visible
-from multihead.optional import require
+from multihead.errors.optional import require
+from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record.blocks import ends
 from multihead.record.layer import LayerRecord

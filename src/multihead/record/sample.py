@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
-from multihead.errors import ProbeError, check_integer
-from multihead.escaping import visible
+from multihead.errors import ProbeError
+from multihead.errors.arguments import check_integer
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import seen, working_dtype
-from multihead.plan.bounds import bounds_of
+from multihead.kernels.plan.bounds import bounds_of
+from multihead.locale.escaping import visible
 from multihead.probes.blocks import Blocks
 from multihead.probes.catalogue import statistic
 from multihead.probes.context import Pool

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, InputError
+from multihead.errors.optional import require
 from multihead.files import check_writable, writing
-from multihead.optional import require
 from multihead.probes.catalogue import REPEATED
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordParts

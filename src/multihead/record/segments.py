@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.masks import Causal, Mask
 from multihead.probes.tile import RowTotals
 

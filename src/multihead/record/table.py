@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.escaping import visible
+from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook
 from multihead.record.notebook import PLACES, WORDS, levels, shown_columns

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.masks.place import Span
 from multihead.record.sample import SampleRecord
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from multihead.errors import ArgumentError, check_integer
+from multihead.errors import ArgumentError
+from multihead.errors.arguments import check_integer
 
 
 def frequencies_of(base: float, dim: int) -> tuple[float, ...]:

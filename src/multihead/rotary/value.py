@@ -15,10 +15,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import SymInt, Tensor
 
-from multihead.errors import ArgumentError, DtypeError, ShapeError, check_integer
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.errors.arguments import check_integer
 from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
 from multihead.rotary.waves import Tables, Waves, exact_on, rotate_columns, waves_of
-from multihead.tracing import intercepted, traced
+from multihead.tensors.tracing import intercepted, traced
 
 # The dtype in which the rotation is computed, by the dtype of the tensor.
 _COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}

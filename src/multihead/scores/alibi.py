@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import check_integer
+from multihead.errors.arguments import check_integer
 from multihead.scores.relative import RelativeBias, offsets
 
 

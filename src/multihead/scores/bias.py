@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
 from multihead.scores.relative import RelativeBias
-from multihead.shapes import AttentionShape
-from multihead.tracing import traced
+from multihead.tensors.shapes import AttentionShape
+from multihead.tensors.tracing import traced
 
 Bias: TypeAlias = "Tensor | RelativeBias"
 

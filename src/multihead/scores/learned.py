@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ShapeError, check_integer
-from multihead.tracing import readable
+from multihead.errors import ShapeError
+from multihead.errors.arguments import check_integer
+from multihead.tensors.tracing import readable
 
 
 class LearnedBias(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape
 
 
 def check_sinks_fit(sinks: object, shape: AttentionShape) -> None:

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, check_integer
+from multihead.errors import ArgumentError
+from multihead.errors.arguments import check_integer
 from multihead.scores.relative import RelativeBias, offsets
 
 

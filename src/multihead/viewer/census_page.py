@@ -12,8 +12,8 @@ import numpy as np
 from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError
-from multihead.escaping import visible
 from multihead.files import check_writable, write_whole
+from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text, unit_label
 from multihead.probes.probe import SHARE
 from multihead.record.summaries import Of

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from multihead.analysis.highlights import LayerProfile, of_kind
-from multihead.escaping import visible
 from multihead.kinds import MIXED, Kind
+from multihead.locale.escaping import visible
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR, statistic
 from multihead.probes.probe import Statistic
+from multihead.record.analysis.highlights import LayerProfile, of_kind
 
 
 class Column(TypedDict):

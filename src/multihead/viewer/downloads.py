@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.escaping import ACTING, visible
+from multihead.locale.escaping import ACTING, visible
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord

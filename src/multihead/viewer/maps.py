@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from multihead.analysis.visibility import query_blocks
 from multihead.errors import ProbeError
+from multihead.record.analysis.visibility import query_blocks
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any
 
-from multihead.optional import require
+from multihead.errors.optional import require
 
 if TYPE_CHECKING:
     import jinja2

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multihead.analysis.highlights import LayerProfile, findings
-from multihead.analysis.roles import marked, roles
-from multihead.analysis.similar import affordable
-from multihead.escaping import visible
+from multihead.locale.escaping import visible
+from multihead.record.analysis.highlights import LayerProfile, findings
+from multihead.record.analysis.roles import marked, roles
+from multihead.record.analysis.similar import affordable
 from multihead.record.texts import Text
 from multihead.viewer.columns import column, legend, names_of, unrecorded
 from multihead.viewer.levels import SIDE, count

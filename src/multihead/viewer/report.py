@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from multihead.analysis.highlights import LayerProfile, findings
 from multihead.errors import ArgumentError, InputError, ShapeError
-from multihead.escaping import visible
 from multihead.files import check_writable, is_folder, write_whole
+from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text
+from multihead.record.analysis.highlights import LayerProfile, findings
 from multihead.viewer import report_data
 from multihead.viewer.page import allowed, json_in_script, script, static, template, version
 from multihead.viewer.page_budget import Progress, Store, fill

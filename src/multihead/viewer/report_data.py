@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multihead.analysis.highlights import LayerProfile
-from multihead.analysis.roles import roles
-from multihead.escaping import visible
+from multihead.locale.escaping import visible
 from multihead.locale.texts import section, text
 from multihead.probes.catalogue import SEPARATOR
+from multihead.record.analysis.highlights import LayerProfile
+from multihead.record.analysis.roles import roles
 from multihead.viewer.columns import column, legend, names_of, unrecorded
 from multihead.viewer.page_budget import Store, keeps_weights
 

@@ -10,8 +10,8 @@ import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from multihead.analysis.similar import numbers_in_words
 from multihead.probes.blocks import CancelledError
+from multihead.record.analysis.similar import numbers_in_words
 from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
 from multihead.viewer.page import version

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from multihead.errors import ShapeError
-from multihead.models import CONTINUED
+from multihead.models.loading import CONTINUED
 
 SPECIAL, UNKNOWN, PART = 1, 2, 4
 """Flags of a token: a special token, a token missing from the vocabulary, a piece of a character."""

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from multihead.call import listen
 from multihead.compat.torch_nn import MultiheadAttention
 from multihead.errors import ArgumentError, DtypeError, MultiheadError, ShapeError
+from multihead.kernels.call import listen
 
 BUDGET = {torch.float32: 2e-5, torch.float64: 1e-10}
 MASKS = ("none", "bool", "float", "hiding float", "bool 3-D", "float 3-D", "causal", "causal, hinted")

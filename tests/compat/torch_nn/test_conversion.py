@@ -12,7 +12,7 @@ from torch import nn
 from multihead import MultiHeadAttention
 from multihead.compat.torch_nn import MultiheadAttention, from_torch, to_torch
 from multihead.errors import ArgumentError
-from multihead.qk_norm import QKNorm
+from multihead.layer.qk_norm import QKNorm
 from multihead.rotary import Rotary
 from multihead.scores import ALiBi
 

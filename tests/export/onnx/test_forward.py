@@ -19,10 +19,10 @@ pytest.importorskip("onnx", reason="the package onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
 
 from multihead import masks
-from multihead.cache import KeyValueCache
 from multihead.export.onnx import to_model
 from multihead.layer import MultiHeadAttention
-from multihead.qk_norm import QKNorm
+from multihead.layer.cache import KeyValueCache
+from multihead.layer.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias

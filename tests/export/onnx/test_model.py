@@ -18,7 +18,7 @@ from multihead import masks
 from multihead.errors import InputError
 from multihead.export.onnx import save, to_model
 from multihead.layer import MultiHeadAttention
-from multihead.qk_norm import QKNorm
+from multihead.layer.qk_norm import QKNorm
 from tests.export.running import assert_same, evaluated, ran
 
 # Every option of the layer; those that are written are drawn by the tests of the walk.

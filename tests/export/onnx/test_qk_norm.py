@@ -12,7 +12,7 @@ pytest.importorskip("onnxruntime", reason="the package onnxruntime is not instal
 from multihead.errors import ArgumentError
 from multihead.export.onnx import to_model
 from multihead.layer import MultiHeadAttention
-from multihead.qk_norm import QKNorm
+from multihead.layer.qk_norm import QKNorm
 from tests.export.running import assert_same, ran
 
 NORMS = [

@@ -13,9 +13,9 @@ from multihead.functional import attention_with_logsumexp, request_of
 from multihead.functional import statistics as statistics_of
 from multihead.kernels.native import call, kernel, library, statistics
 from multihead.kernels.native.call import WHOLE, Job, Rows, block_height, blocks
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
-from multihead.plan.bounds import bounds_of
 from tests import oracle
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 

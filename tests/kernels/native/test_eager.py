@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from multihead import functional, masks
-from multihead.call import AttentionCall, listen
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, SlowPathWarning
+from multihead.kernels.call import AttentionCall, listen
 from multihead.kernels.native import eager, library
-from multihead.parts import Part
+from multihead.kernels.parts import Part
 from multihead.probes import DEFAULT
 from multihead.probes import statistics as measuring
 from tests import oracle

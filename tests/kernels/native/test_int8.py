@@ -12,14 +12,14 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.functional import attend, request_of
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import eager, kernel, library
+from multihead.kernels.plan.bounds import bounds_of
+from multihead.kernels.quantised import Scales, quantise
 from multihead.layer import attention
 from multihead.masks import Mask
-from multihead.plan.bounds import bounds_of
 from multihead.probes import PROBES
-from multihead.quantised import Scales, quantise
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 
 pytestmark = needs_native

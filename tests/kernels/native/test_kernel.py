@@ -23,8 +23,8 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
 from multihead.kernels.native import kernel, library
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.place import Place
-from multihead.plan.bounds import bounds_of
 from multihead.probes import PROBES
 from tests import oracle
 from tests.agreeing import assert_within_budget
@@ -320,12 +320,12 @@ import sys
 import torch
 from benchmarks.peak_memory import peak
 from multihead import masks
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.functional import attend, request_of
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
-from multihead.plan.bounds import bounds_of
-from multihead.quantised import Scales, quantise
+from multihead.kernels.plan.bounds import bounds_of
+from multihead.kernels.quantised import Scales, quantise
 from dataclasses import replace
 
 torch.set_num_threads(1)

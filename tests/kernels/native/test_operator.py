@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from multihead import functional, masks
 from multihead.errors import ArgumentError
 from multihead.kernels.native import library
-from multihead.quantised import quantise
+from multihead.kernels.quantised import quantise
 from tests import oracle
 from tests.drawing import laid_out, sizes
 from tests.kernel_names import needs_native

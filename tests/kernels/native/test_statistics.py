@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from multihead import masks
-from multihead.call import AttentionRequest
 from multihead.functional import request_of
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.statistics import OFFSETS, ONE_PASS, SPECIAL_KEYS, measured, one_pass, second_pass
+from multihead.kernels.parts import Part
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.place import Place
-from multihead.parts import Part
-from multihead.plan.bounds import bounds_of
 from multihead.probes import PROBES
 from tests import oracle
 from tests.drawing import Drawn, calls

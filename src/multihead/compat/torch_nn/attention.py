@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from multihead.call import CallOrigin, listeners
 from multihead.compat.torch_nn.masks import Sizes, Visible, real_queries, visible
 from multihead.compat.torch_nn.nested import nested_like, padding_of
 from multihead.compat.weights import attend_with_weights
-from multihead.errors import ArgumentError, DtypeError, ShapeError, check_share, reject_scripting
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.errors.arguments import check_share, reject_scripting
 from multihead.functional import attend, request_of
-from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.kernels.call import CallOrigin, listeners
 from multihead.kernels.per_head import attended_by_head, suits
+from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
-from multihead.tracing import readable
+from multihead.tensors.tracing import readable
 
 _KEY = -1  # torch numbers the hooks that it registers from 0
 

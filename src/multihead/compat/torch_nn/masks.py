@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from multihead.errors import DtypeError, MaskError
 from multihead.masks import Causal, Drop, Full, Lengths, Mask
-from multihead.tracing import readable
+from multihead.tensors.tracing import readable
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multihead.optional import require
+from multihead.errors.optional import require
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto, ValueInfoProto

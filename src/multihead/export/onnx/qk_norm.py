@@ -7,7 +7,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.export.onnx.context import Context
-from multihead.qk_norm import QKNorms
+from multihead.layer.qk_norm import QKNorms
 
 
 def normalised(context: Context, q: str, k: str) -> tuple[str, str]:

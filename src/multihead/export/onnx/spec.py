@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, MaskError, check_integer
+from multihead.errors import ArgumentError, MaskError
+from multihead.errors.arguments import check_integer
 from multihead.export.onnx.masks import Start, sizes_of
 from multihead.layer import MultiHeadAttention
 from multihead.masks.base import Mask, check_is_mask

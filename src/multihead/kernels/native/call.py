@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest, DropoutPlace
+from multihead.kernels.call import AttentionRequest, DropoutPlace
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place

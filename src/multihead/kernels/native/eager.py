@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead import sequence_split
-from multihead.call import AttentionArguments, AttentionRequest, active
+from multihead.kernels import sequence_split
+from multihead.kernels.call import AttentionArguments, AttentionRequest, active
 from multihead.kernels.native import library
 from multihead.kernels.native.call import Job
 from multihead.kernels.native.kernel import INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, measured
 from multihead.kernels.native_vs_sdpa import LOST
+from multihead.kernels.parts import Part
+from multihead.kernels.plan.bounds import bounds_of
+from multihead.kernels.quantised import Scales
 from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
-from multihead.parts import Part
-from multihead.plan.bounds import bounds_of
-from multihead.quantised import Scales
-from multihead.shapes import FURTHEST, AttentionShape
-from multihead.tracing import intercepted
+from multihead.tensors.shapes import FURTHEST, AttentionShape
+from multihead.tensors.tracing import intercepted
 
 # `OpOverload.__call__` only passes its arguments on to this function.
 _operator = None if library.absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001

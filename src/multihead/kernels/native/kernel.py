@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest, Work
+from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import dense, tensors_seen_by, without_tensors
 from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.native import library
@@ -27,7 +27,7 @@ from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import wanted_of
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
-from multihead.tracing import intercepted, recorded, traced, transformed
+from multihead.tensors.tracing import intercepted, recorded, traced, transformed
 
 HANDLES_NONFINITE = True  # inside the library, key by key
 INT8_QUERIES = 4

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest
 from multihead.kernels.first_keys import first_keys, first_seen
 from multihead.kernels.native.call import Job, below_autograd, blocks, forward, key_sums, operands
+from multihead.kernels.parts import Part
 from multihead.masks.base import KeyBounds
-from multihead.parts import Part
-from multihead.tracing import intercepted
+from multihead.tensors.tracing import intercepted
 
 FIRST_KEY: Part = ("first_keys_mass", 1)
 SPECIAL_KEYS: Part = ("tokens_mass", "special")

@@ -1,5 +1,0 @@
-"""The key/value cache of one attention layer, for decoding step by step."""
-
-from multihead.cache.cache import KeyValueCache
-
-__all__ = ["KeyValueCache"]

@@ -1,0 +1,185 @@
+"""Report which kernels run on this machine, with which instruction sets, and why the others refuse."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+from multihead.functional import request_of
+from multihead.kernels.call import AttentionRequest
+from multihead.kernels.choose import KERNELS
+from multihead.kernels.native import library
+from multihead.kernels.native.library import InstructionSet
+from multihead.kernels.plan.bounds import bounds_of
+
+# The capabilities of a CPU, as torch names them, that speed up an attention kernel.
+FEATURES = (
+    *("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_bf16"),
+    *("neon", "sve", "bf16"),  # of Arm
+)
+
+MAPS = Path("/proc/self/maps")  # on Linux: every file this process has loaded
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Which kinds of calls one kernel refuses.
+
+    Attributes:
+        name: its name.
+        refusals: its reason in one sentence, by the kind of call that it refuses.
+    """
+
+    name: str
+    refusals: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The machine, torch, the native library and the kernels.
+
+    Attributes:
+        system: operating system and processor family.
+        cpu: the processor's name.
+        features: its vector instructions, as torch sees them.
+        torch_version: the version of torch.
+        threads: threads of one operator of torch, which the native kernel follows.
+        library: file of the native kernel, or None.
+        absence: why there is none, or None.
+        sets: the native kernel's instruction sets.
+        requested: the set that the environment variable MULTIHEAD_CPU requests, or None.
+        chosen: the set that is used, or None.
+        refusal: why the requested set cannot be used, or None.
+        lacking: that this build lacks a faster set, or None.
+        runtimes: the OpenMP runtimes loaded; None where the system does not list them.
+        kernels: every kernel, the fastest first.
+    """
+
+    system: str
+    cpu: str
+    features: tuple[str, ...]
+    torch_version: str
+    threads: int
+    library: Path | None
+    absence: str | None
+    sets: tuple[InstructionSet, ...]
+    requested: str | None
+    chosen: str | None
+    refusal: str | None
+    lacking: str | None
+    runtimes: tuple[Path, ...] | None
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The problems of this machine, each with its remedy; empty where there are none."""
+        problems = []
+        if self.absence is not None:
+            problems.append(
+                f"The native kernel is not available: {self.absence}. Calls use the next kernel that does not refuse; "
+                "install a compiler, then multihead again."
+            )
+        if self.refusal is not None:
+            problems.append(self.refusal)
+        if self.lacking is not None:
+            problems.append(self.lacking)
+        if self.runtimes is not None and len(self.runtimes) > 1:
+            problems.append(
+                f"{len(self.runtimes)} OpenMP runtimes are loaded, and their threads compete for the same cores: "
+                f"{', '.join(map(str, self.runtimes))}. Install packages that share one."
+            )
+        return tuple(problems)
+
+
+def examine() -> Diagnosis:
+    """Examine the machine, torch, the native library and every kernel.
+
+    >>> [kernel.name for kernel in examine().kernels][-1]
+    'reference'
+    """
+    chosen: str | None = None
+    refusal: str | None = None
+    if library.absence() is None:
+        try:
+            chosen = library.chosen().name
+        except ArgumentError as error:
+            refusal = str(error)
+    capabilities = _capabilities()
+    return Diagnosis(
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=str(capabilities.get("cpu_name") or platform.processor() or "unknown"),
+        features=tuple(name for name in FEATURES if capabilities.get(name)),
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+        library=library.path(),
+        absence=library.absence(),
+        sets=library.instruction_sets(),
+        requested=os.environ.get(library.ENVIRONMENT) or None,
+        chosen=chosen,
+        refusal=refusal,
+        lacking=library.lacking(),
+        runtimes=openmp_runtimes(),
+        kernels=tuple(_kernel(name) for name in KERNELS),
+    )
+
+
+def openmp_runtimes(maps: Path = MAPS) -> tuple[Path, ...] | None:
+    """Return the OpenMP runtimes that this process has loaded, or None where the system does not list them.
+
+    Args:
+        maps: the memory map of the process, in the format of Linux.
+    """
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    # Address, permissions, offset, device and inode come before the path, which may contain spaces.
+    loaded = {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
+    return tuple(sorted(Path(path) for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", path)))
+
+
+def _capabilities() -> dict[str, object]:
+    read: Callable[[], dict[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
+    return {} if read is None else read()
+
+
+def _kernel(name: str) -> Kernel:
+    """Return which kinds of calls a kernel refuses."""
+    refusals = {}
+    calls = _calls()
+    for kind, request in calls.items():
+        reason = KERNELS[name].refusal(request, bounds_of(request))
+        if reason is not None:
+            refusals[kind] = reason
+    if len(refusals) == len(calls) and len(set(refusals.values())) == 1:
+        refusals = {"every call": refusals.popitem()[1]}
+    return Kernel(name, refusals)
+
+
+def _calls() -> dict[str, AttentionRequest]:
+    """Return small calls, one of each kind that some kernel may refuse."""
+
+    def tensor(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(1, 1, 2, 8, dtype=dtype)
+
+    plain = tensor()
+    bias = torch.zeros(1, 1, 2, 2)
+    calls = {
+        str(dtype).removeprefix("torch."): request_of(tensor(dtype), tensor(dtype), tensor(dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    }
+    calls["value dim other than query dim"] = request_of(plain, plain, plain[..., :4])
+    calls["bias"] = request_of(plain, plain, plain, bias=bias)
+    calls["bias with gradient"] = request_of(plain, plain, plain, bias=bias.clone().requires_grad_())
+    calls["softcap"] = request_of(plain, plain, plain, softcap=20.0)
+    calls["sinks"] = request_of(plain, plain, plain, sinks=torch.zeros(1))
+    calls["dropout"] = request_of(plain, plain, plain, dropout=0.1)
+    return calls

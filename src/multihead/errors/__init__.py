@@ -1,0 +1,98 @@
+"""The errors of multihead: each states what was given, what was expected and how to fix it.
+
+MultiheadError
+├── ShapeError       tensors that do not fit each other
+├── DtypeError       a dtype or a device that does not fit
+├── MaskError        a mask that does not fit, or an object that is not a mask
+├── ArgumentError    a size, a name or an option out of range
+├── ProbeError       a statistic that is unknown, or that is not available
+├── ModelError       a model that cannot be loaded or observed
+├── InputError       a file, a text or a path of the user that cannot be used
+├── MissingPackageError  an optional package that is not installed
+├── RankError        ranks that do not make the same call, or a rank that stopped
+└── SlowPathError    a path that is slow, where `strict` forbids it
+
+SlowPathWarning      a path that is slow and was not chosen by the caller
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "DtypeError",
+    "InputError",
+    "MaskError",
+    "MissingPackageError",
+    "ModelError",
+    "MultiheadError",
+    "ProbeError",
+    "RankError",
+    "ShapeError",
+    "SlowPathError",
+    "SlowPathWarning",
+]
+
+
+class MultiheadError(Exception):
+    """The base class of all errors that multihead raises on purpose.
+
+    Args:
+        finding: what was given and what was expected, a whole sentence.
+        mend: how to fix it, a whole sentence.
+
+    >>> print(ArgumentError("dropout is 1.5.", "Give a share from 0 to 1."))
+    dropout is 1.5. Give a share from 0 to 1.
+    """
+
+    def __init__(self, finding: str, mend: str) -> None:
+        super().__init__(f"{finding} {mend}")
+        self.finding = finding
+        self.mend = mend
+
+    def __reduce__(self) -> tuple[type[MultiheadError], tuple[str, str]]:
+        """Pickle the two sentences, so that an error can be sent between processes."""
+        return type(self), (self.finding, self.mend)
+
+
+class ShapeError(MultiheadError, ValueError):
+    """Tensors whose shapes do not fit each other."""
+
+
+class DtypeError(MultiheadError, TypeError):
+    """A dtype or a device that does not fit."""
+
+
+class MaskError(MultiheadError, ValueError):
+    """A mask that does not fit the call, or an object that is not a mask."""
+
+
+class ArgumentError(MultiheadError, ValueError):
+    """A size, a name or an option out of its range."""
+
+
+class ProbeError(MultiheadError, ValueError):
+    """A statistic that is unknown, or that is not available from this record or kernel."""
+
+
+class ModelError(MultiheadError, ValueError):
+    """A model that cannot be loaded or observed."""
+
+
+class InputError(MultiheadError, ValueError):
+    """A file, a text or a path of the user that cannot be used."""
+
+
+class MissingPackageError(MultiheadError, ImportError):
+    """An optional package is not installed."""
+
+
+class RankError(MultiheadError, RuntimeError):
+    """Ranks (processes of torch.distributed) that do not make the same call, or one of which stopped."""
+
+
+class SlowPathError(MultiheadError, RuntimeError):
+    """A path that would be slow, in a context that forbids it."""
+
+
+class SlowPathWarning(UserWarning):
+    """A path is slow, and the caller did not choose it."""

@@ -1,0 +1,148 @@
+"""Check arguments, and reject those that a function does not have by naming the one for the same purpose."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any, NoReturn
+
+from multihead.errors import ArgumentError
+
+KEEP_OR_DROP = (
+    "mask=masks.Keep(t) if True may be seen, mask=masks.Drop(t) if True is hidden, bias=t if it is added to the scores"
+)
+ELSEWHERE = {
+    "is_causal": "mask=masks.Causal()",
+    "causal": "mask=masks.Causal()",
+    "attn_mask": KEEP_OR_DROP,
+    "attn_bias": "bias=t",
+    "dropout_p": "dropout=",
+    "sliding_window": "mask=masks.Causal() & masks.Window(size)",
+}
+"""Names of arguments in other libraries, and what to use here; for functions and layers."""
+
+OF_FUNCTIONS = ELSEWHERE | {
+    "key_padding_mask": 'mask=masks.Lengths(...), or mask=masks.Drop(key_padding_mask, "batch keys")',
+    "attention_mask": 'mask=masks.Keep(attention_mask.bool(), "batch keys")',
+    "enable_gqa": "k and v with fewer heads than q; no argument is needed",
+    "need_weights": "mh.attention_weights(q, k), which computes the weights",
+    "s_aux": "sinks=",
+}
+OF_LAYERS = ELSEWHERE | {
+    "key_padding_mask": (
+        "lengths=, the number of tokens of each sample (memory_lengths= for a memory), or "
+        'mask=masks.Drop(key_padding_mask, "batch keys")'
+    ),
+    "attention_mask": 'lengths=attention_mask.sum(1), with padding_side="left" where the padding comes first',
+    "src_key_padding_mask": "lengths=, the number of tokens of each sample",
+    "need_weights": "mh.observe(layer), which computes the weights",
+    "average_attn_weights": "mh.observe(layer), which computes the weights",
+    "output_attentions": "mh.observe(layer), which computes the weights",
+    "return_attention_scores": "mh.observe(layer), which computes the weights",
+    "past_key_value": "cache=mh.KeyValueCache()",
+    "past_key_values": "cache=mh.KeyValueCache()",
+    "use_cache": "cache=mh.KeyValueCache()",
+    "position_ids": "query_start=, the position of the first query",
+    "query": "layer(x), layer(x, memory) or layer(x, memory, values)",
+    "key": "layer(x), layer(x, memory) or layer(x, memory, values)",
+    "value": "layer(x), layer(x, memory) or layer(x, memory, values)",
+}
+OF_CONSTRUCTORS = {
+    "kdim": "key_dim=",
+    "vdim": "value_dim=",
+    "batch_first": "inputs of shape (batch, length, features); no argument is needed",
+    "is_causal": "mask=masks.Causal() in each call",
+    "causal": "mask=masks.Causal() in each call",
+    "qkv_bias": "bias=",
+    "num_key_value_heads": "num_kv_heads=",
+    "max_seq_len": "mh.KeyValueCache(capacity=...) in each call",
+}
+
+
+def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> None:
+    """Reject keywords that a function does not have.
+
+    Args:
+        function: the function that was called; its last parameter collects unknown keywords.
+        unknown: the unknown keywords, at least one.
+        elsewhere: the names that other libraries use, and what to use here.
+
+    Raises:
+        ArgumentError: always.
+    """
+    name = next(iter(unknown))
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    ours = [each.name for each in inspect.signature(function).parameters.values() if each.kind not in kinds]
+    ours = [each for each in ours if each != "self"]
+    if name in elsewhere:
+        mend = f"Use {elsewhere[name]}."
+    else:
+        near = difflib.get_close_matches(name, ours, n=1)
+        mend = f"Did you mean {near[0]}=?" if near else f"Its arguments are {', '.join(ours)}."
+    raise ArgumentError(f"{function.__qualname__} has no argument {name!r}.", mend)
+
+
+def check_share(name: str, value: object) -> None:
+    """Reject a value that is not a number from 0 to 1.
+
+    >>> check_share("dropout", 0.1)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ArgumentError(f"{name} is {value!r}.", "Give a share from 0 to 1.")
+
+
+def check_integer(name: str, value: object, *, least: int = 1) -> None:
+    """Reject a value that is not an integer, or that is smaller than `least`.
+
+    >>> check_integer("num_heads", 8)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} is {value!r}.", f"Give an integer of at least {least}.")
+
+
+def reject_scripting(module: object) -> NoReturn:
+    """Reject torch.jit.script, which calls `__prepare_scriptable__` of every module before it compiles one.
+
+    Raises:
+        ArgumentError: always.
+    """
+    kind = type(module)
+    raise ArgumentError(
+        f"torch.jit.script cannot compile {kind.__module__}.{kind.__qualname__}: its masks and the choice of its "
+        "kernel are Python objects, which TorchScript does not support.",
+        "Use torch.export.export, torch.compile or torch.jit.trace.",
+    )
+
+
+def check_scale(scale: object) -> None:
+    """Reject a value that is neither a finite number nor None.
+
+    >>> check_scale(0.125)
+    """
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale)):
+        raise ArgumentError(f"scale is {scale!r}.", "Give a finite number, or None for 1 / sqrt(head_dim).")
+
+
+def check_slice(name: str, value: object) -> None:
+    """Reject a value that is not a slice of integers with a positive step.
+
+    >>> check_slice("queries", slice(0, 64))
+    """
+    bounds = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
+    if isinstance(value, slice) and all(each is None or _is_integer(each) for each in bounds):
+        if value.step is None or value.step > 0:
+            return
+        raise ArgumentError(
+            f"{name} is {value!r}, whose step is not positive.", "Give a slice with a step of 1 or more."
+        )
+    one = f"slice({value}, {value + 1})" if _is_integer(value) and value >= 0 else "slice(3, 4)"  # type: ignore[operator]
+    raise ArgumentError(
+        f"{name} is {value!r}, and must be a slice of integers.",
+        f"Give {name}={one} for one, {name}=slice(0, 64) for several in a row, and index the result for others.",
+    )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

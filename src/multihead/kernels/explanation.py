@@ -1,0 +1,115 @@
+"""Explain a call before it runs: which kernel, what it skips, and how much memory it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+from multihead.kernels import sequence_split
+from multihead.kernels.call import AttentionRequest, Work
+from multihead.kernels.choose import KERNELS, choose
+from multihead.kernels.plan.bounds import bounds_of
+from multihead.kernels.plan.tiles import seen_share
+from multihead.kernels.sequence_split import RankWork, split
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The kernel of a call and why it is chosen; `str()` lists it in lines.
+
+    Attributes:
+        kernel: the kernel that would run.
+        refusals: for each faster kernel, why it refuses.
+        hidden_share: share of the score matrix that the mask's intervals hide, 0 to 1.
+        skipped_share: share of the score matrix that the kernel does not compute, 0 to 1.
+        dense_remainder: whether part of the mask is no interval, and is evaluated cell by cell.
+        work: cells computed and bytes held.
+        waits: why the host waits for the device, in one sentence, or None.
+        over_ranks: what this rank does and sends, and why, in lines; empty where the sequence is not split over ranks.
+    """
+
+    kernel: str
+    refusals: dict[str, str]
+    hidden_share: float
+    skipped_share: float
+    dense_remainder: bool
+    work: Work
+    waits: str | None = None
+    over_ranks: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        """Return one line; `print` shows all of it."""
+        return f"<Explanation: kernel {self.kernel}, {self.skipped_share:.1%} of the score matrix skipped>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook, as `print` does."""
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        lines = [f"kernel   {self.kernel}"]
+        lines += [f"refused  {name}: {reason}" for name, reason in self.refusals.items()]
+        lines.append(
+            f"skipped  {self.skipped_share:.1%} of the score matrix; its intervals hide {self.hidden_share:.1%}"
+            + (", and part of the mask is no interval: it is read cell by cell" if self.dense_remainder else "")
+        )
+        lines.append(f"memory   about {readable_bytes(self.work.memory)} besides q, k and v")
+        lines += [f"waits    {self.waits}"] if self.waits else []
+        lines += [f"{name:8} {line}" for name, line in self.over_ranks]
+        return "\n".join(lines)
+
+
+def explained(request: AttentionRequest, *, kernel: str | None = None, waits: str | None = None) -> Explanation:
+    """Plan a request and choose its kernel without computing anything, and without sending anything to other ranks.
+
+    Args:
+        request: the call.
+        kernel: the name of the kernel that must run, or None.
+        waits: why the host waits for the device besides the attention itself, or None.
+    """
+    sequence = sequence_split.active
+    if sequence is not None:
+        return _of_rank(sequence.work(request, kernel=kernel), kernel)
+    bounds = bounds_of(request)
+    choice = choose(request, bounds, kernel=kernel)
+    work = KERNELS[choice.name].work(request, bounds)
+    cells = request.shape.cells
+    return Explanation(
+        kernel=choice.name,
+        refusals=choice.refusals,
+        hidden_share=1 - seen_share(bounds, keys=request.shape.key_length) if cells else 0.0,
+        skipped_share=1 - work.cells / cells if cells else 0.0,
+        dense_remainder=bounds.remainder is not None,
+        work=work,
+        waits=waits,
+    )
+
+
+def _of_rank(work: RankWork, kernel: str | None) -> Explanation:
+    """Explain the part of one rank: the kernel of its largest call, and the work of all its calls."""
+    with split(None):
+        parts = [explained(part, kernel=kernel) for part in work.parts]
+    largest = max(parts, key=lambda part: part.work.cells, default=None)
+    cells = sum(part.work.cells for part in parts)
+    return Explanation(
+        kernel="none, because the rank's queries see no key" if largest is None else largest.kernel,
+        refusals={} if largest is None else largest.refusals,
+        hidden_share=1 - work.shown / work.cells if work.cells else 0.0,
+        skipped_share=1 - cells / work.cells if work.cells else 0.0,
+        dense_remainder=any(part.dense_remainder for part in parts),
+        work=Work(cells, max((part.work.memory for part in parts), default=0) + work.received),
+        over_ranks=work.lines,
+    )
+
+
+def readable_bytes(count: int) -> str:
+    """Return a number of bytes in the largest unit that leaves at least one.
+
+    >>> readable_bytes(1536)
+    '1.5 KiB'
+    """
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,150 @@
+"""Convert a mask to the interval of keys visible to each query, once per mask and size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from threading import Lock
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from multihead.kernels.call import AttentionRequest
+from multihead.masks.base import KeyBounds, Mask
+from multihead.masks.place import Extent
+from multihead.tensors.tracing import intercepted, readable, traced
+
+# Cached plans may take this many bytes together: 16 for each query that has bounds of its own.
+CACHE_BYTES = 32 << 20
+
+V = TypeVar("V")
+
+
+class PlanCache(Generic[V]):
+    """Plans by the key of their call, up to a number of bytes; the oldest are dropped first.
+
+    Attributes:
+        entries: what was added, by its key.
+        nbytes: the memory of the entries.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.nbytes = max_bytes, 0
+        self.entries: dict[object, V] = {}
+        self._sizes: dict[object, int] = {}
+        self._lock = Lock()
+
+    def add(self, key: object, value: V, bounds: KeyBounds) -> None:
+        """Add a value that keeps the memory of some bounds alive."""
+        # A mode that replaces the tensors made under it must not reach the calls after it.
+        if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor:
+            return
+        edges = (bounds.start, bounds.stop)
+        size = sum(edge.untyped_storage().nbytes() for edge in edges) + 1024  # what an entry takes at least
+        with self._lock:
+            if size > self.max_bytes or key in self.entries:
+                return
+            self.entries[key], self._sizes[key] = value, size
+            self.nbytes += size
+            while self.nbytes > self.max_bytes:
+                self._drop(next(iter(self.entries)))
+
+    def _drop(self, key: object) -> None:
+        del self.entries[key]
+        self.nbytes -= self._sizes.pop(key)
+
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Drop at the end of this context what was added in it."""
+        before = set(self.entries)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for key in self.entries.keys() - before:
+                    self._drop(key)
+
+
+BOUNDS: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
+
+
+def bounds_of(request: AttentionRequest) -> KeyBounds:
+    """Plan the mask of a request."""
+    shape = request.shape
+    return key_bounds(
+        request.mask,
+        queries=shape.query_length,
+        keys=shape.key_length,
+        query_start=request.query_start,
+        device=shape.device,
+    )
+
+
+def key_bounds(
+    mask: Mask,
+    *,
+    queries: int,
+    keys: int,
+    query_start: int | Tensor = 0,
+    device: torch.device | str = "cpu",
+) -> KeyBounds:
+    """Plan a mask: O(queries) memory for every mask whose rows are intervals.
+
+    Args:
+        mask: any mask that fits the call.
+        queries: number of queries.
+        keys: number of keys.
+        query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+        device: where the bounds are made.
+
+    >>> from multihead import masks
+    >>> bounds = key_bounds(masks.Causal() & masks.Window(2), queries=4, keys=4)
+    >>> bounds.start.tolist(), bounds.stop.tolist(), bounds.remainder
+    ([[0, 0, 1, 2]], [[1, 2, 3, 4]], None)
+    """
+    device = torch.device(device)
+    if isinstance(query_start, Tensor) or intercepted():
+        return _computed(mask, queries, keys, query_start, device)
+    if queries == 1:  # a decoding step has other sizes than the step before: its bounds are two numbers
+        interval = mask.interval_at(query_start, keys)
+        if interval is not None:
+            start, stop = max(interval[0], 0), min(interval[1], keys)
+            return _of_one_query(start, stop, device) if start < stop else _of_one_query(0, 0, device)
+    of_mask = mask.cache_key()
+    if of_mask is None:
+        return _computed(mask, queries, keys, query_start, device)
+    key = of_mask, queries, keys, query_start, device
+    bounds = BOUNDS.entries.get(key)
+    if bounds is None:
+        bounds = _computed(mask, queries, keys, query_start, device)
+        BOUNDS.add(key, bounds, bounds)
+    return bounds
+
+
+@lru_cache(maxsize=256)
+def _of_one_query(start: int, stop: int, device: torch.device) -> KeyBounds:
+    """Return the bounds of one query."""
+    positions = _positions(1 << stop.bit_length(), device)
+    return KeyBounds(positions[:, start : start + 1], positions[:, stop : stop + 1])
+
+
+@lru_cache(maxsize=32)
+def _positions(count: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ..., count - 1 as (1, count); a decoding step slices it instead of making tensors."""
+    return torch.arange(count, device=device)[None]
+
+
+def _computed(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
+    row = torch.arange(queries, device=device)[None]
+    if not traced() and not keys:  # a graph may know the number of keys only when it runs
+        return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
+    first = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
+    may_read = readable(device)
+    bounds = mask.bounds(Extent(row + first, keys, may_read))
+    empty = bounds.start >= bounds.stop
+    start, stop = bounds.start.masked_fill(empty, 0), bounds.stop.masked_fill(empty, 0)
+    if may_read and start.shape[0] > 1 and bool((start == start[:1]).all() & (stop == stop[:1]).all()):
+        start, stop = start[:1], stop[:1]
+    return KeyBounds(start, stop, bounds.remainder)

@@ -1,0 +1,178 @@
+"""Cover the visible cells by few rectangles that a fused kernel computes whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from multihead.masks.base import KeyBounds
+
+Kind = Literal["full", "causal", "partial"]
+Rule = Literal["constant", "growing", "any"]
+_STAY, _GROW, _SLIDE, _JUMP = range(4)
+_NAMES: tuple[Rule, ...] = ("constant", "growing", "any", "any")
+
+# Rows per block where every row's interval differs (a window): small blocks compute fewer hidden cells,
+# large ones need fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
+BLOCK_ROWS = 128
+# The fixed cost of a fused call, in cells of the score matrix of one head: about 15 microseconds.
+CALL_CELLS = 1024
+# A masked cell costs more than an unmasked one: the mask is built and read.
+MASKED_CELL = 1.5
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Some rows of some keys, to be computed by one call.
+
+    Attributes:
+        sample: the sample it belongs to, None for all at once.
+        rows: first query and one past the last.
+        columns: first key and one past the last.
+        kind: "full" every cell is seen; "causal" row i of it sees its first i + 1 keys; "partial" it needs a mask.
+    """
+
+    sample: int | None
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    kind: Kind
+
+    @property
+    def cells(self) -> int:
+        """The number of cells of the score matrix that it spans, per head and sample."""
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive rows whose interval follows a rule: it stays, its end moves by one per row, or anything."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    rule: Rule
+    first_stop: int
+
+    @property
+    def cost(self) -> float:
+        height, width = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+        if self.rule == "growing":
+            return CALL_CELLS + height * (width - height / 2)
+        return CALL_CELLS + height * width * (MASKED_CELL if self.rule == "any" else 1)
+
+
+# For each plan that is in use, with a bias or without. Plans are compared by identity, and not kept alive here.
+_COVERS: WeakKeyDictionary[KeyBounds, dict[bool, tuple[Rectangle, ...]]] = WeakKeyDictionary()
+
+
+def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
+    """Cover the bounds by rectangles; the results of those that share rows are merged by their logsumexp.
+
+    Args:
+        bounds: which keys each query may see.
+        biased: whether a bias is added to each cell, so that every call needs a mask.
+
+    >>> from multihead import masks
+    >>> from multihead.kernels.plan.bounds import key_bounds
+    >>> for rectangle in rectangles(key_bounds(masks.Documents((300, 200)), queries=500, keys=500)):
+    ...     print(rectangle)
+    Rectangle(sample=None, rows=(0, 300), columns=(0, 300), kind='full')
+    Rectangle(sample=None, rows=(300, 500), columns=(300, 500), kind='full')
+    """
+    known = _COVERS.setdefault(bounds, {})
+    if biased not in known:
+        known[biased] = _covered(bounds, biased=biased)
+    return known[biased]
+
+
+def _covered(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
+    covered: list[Rectangle] = []
+    for sample in range(bounds.start.shape[0]):
+        owner = None if bounds.shared else sample
+        for run in _merged(_runs(bounds.start[sample], bounds.stop[sample])):
+            # Under a remainder or a bias every cell is masked: blocks of rows keep the mask small.
+            if bounds.remainder is not None or biased:
+                covered += _blocks(run, owner)
+            else:
+                covered += _covering(run, owner)
+    return tuple(covered)
+
+
+def _runs(start: Tensor, stop: Tensor) -> list[_Run]:
+    """Split the rows where the rule of their intervals changes."""
+    queries = start.shape[0]
+    steps = _steps(start, stop)
+    changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), queries - 1]
+    rules, first_keys, stops = steps.tolist(), start.tolist(), stop.tolist()
+    runs: list[_Run] = []
+    row = change = 0
+    while row < queries:
+        while changes[change] <= row and change + 1 < len(changes):
+            change += 1
+        rule = _JUMP if row == queries - 1 else rules[row]
+        end = row + 1 if rule == _JUMP else changes[change] + 1  # one past the last row of this rule
+        height = BLOCK_ROWS if rule == _SLIDE else end - row
+        for first in range(row, end, height):
+            last = min(first + height, end) - 1
+            columns = (min(first_keys[first], first_keys[last]), max(stops[first], stops[last]))
+            name: Rule = "constant" if first == last else _NAMES[rule]
+            if columns[0] < columns[1]:
+                runs.append(_Run((first, last + 1), columns, name, stops[first]))
+        row = end
+    return runs
+
+
+def _steps(start: Tensor, stop: Tensor) -> Tensor:
+    """Return the rule by which the interval moves from each row to the next: (queries - 1,)."""
+    start_step, stop_step = start.diff(), stop.diff()
+    steps = torch.full_like(start_step, _JUMP)
+    steps[(start_step == 0) & (stop_step == 0)] = _STAY
+    steps[(start_step == 0) & (stop_step == 1)] = _GROW
+    steps[(start_step == 1) & ((stop_step == 0) | (stop_step == 1))] = _SLIDE
+    empty = start >= stop
+    steps[empty[1:] != empty[:-1]] = _JUMP
+    return steps
+
+
+def _merged(runs: list[_Run]) -> list[_Run]:
+    """Merge neighbours where one masked call over both costs less than two calls."""
+    kept: list[_Run] = []
+    for run in runs:
+        newest = run
+        while kept and kept[-1].rows[1] == newest.rows[0]:
+            last = kept[-1]
+            columns = (min(last.columns[0], newest.columns[0]), max(last.columns[1], newest.columns[1]))
+            both = _Run((last.rows[0], newest.rows[1]), columns, "any", last.first_stop)
+            if both.cost > last.cost + newest.cost:
+                break
+            kept.pop()
+            newest = both
+        kept.append(newest)
+    return kept
+
+
+def _covering(run: _Run, sample: int | None) -> list[Rectangle]:
+    """Return the rectangles of a run."""
+    if run.rule != "growing":
+        return [Rectangle(sample, run.rows, run.columns, "full" if run.rule == "constant" else "partial")]
+    # Rows that see s, s + 1, ... keys: a full rectangle of the keys before the diagonal, and a causal triangle.
+    first, diagonal = run.columns[0], run.first_stop - 1
+    parts = [Rectangle(sample, run.rows, (diagonal, run.columns[1]), "causal")]
+    if diagonal > first:
+        parts.append(Rectangle(sample, run.rows, (first, diagonal), "full"))
+    return parts
+
+
+def _blocks(run: _Run, sample: int | None) -> list[Rectangle]:
+    """Split a run whose cells are all masked into blocks of rows, each with the keys that its rows may see."""
+    blocks = []
+    for row in range(run.rows[0], run.rows[1], BLOCK_ROWS):
+        last = min(row + BLOCK_ROWS, run.rows[1])
+        stop = run.columns[1]
+        if run.rule == "growing":
+            stop = run.first_stop + last - 1 - run.rows[0]
+        blocks.append(Rectangle(sample, (row, last), (run.columns[0], stop), "partial"))
+    return blocks

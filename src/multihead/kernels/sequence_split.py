@@ -1,0 +1,101 @@
+"""The sequence that the tokens of a call belong to, where ranks (processes) hold a part of it each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+from multihead.kernels.call import Attended, AttentionRequest
+from multihead.tensors.shapes import AttentionShape
+
+
+class RankWork(NamedTuple):
+    """What one rank does in a call on a split sequence.
+
+    Attributes:
+        parts: the calls that it computes; their tensors have the right shapes and no values.
+        cells: the cells of its part of the map, over batch and heads.
+        shown: how many of them the mask's intervals show.
+        received: bytes of keys and values of other ranks that it holds at once.
+        lines: what it does, what it sends and why, each with a name of one word.
+    """
+
+    parts: list[AttentionRequest]
+    cells: int
+    shown: int
+    received: int
+    lines: tuple[tuple[str, str], ...]
+
+
+class SequenceSplit(Protocol):
+    """How a sequence is split over ranks, and how they compute its attention together."""
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the position of each token of this rank in the whole sequence: (1, tokens) int64."""
+        ...
+
+    def whole(self, shape: AttentionShape) -> AttentionShape:
+        """Return the sizes of the call on the whole sequence, which masks and biases must fit.
+
+        Raises:
+            ArgumentError: the call cannot be split.
+        """
+        ...
+
+    def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
+        """Compute the queries of this rank, together with the other ranks."""
+        ...
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of this rank, and the number of ranks that share the sequence."""
+        ...
+
+    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of positions that this rank holds, of a sequence of `length` tokens."""
+        ...
+
+    def gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the whole sequence of a tensor whose dimension `dim` has this rank's tokens; all ranks call it."""
+        ...
+
+    def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
+        """Return what this rank would do, without computing or sending anything."""
+        ...
+
+
+# No ContextVar: the backward pass may run in another thread, and compilers can check a global variable.
+active: SequenceSplit | None = None
+"""How the sequence of the calls made here is split; None where each call has its whole sequence."""
+
+
+@contextmanager
+def split(sequence: SequenceSplit | None) -> Iterator[None]:
+    """Make the calls in this context parts of a split sequence, or whole calls again (None).
+
+    >>> with split(None):
+    ...     print(active)
+    None
+    """
+    global active  # noqa: PLW0603
+    before, active = active, sequence
+    try:
+        yield
+    finally:
+        active = before
+
+
+def reject_in_split(name: str, remedy: str) -> None:
+    """Raise an error where the sequence is split and a call uses something that needs all of its tokens.
+
+    Args:
+        name: what the call uses, as the subject of a sentence.
+        remedy: what to do instead, a whole sentence.
+    """
+    if active is not None:
+        raise ArgumentError(f"{name} cannot be used in context_parallel, where a rank has part of the tokens.", remedy)

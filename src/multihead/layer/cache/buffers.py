@@ -1,0 +1,304 @@
+"""The key and value buffers of a cache, filled step by step: growing, with a fixed capacity, or with a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.kernels.quantised import Scales, quantise
+from multihead.layer.cache.buffer_ops import copy_slots, write
+from multihead.layer.cache.positions import Progress
+from multihead.tensors.tracing import runs_backward, traced
+
+MIN_SLOTS = 64
+"""Initial number of slots of a growing buffer."""
+
+SPARE = 64
+"""Tokens kept beyond a window, so that `crop` can remove as many."""
+
+
+class Held(NamedTuple):
+    """The keys and values that the queries of one call may attend to.
+
+    Attributes:
+        k: (batch, kv_heads, keys, head_dim), cached keys and those of the new tokens.
+        v: (batch, kv_heads, keys, value_dim).
+        query_start: position of the first new token among these keys; a tensor (batch,) has one per sample.
+        lengths: (batch,), number of these keys that are real; None = all.
+        key_start: number of keys of the sequence before these that were dropped, an int or (batch,).
+        scales: the factors of k and v, which are int8 then; None = they have the dtype of the new tokens.
+    """
+
+    k: Tensor
+    v: Tensor
+    query_start: int | Tensor
+    lengths: Tensor | None = None
+    key_start: int | Tensor = 0
+    scales: Scales | None = None
+
+
+class Buffers:
+    """Keys and values in consecutive slots, and the number of slots in use.
+
+    Args:
+        k: the first keys, (batch, kv_heads, new tokens, head_dim), whose sizes, dtype and device all others must have.
+        v: the first values, (batch, kv_heads, new tokens, value_dim).
+        capacity: fixed number of slots; None = as many as needed.
+        window: number of keys that a query sees at most; older ones are dropped. None = keep all.
+        int8: whether they are stored in int8, with a scale per token and head.
+
+    Attributes:
+        tensors: (batch, kv_heads, slots + 1, dim) each: keys, values, and with int8 the scales of both. Padding goes to
+            the last slot, see buffer_ops.py.
+        dtype: the dtype of new tokens.
+
+    Raises:
+        ShapeError: k and v do not match.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, *, capacity: int | None, window: int | None, int8: bool = False) -> None:
+        _check_pair(k, v)
+        self.dtype, self.int8 = k.dtype, int8
+        self.capacity, self.window = capacity, window
+        self.progress = Progress(len(k), k.device, in_graphs=capacity is not None)
+        self._checked: tuple[object, ...] | None = None  # the sizes, dtypes and devices that were checked last
+        self.tensors = tuple(
+            each.new_zeros(*each.shape[:2], (capacity or 0) + 1, each.shape[3])
+            for each in self._stored(k[:, :, :0], v[:, :, :0])
+        )
+
+    def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return new keys and values as they are stored."""
+        if not self.int8:
+            return k, v
+        (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
+        return k, v, k_scales, v_scales
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Buffers:
+        """Copy the buffers with their autograd graph, which deepcopy of a tensor rejects."""
+        copied = Buffers.__new__(Buffers)
+        copied.__dict__.update(self.__dict__, progress=deepcopy(self.progress, memo))
+        copied.change(torch.clone)
+        return copied
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Reject new keys and values that do not fit each other, or differ from those held in sizes, dtype or device.
+
+        Raises:
+            ShapeError: a size differs.
+            DtypeError: the dtype or device differs.
+        """
+        form = None
+        if not torch.compiler.is_compiling():  # a graph must not depend on the step before
+            form = k.shape, v.shape, k.dtype, v.dtype, k.device, v.device
+            if form == self._checked:  # a decoding step usually has the form of the step before
+                return
+        check_alike("k", k, self.tensors[0], self.dtype)
+        check_alike("v", v, self.tensors[1], self.dtype)
+        if v.shape[2] != k.shape[2]:
+            raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
+        self._checked = form
+
+    def extend(self, k: Tensor, v: Tensor, real: Tensor | None) -> Held:
+        """Append new tokens and return the keys and values that their queries may attend to.
+
+        Args:
+            k: (batch, kv_heads, new tokens, head_dim).
+            v: (batch, kv_heads, new tokens, value_dim).
+            real: (batch,), number of new tokens of each sample that are not padding; None = all.
+
+        Raises:
+            ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity or
+                through a call that is recomputed.
+        """
+        compiling = torch.compiler.is_compiling()
+        in_graph = compiling and self.capacity is not None
+        # Where gradients flow or this code is traced, new tensors are created and none is written in place.
+        needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self.tensors[0].requires_grad)
+        if self.int8:
+            reject_gradient(k, v)
+        copy = not in_graph and (needs_grad or traced())
+        if real is None and self.progress.uniform and not (copy or in_graph):
+            return self._append(k, v)
+        if copy and not compiling and runs_backward():
+            raise ArgumentError(
+                "A backward pass recomputes this call, as activation checkpointing does, and the cache would append "
+                "its tokens a second time.",
+                "Call the layer without a cache, or outside of the checkpoint.",
+            )
+        new, stored = k.shape[2], self._stored(k, v)
+        if not in_graph:
+            self._ensure_slots(new, real, copy=copy)
+        start = self.progress.add(new, real)
+        if not isinstance(start, Tensor):
+            kept = (tensor.narrow(2, 0, start) for tensor in self.tensors)
+            self.tensors = tuple(torch.cat(pair, 2) for pair in zip(kept, stored, strict=True))
+            return self._held(start, start + new)
+        slots, inside = _slots(start, new, real)
+        if in_graph:
+            self._assert_capacity(slots, inside)
+        stop = self.capacity if in_graph and self.capacity is not None else self.progress.longest
+        self.tensors = tuple(
+            write(tensor, each, slots, real=inside, copy=copy)
+            for tensor, each in zip(self.tensors, stored, strict=True)
+        )
+        return self._held(start, stop, self.progress.counts)
+
+    def _append(self, k: Tensor, v: Tensor) -> Held:
+        """Write new tokens in place, equally many for each sample: the usual step, which should take microseconds."""
+        tensors, new, start = self.tensors, k.shape[2], self.progress.longest
+        if tensors[0].is_inference() or start + new >= tensors[0].shape[2]:
+            self._ensure_slots(new, None, copy=False)
+            tensors, start = self.tensors, self.progress.longest
+        self.progress.add(new)
+        stop = start + new
+        for tensor, each in zip(tensors, self._stored(k, v) if self.int8 else (k, v), strict=True):
+            # `.data` has its own version counter: a backward pass may still read the slots before these.
+            tensor.data[:, :, start:stop] = each
+        if self.int8 or self.window is not None:
+            return self._held(start, stop)
+        return Held(tensors[0][:, :, :stop], tensors[1][:, :, :stop], start)
+
+    def crop(self, count: int | Tensor) -> None:
+        """Keep the first `count` slots: an int for all samples, or (batch,).
+
+        They are copied to new buffers: later steps overwrite the other slots, which callers may still hold views of.
+        """
+        self.progress.set(count)
+        slots = self.tensors[0].shape[2] - 1
+        self.change(lambda tensor: copy_slots(tensor, 0, count, slots=slots))
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to all buffers and replace them by the results."""
+        self._checked = None
+        self.tensors = tuple(function(tensor) for tensor in self.tensors)
+
+    def _assert_capacity(self, slots: Tensor, real: Tensor | None) -> None:
+        """Reject tokens beyond the capacity when the graph runs: its positions are unknown while it is traced."""
+        capacity = self.capacity or 0
+        fits = slots < capacity if real is None else (slots < capacity) | ~real
+        # The message contains no number: where the capacity varies, it is symbolic in the graph.
+        torch._assert_async(  # noqa: SLF001 - torch has no public function for a check inside a graph
+            fits.all(), "The cache has no room for these tokens. Give it a larger capacity, or call cache.reset()."
+        )
+
+    def _held(self, start: int | Tensor, stop: int, lengths: Tensor | None = None) -> Held:
+        """Return views of the slots before `stop` that the queries from slot `start` on may attend to."""
+        first = 0 if self.window is None or isinstance(start, Tensor) else max(0, start + 1 - self.window)
+        k, v = self.tensors[0][:, :, first:stop], self.tensors[1][:, :, first:stop]
+        factors = None
+        if self.int8:
+            factors = Scales(self.tensors[2][:, :, first:stop, 0], self.tensors[3][:, :, first:stop, 0])
+        if self.window is None:
+            return Held(k, v, start, lengths, 0, factors)
+        held = Held(k, v, start - first, lengths, self.progress.dropped + first, factors)
+        if self.tensors[0].shape[2] > self._usual_slots() + 1 and not k.requires_grad:
+            self._reallocate(0, at_least=self._usual_slots())  # a prompt longer than the window is kept for one call
+        return held
+
+    def _ensure_slots(self, new: int, real: Tensor | None, *, copy: bool) -> None:
+        """Reallocate the buffers where new tokens do not fit, or reject the tokens."""
+        # Tensors created in inference mode can be written in inference mode only.
+        locked = not copy and self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
+        stop = self.progress.longest + new
+        if self.capacity is not None:
+            if copy:
+                raise ArgumentError(
+                    "A gradient flows through a cache with a capacity, which is written in place.",
+                    "Run it under torch.no_grad(), or use KeyValueCache(), which concatenates keys where gradients "
+                    "flow.",
+                )
+            if real is not None:
+                stop = int((self.progress.counts + real).max()) if len(real) else 0
+            if stop > self.capacity:
+                raise ArgumentError(
+                    f"The cache has a capacity of {self.capacity} tokens, and this call needs {stop}.",
+                    f"Use KeyValueCache(capacity={stop}), or call cache.reset() to start over.",
+                )
+            if locked:
+                self._reallocate(0, at_least=self.capacity)
+        elif copy and (self.window is not None or real is not None or not self.progress.uniform):
+            self._reallocate(new)
+        elif not copy and (locked or stop >= self.tensors[0].shape[2]):
+            self._reallocate(new, at_least=self._usual_slots())
+
+    def _usual_slots(self) -> int:
+        """Return the number of slots of new buffers where no more are needed."""
+        return max(MIN_SLOTS, 2 * (self.tensors[0].shape[2] - 1)) if self.window is None else 2 * (self.window + SPARE)
+
+    def _reallocate(self, new: int, *, at_least: int = 0) -> None:
+        """Copy the slots in use to buffers that have slots for new tokens, dropping keys that no later query sees."""
+        stop: int | Tensor = self.progress.start
+        first: int | Tensor = 0
+        if self.window is not None:
+            # The next query sees itself and the `window - 1` tokens before it.
+            before = stop - (self.window - 1 + SPARE)
+            first = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
+            self.progress.drop(first)
+        slots = max(self.progress.longest + new, at_least)
+        self.change(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
+
+
+def _slots(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the slot of each new token, and whether it is real (None = all are): (batch, new) each."""
+    slots = start[:, None]
+    if new == 1 and real is None:
+        return slots, None
+    token = torch.arange(new, device=start.device)
+    return slots + token, None if real is None else token < real[:, None]
+
+
+def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
+    """Reject keys or values whose sizes, dtype or device differ from those in the cache.
+
+    Raises:
+        ShapeError: a size differs.
+        DtypeError: the dtype or device differs.
+    """
+    shape, size = new.shape, held.shape
+    if len(shape) != 4 or shape[0] != size[0] or shape[1] != size[1] or shape[3] != size[3]:
+        raise ShapeError(
+            f"{name} has shape {tuple(shape)}, and the cache holds {size[0]} samples of {size[1]} heads with {size[3]} "
+            "features.",
+            f"Give ({size[0]}, {size[1]}, new tokens, {size[3]}), or call cache.reset() to start over.",
+        )
+    if new.dtype != dtype or new.device != held.device:
+        raise DtypeError(
+            f"{name} is {new.dtype} on {new.device}, and the cache holds {dtype} on {held.device}.",
+            "Convert it, move the cache with cache.to(device), or call cache.reset() to start over.",
+        )
+
+
+def reject_gradient(k: Tensor, v: Tensor) -> None:
+    """Reject keys and values in int8 where a gradient would flow.
+
+    Raises:
+        ArgumentError: one of them requires a gradient.
+    """
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise ArgumentError(
+            'A gradient flows through a cache with dtype="int8", which rounds keys and values.',
+            "Run it under torch.no_grad(), or use KeyValueCache(), which keeps them as they are.",
+        )
+
+
+def _check_pair(k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}, and must be (batch, kv_heads, new tokens, dim).",
+                "Split the heads first: mh.split_heads(x, num_heads).",
+            )
+    if k.shape[:2] != v.shape[:2] or k.dtype != v.dtype or k.device != v.device:
+        raise ShapeError(
+            f"k is {_described(k)}, and v is {_described(v)}.", "Give both the same batch, heads, dtype and device."
+        )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"

@@ -1,0 +1,385 @@
+"""The key-value cache of one attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from multihead.errors.arguments import check_integer
+from multihead.kernels.call import Continued
+from multihead.kernels.quantised import Scales, quantise
+from multihead.layer.cache.buffer_ops import counts_of
+from multihead.layer.cache.buffers import SPARE, Buffers, Held, reject_gradient
+from multihead.layer.cache.positions import Progress, Snapshot
+from multihead.masks import Mask
+from multihead.tensors.tracing import readable, traced
+
+_HEADS = "(batch, kv_heads, new tokens, head_dim)"
+
+
+class Memory(NamedTuple):
+    """The keys and values of another sequence, projected once for all steps of a cross-attention.
+
+    Attributes:
+        k: (batch, kv_heads, keys, head_dim).
+        v: (batch, kv_heads, keys, value_dim).
+        lengths: (batch,), number of these keys that are real; None = all.
+        scales: the factors of k and v, which are int8 then; None = they are as they were projected.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor | None = None
+    scales: Scales | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
+        """Apply a function to each tensor."""
+        scales = None if self.scales is None else Scales(*map(function, self.scales))
+        lengths = None if self.lengths is None else function(self.lengths)
+        return Memory(function(self.k), function(self.v), lengths, scales)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Memory:
+        """Copy the tensors with their autograd graph, which deepcopy of a tensor rejects."""
+        return self.map(torch.clone)
+
+
+_State: TypeAlias = tuple[
+    Memory | None, Continued | None, Progress | None, Snapshot | None, Buffers | None, tuple[Tensor, ...] | None
+]
+
+
+class KeyValueCache:
+    """The keys and values of the tokens that one attention layer has processed (KV cache).
+
+    Without options the buffers grow, doubling when they are full. Returned keys never change: later tokens are
+    written after them, and slots are copied before they would be overwritten. Where gradients flow, keys are
+    concatenated in new tensors instead, so that gradients are exact through all steps.
+
+    Args:
+        capacity: maximum number of tokens, allocated once; more are rejected. Under `torch.compile` a step with such
+            a cache compiles once: it returns all slots, with a tensor of lengths.
+        window: number of keys that a query sees at most, its own included, as in `masks.Window`; older keys are
+            dropped.
+        dtype: "int8" stores keys and values in int8, with one scale per token and head: half the memory of bfloat16.
+            Each element is rounded by at most 1/254 of the largest one of its token and head. Gradients are rejected.
+            None stores them as they are.
+
+    Raises:
+        ArgumentError: capacity and window are both given, one is not a positive integer, or there is no such dtype.
+
+    >>> cache = KeyValueCache()
+    >>> held = cache.extend(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))  # a prompt of five tokens
+    >>> held = cache.extend(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))  # and one more token
+    >>> held.k.shape, held.query_start
+    (torch.Size([1, 2, 6, 8]), 5)
+    >>> cache
+    KeyValueCache(): 6 tokens, 1 sample, 8,320 bytes
+    """
+
+    def __init__(
+        self, *, capacity: int | None = None, window: int | None = None, dtype: Literal["int8"] | None = None
+    ) -> None:
+        if capacity is not None and window is not None:
+            raise ArgumentError(
+                f"capacity is {capacity!r} and window is {window!r}.",
+                "Give one of them: a cache with a window already has bounded memory, about two windows.",
+            )
+        for name, value in (("capacity", capacity), ("window", window)):
+            if value is not None:
+                check_integer(name, value)
+        if dtype not in (None, "int8"):
+            raise ArgumentError(
+                f"dtype is {dtype!r}.", 'Give "int8", or leave it out to store keys and values as they are.'
+            )
+        self.capacity, self.window, self.dtype = capacity, window, dtype
+        self.reset()
+
+    def reset(self) -> None:
+        """Remove everything, the memory included; the next call starts a new sequence."""
+        self.memory: Memory | None = None
+        self._buffers: Buffers | None = None
+        self._progress: Progress | None = None  # that of the buffers, or of the queries of a cross-attention
+        self._begin_sequence()
+
+    def _begin_sequence(self) -> None:
+        """Start a new sequence for listeners: later calls do not continue the earlier ones."""
+        self._sequence = object()
+        self._continued: Continued | None = None
+
+    @property
+    def query_start(self) -> int | Tensor:
+        """The position of the next token; a tensor (batch,) where samples differ, and in a compiled graph."""
+        return 0 if self._progress is None else self._progress.position
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the longest sample, dropped ones included."""
+        start = self.query_start
+        return int(start.max()) if isinstance(start, Tensor) else start
+
+    @property
+    def lengths(self) -> Tensor:
+        """(batch,), int64: number of tokens of each sample, dropped ones included."""
+        progress = self._progress
+        return torch.zeros(0, dtype=torch.int64) if progress is None else progress.counts + progress.dropped
+
+    @property
+    def continued(self) -> Continued | None:
+        """Position of the last call in its sequence, for listeners; None before it, and in a compiled graph."""
+        return None if torch.compiler.is_compiling() else self._continued
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated memory, bytes."""
+        held = () if self._buffers is None else self._buffers.tensors
+        remembered = () if self.memory is None else (self.memory.k, self.memory.v, *(self.memory.scales or ()))
+        return sum(tensor.nbytes for tensor in (*held, *remembered))
+
+    def __repr__(self) -> str:
+        options = {"capacity": self.capacity, "window": self.window, "dtype": self.dtype}
+        option = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
+        if self._progress is None:
+            return f"KeyValueCache({option}): empty"
+        tokens = sorted(set(self.lengths.tolist())) or [0]
+        content = f"{tokens[0]} tokens" if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]} tokens"
+        content += "" if self.memory is None else f", a memory of {self.memory.k.shape[2]}"
+        batch = self._progress.batch
+        return f"KeyValueCache({option}): {content}, {batch} sample{'s' if batch != 1 else ''}, {self.nbytes:,} bytes"
+
+    def extend(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> Held:
+        """Append the keys and values of new tokens, and return all that their queries may attend to.
+
+        Args:
+            k: (batch, kv_heads, new tokens, head_dim).
+            v: (batch, kv_heads, new tokens, value_dim).
+            lengths: (batch,), number of new tokens of each sample that are real; those after them are padding and are
+                not stored, whatever they contain. None = all.
+
+        Returns:
+            `Held`, with the keys and values, and the position of the new tokens among them.
+
+        Raises:
+            ShapeError: the sizes of k and v do not match, or differ from those in the cache.
+            DtypeError: the dtype or device differs from that in the cache.
+            ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity or
+                with int8.
+        """
+        if self.memory is not None:
+            raise ArgumentError(
+                "The cache holds the memory of a cross-attention, and extend() adds keys of a self-attention.",
+                "Use a separate cache for each attention.",
+            )
+        if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+            name, given = ("v", v) if isinstance(k, Tensor) else ("k", k)
+            raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_HEADS}.")
+        buffers = self._buffers
+        if buffers is None:
+            buffers = self._buffers = Buffers(
+                k, v, capacity=self.capacity, window=self.window, int8=self.dtype == "int8"
+            )
+            self._progress = buffers.progress
+        buffers.check(k, v)
+        real = None if lengths is None else counts_of(lengths, batch=len(k), limit=k.shape[2], device=k.device)
+        if real is not None and not traced() and bool((real == k.shape[2]).all()):
+            real = None  # no padding: counts that are equal in all samples stay an int
+        held = buffers.extend(k, v, real)
+        if not torch.compiler.is_compiling():
+            self._continued = Continued(self._sequence, held.key_start, real)
+        return held
+
+    def rollback_on_error(self) -> AbstractContextManager[object]:
+        """Remove tokens appended in this context if it raises an error, so that the call can be repeated."""
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        return _RollBack(self)
+
+    def _state(self) -> _State:
+        """Return what `_restore` needs to remove what is appended from now on."""
+        progress, buffers = self._progress, self._buffers
+        counted = None if progress is None else progress.snapshot
+        stored = None if buffers is None else buffers.tensors
+        return self.memory, self._continued, progress, counted, buffers, stored
+
+    def _restore(self, state: _State) -> None:
+        self.memory, self._continued, progress, counted, buffers, stored = state
+        self._progress, self._buffers = progress, buffers
+        if progress is not None and counted is not None:
+            progress.snapshot = counted
+        if buffers is not None and stored is not None:
+            buffers.tensors = stored
+            buffers.crop(buffers.progress.start)  # appended tokens may have been written in place
+
+    def crop(self, length: int | Sequence[int] | Tensor) -> None:
+        """Keep the first tokens and remove the others, such as those that speculative decoding rejects.
+
+        Args:
+            length: number of tokens to keep; integers (batch,) give one per sample. A sample that has fewer keeps all.
+
+        Raises:
+            ArgumentError: a length is negative or larger than the number of tokens, or the next query would see keys
+                that a window has dropped.
+        """
+        progress, total = self._progress_or_refusal("Crop"), self.length
+        if isinstance(length, int):
+            check_integer("length", length, least=0)
+            if length > total:
+                raise ArgumentError(f"length is {length}, and there are {total} tokens.", f"Give at most {total}.")
+        else:
+            length = counts_of(length, batch=progress.batch, limit=total, device=progress.device, name="length")
+        slots = length - progress.dropped
+        if isinstance(slots, Tensor) or not progress.uniform:
+            slots = torch.minimum(progress.counts, torch.as_tensor(slots, device=progress.device))
+        lookback = 0 if self.window is None else self.window - 1
+        needed = torch.as_tensor(slots + progress.dropped).clamp(max=lookback)
+        if bool((torch.as_tensor(slots) < needed).any()):
+            raise ArgumentError(
+                "The next query would see keys that the cache has dropped: with a window, only the last "
+                f"{SPARE} tokens can be removed.",
+                "Remove fewer tokens, or use KeyValueCache(), which keeps all of them.",
+            )
+        if not isinstance(slots, Tensor) and slots == progress.longest:
+            return
+        self._begin_sequence()
+        if self._buffers is None:
+            progress.set(slots)
+        else:
+            self._buffers.crop(slots)
+
+    def reorder(self, index: Sequence[int] | Tensor) -> None:
+        """Select samples, as beam search does: new sample i continues old sample `index[i]`.
+
+        Args:
+            index: integers (new batch,), from 0 to the old batch - 1; samples may be repeated or left out.
+
+        Raises:
+            ArgumentError: an index is out of range or not an integer, or the cache is empty.
+        """
+        progress = self._progress_or_refusal("Reorder")
+        if isinstance(index, str):
+            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
+        batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
+        if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
+            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
+        if readable(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
+            raise ArgumentError(
+                f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
+            )
+        self._begin_sequence()
+        progress.select(chosen)
+        if self._buffers is not None:
+            self._buffers.change(lambda tensor: tensor.index_select(0, chosen))
+        if self.memory is not None:
+            self.memory = self.memory.map(lambda tensor: tensor.index_select(0, chosen))
+
+    def to(self, device: torch.device | str) -> KeyValueCache:
+        """Move the cache to a device, in place, and return it."""
+        if self._progress is not None:
+            self._progress.move(device)
+        if self._buffers is not None:
+            self._buffers.change(lambda tensor: tensor.to(device))
+        if self.memory is not None:
+            self.memory = self.memory.map(lambda tensor: tensor.to(device))
+        return self
+
+    def remember(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Memory:
+        """Store the projected keys and values of another sequence for all steps of a cross-attention.
+
+        Args:
+            k: (batch, kv_heads, keys, head_dim).
+            v: (batch, kv_heads, keys, value_dim).
+            lengths: (batch,), number of these keys that are real; None = all.
+
+        Raises:
+            ArgumentError: the cache is not empty, or a gradient would flow through int8.
+        """
+        if self._progress is not None:
+            raise ArgumentError(
+                "The cache is in use.", "Use a separate cache for each attention, or call cache.reset() to start over."
+            )
+        self._progress = Progress(len(k), k.device, in_graphs=self.capacity is not None)
+        if self.dtype == "int8":
+            reject_gradient(k, v)
+            (k, k_scales), (v, v_scales) = quantise(k.contiguous()), quantise(v.contiguous())
+            self.memory = Memory(k, v, lengths, Scales(k_scales[..., 0], v_scales[..., 0]))
+        else:
+            self.memory = Memory(k.contiguous(), v.contiguous(), lengths)
+        return self.memory
+
+    def advance(self, queries: int, *, lengths: Sequence[int] | Tensor | None = None) -> int | Tensor:
+        """Count queries without new keys, as in cross-attention, and return the position of the first one.
+
+        Args:
+            queries: number of queries of each sample.
+            lengths: (batch,), number of them that are real; None = all.
+
+        Raises:
+            ArgumentError: the cache is empty.
+        """
+        progress = self._progress_or_refusal("Advance")
+        real = None
+        if lengths is not None:
+            real = counts_of(lengths, batch=progress.batch, limit=queries, device=progress.device)
+        start = progress.add(queries, real)
+        if not torch.compiler.is_compiling():
+            self._continued = Continued(self._sequence, 0, real, start)
+        return start
+
+    def check_same_memory(self, memory: Tensor) -> None:
+        """Reject a memory (batch, keys, features) whose batch or number of keys differs from the stored one."""
+        if self.memory is None or memory.shape[:2] == (len(self.memory.k), self.memory.k.shape[2]):
+            return
+        raise ShapeError(
+            f"memory has {memory.shape[0]} samples of {memory.shape[1]} keys, and the cache holds a memory of "
+            f"{len(self.memory.k)} samples of {self.memory.k.shape[2]} keys.",
+            "Give the same memory at each step, or call cache.reset() to start over.",
+        )
+
+    def check_remembered(self, mask: Mask) -> None:
+        """Reject a mask that shows keys which a cache with a window drops.
+
+        Raises:
+            MaskError: the mask has no bounded lookback, its lookback exceeds the window, or it is a tensor with a
+                column per key.
+
+        >>> from multihead import masks
+        >>> KeyValueCache(window=8).check_remembered(masks.Causal() & masks.Window(8))
+        """
+        if self.window is None:
+            return
+        lookback = mask.lookback
+        if lookback is None or lookback > self.window:
+            seen = "all earlier keys" if lookback is None else f"the last {lookback} keys"
+            raise MaskError(
+                f"{mask!r} shows {seen}, and the cache keeps a window of {self.window} keys.",
+                f"Combine it with & masks.Window({self.window}), or use KeyValueCache(), which keeps all keys.",
+            )
+        if mask.has_key_axis:
+            raise MaskError(
+                f"{mask!r} has a column per key, and a cache with a window drops keys.",
+                "Use KeyValueCache(), which keeps all keys.",
+            )
+
+    def _progress_or_refusal(self, verb: str) -> Progress:
+        if self._progress is None:
+            raise ArgumentError("The cache is empty.", f"{verb} it after the first call.")
+        return self._progress
+
+
+class _RollBack:
+    """A context that restores a cache if it ends in an error."""
+
+    # A class is faster than a generator, and every decoding step enters this context.
+    def __init__(self, cache: KeyValueCache) -> None:
+        self.cache, self.state = cache, cache._state()  # noqa: SLF001 - a part of the cache
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.cache._restore(self.state)  # noqa: SLF001 - a part of the cache

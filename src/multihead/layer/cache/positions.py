@@ -1,0 +1,153 @@
+"""Count the tokens of each sample: as an int where all samples have equally many, else as a tensor."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+from multihead.tensors.tracing import traced
+
+Snapshot: TypeAlias = tuple[int | None, Tensor | None, bool, int | Tensor]
+
+
+class Progress:
+    """Number of buffer slots that each sample has filled.
+
+    Args:
+        batch: number of samples.
+        device: device of its tensors.
+        in_graphs: whether to keep a tensor up to date besides the int: a compiled graph must not depend on an int that
+            changes.
+
+    Attributes:
+        dropped: number of tokens before the first slot that were dropped, an int or (batch,).
+
+    >>> progress = Progress(2, torch.device("cpu"))
+    >>> progress.add(3), progress.start
+    (0, 3)
+    >>> progress.add(4, torch.tensor([4, 1])), progress.start
+    (tensor([3, 3]), tensor([7, 4]))
+    """
+
+    def __init__(self, batch: int, device: torch.device, *, in_graphs: bool = False) -> None:
+        self.batch, self.device = batch, device
+        self._longest: int | None = 0  # None where only the tensor is up to date
+        self._in_graphs = in_graphs
+        self._counts = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None  # None: that int
+        self._uniform = True
+        self.dropped: int | Tensor = 0
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Immutable snapshot of the counters, for rollback."""
+        return self._longest, self._counts, self._uniform, self.dropped
+
+    @snapshot.setter
+    def snapshot(self, snapshot: Snapshot) -> None:
+        self._longest, self._counts, self._uniform, self.dropped = snapshot
+
+    @property
+    def position(self) -> int | Tensor:
+        """Position of the next token, dropped tokens included; a tensor (batch,) where samples differ."""
+        return self.start + self.dropped
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all samples have equally many tokens."""
+        return self._uniform
+
+    @property
+    def start(self) -> int | Tensor:
+        """Slot of the next token; a tensor (batch,) where samples differ, and in a graph."""
+        if not self._uniform or (self._in_graphs and torch.compiler.is_compiling()):
+            return self.counts
+        return self.longest
+
+    @property
+    def counts(self) -> Tensor:
+        """(batch,), int64: number of filled slots of each sample."""
+        if self._counts is None:
+            return torch.full((self.batch,), self.longest, device=self.device)
+        return self._counts
+
+    @property
+    def longest(self) -> int:
+        """Number of filled slots of the longest sample."""
+        if self._longest is None:
+            self._longest = _largest(self.counts)
+        return self._longest
+
+    def add(self, new: int, real: Tensor | None = None) -> int | Tensor:
+        """Count new tokens and return the slot of the first one.
+
+        Args:
+            new: number of new tokens of each sample, padding included.
+            real: (batch,), number of them that are not padding; None = all.
+        """
+        if self._in_graphs and torch.compiler.is_compiling():
+            return self._add_in_graph(new, real)
+        if real is not None:
+            start = self.counts
+            self.set(start + real)
+            return start
+        if not self._uniform:
+            start = self.counts
+            self._longest, self._counts = self.longest + new, start + new  # never in place: callers hold the old tensor
+            return start
+        first = self.longest
+        self._longest = first + new
+        if self._in_graphs:
+            self._counts = None
+            # Compiled steps usually follow a prompt. A step that is not compiled leaves no tensor, because making one
+            # would take as long as copying the token; a compiled step after it makes one, in a graph of its own.
+            if new > 1 or not first:
+                self._counts = self.counts
+        return first
+
+    def _add_in_graph(self, new: int, real: Tensor | None) -> Tensor:
+        start = self.counts
+        self._counts, self._longest = start + (new if real is None else real), None
+        if real is not None:
+            self._uniform = False
+        return start
+
+    def set(self, slots: int | Tensor) -> None:
+        """Set the number of filled slots: an int for all samples, or (batch,)."""
+        if isinstance(slots, Tensor):
+            self._counts, self._longest, self._uniform = slots, _largest(slots), False
+            return
+        self._longest = slots
+        if self._in_graphs or not self._uniform:
+            self._counts = torch.full((self.batch,), slots, device=self.device)
+
+    def drop(self, count: int | Tensor) -> None:
+        """Drop the first `count` slots: an int for all samples, or (batch,)."""
+        self.set(self.start - count)
+        self.dropped = self.dropped + count
+
+    def select(self, index: Tensor) -> None:
+        """Select samples: (new batch,), the old sample of each new one."""
+        self.batch = len(index)
+        self._counts = None if self._counts is None else self._counts.index_select(0, index)
+        if isinstance(self.dropped, Tensor):
+            self.dropped = self.dropped.index_select(0, index)
+
+    def move(self, device: torch.device | str) -> None:
+        """Move its tensors to a device."""
+        self.device = torch.device(device)
+        self._counts = None if self._counts is None else self._counts.to(device)
+        if isinstance(self.dropped, Tensor):
+            self.dropped = self.dropped.to(device)
+
+
+def _largest(counts: Tensor) -> int:
+    if traced() and not torch.compiler.is_compiling():
+        raise ArgumentError(
+            "The cache counts the tokens of each sample, and torch.jit.trace, make_fx or FakeTensorMode runs this "
+            "code, where counts cannot be read.",
+            "Leave lengths out there, or use torch.compile with KeyValueCache(capacity=...).",
+        )
+    return int(counts.max()) if counts.numel() else 0

@@ -1,0 +1,164 @@
+"""Split the columns of a tensor into heads, and merge the heads again."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch import SymInt, Tensor
+
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.tensors.tracing import untraced
+
+__all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
+
+# An error lists at most this many head counts.
+MOST_COUNTS_LISTED = 12
+
+
+def head_counts(embed_dim: int) -> tuple[int, ...]:
+    """List every number of heads that divides a width evenly, smallest first.
+
+    Args:
+        embed_dim: the width to divide, in columns, at least 1.
+
+    Raises:
+        ArgumentError: if ``embed_dim`` is below 1.
+
+    >>> head_counts(6)
+    (1, 2, 3, 6)
+    """
+    _check_at_least_one("embed_dim", embed_dim)
+    small = [count for count in range(1, math.isqrt(embed_dim) + 1) if embed_dim % count == 0]
+    return tuple(sorted({*small, *(embed_dim // count for count in small)}))
+
+
+def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> int:
+    """Return the width of each head.
+
+    Args:
+        embed_dim: the width to divide, in columns.
+        num_heads: number of heads.
+        name: name of the width in the error.
+
+    Returns:
+        The columns of one head.
+
+    Raises:
+        ArgumentError: if either is below 1, or the heads do not divide the width; the
+            error lists the head counts that fit.
+
+    >>> head_dim_of(512, 8)
+    64
+    """
+    _check_at_least_one(name, embed_dim)
+    _check_at_least_one("num_heads", num_heads)
+    if embed_dim % num_heads != 0:
+        raise ArgumentError(
+            f"{name} is {embed_dim}, and {num_heads} heads do not divide it.",
+            f"Give {_listed(embed_dim, num_heads)}, or a width that is a multiple of {num_heads}.",
+        )
+    return embed_dim // num_heads
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Split the columns into heads, as a view that copies nothing.
+
+    Head ``h`` has the columns from ``h * head_dim`` up to ``(h + 1) * head_dim``. The columns
+    are split first and the axes swapped after; a bare ``reshape`` to the same shape would mix
+    positions (see ``docs/split-of-heads.md``).
+
+    Args:
+        x: (batch, length, heads * head_dim), any dtype.
+        num_heads: number of heads.
+
+    Returns:
+        (batch, heads, length, head_dim), a view of ``x``.
+
+    Raises:
+        ShapeError: if ``x`` does not have three axes.
+        DtypeError: if it is no tensor.
+        ArgumentError: if ``num_heads`` is below 1 or does not divide the last axis; the error
+            lists the head counts that fit.
+
+    Source: Vaswani et al. 2017, section 3.2.2, arXiv:1706.03762.
+
+    >>> import torch
+    >>> x = torch.arange(36).reshape(2, 3, 6)
+    >>> x_heads = split_heads(x, 3)
+    >>> x_heads.shape
+    torch.Size([2, 3, 3, 2])
+    >>> x_heads[0, 0].tolist()
+    [[0, 1], [6, 7], [12, 13]]
+    """
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is a {type(x).__name__}, and must be a tensor.", "Convert it: torch.as_tensor(x).")
+    if x.dim() != 3:
+        raise ShapeError(
+            f"x has the shape {tuple(x.shape)}, and must be (batch, length, heads * head_dim).",
+            "Give a tensor with three axes.",
+        )
+    batch, length, width = x.shape
+    if isinstance(width, Tensor):  # a size that torch.jit.trace records
+        with untraced():
+            width = x.shape[2]
+    head_dim = head_dim_of(width, num_heads, name="The last axis of x")
+    x_split = x.view(batch, length, num_heads, head_dim)  # (batch, length, heads, head_dim)
+    return x_split.transpose(1, 2)  # (batch, heads, length, head_dim)
+
+
+def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat") -> Tensor:
+    """Concatenate the heads, or average them.
+
+    Args:
+        x_heads: (batch, heads, length, head_dim), floating point if ``merge`` is ``"mean"``.
+        merge: ``"concat"`` concatenates the heads' columns and undoes ``split_heads``; ``"mean"``
+            averages the heads, so that the width stays ``head_dim``.
+
+    Returns:
+        (batch, length, heads * head_dim) for ``"concat"``, (batch, length, head_dim) for
+        ``"mean"``.
+
+    Raises:
+        ShapeError: if ``x_heads`` does not have four axes.
+        ArgumentError: if ``merge`` is neither of the two words.
+
+    Source: concatenation, arXiv:1706.03762, section 3.2.2; mean, arXiv:1710.10903, equation 6.
+
+    >>> import torch
+    >>> x = torch.arange(36).reshape(2, 3, 6)
+    >>> torch.equal(merge_heads(split_heads(x, 3)), x)
+    True
+    """
+    if x_heads.dim() != 4:
+        raise ShapeError(
+            f"x_heads has the shape {tuple(x_heads.shape)}, and must be (batch, heads, length, head_dim).",
+            "Give a tensor with four axes, such as split_heads returns.",
+        )
+    if merge == "concat":
+        return x_heads.transpose(1, 2).flatten(2)  # (batch, length, heads * head_dim)
+    if merge == "mean":
+        return x_heads.mean(dim=1)  # (batch, length, head_dim)
+    raise ArgumentError(
+        f"merge is {merge!r}, and must be 'concat' or 'mean'.",
+        "Give 'concat' to join the heads' columns, or 'mean' to average the heads.",
+    )
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, SymInt)) or value < 1:
+        raise ArgumentError(
+            f"{name} is {value!r}, and must be a whole number of at least 1.",
+            "Give 1 or more.",
+        )
+
+
+def _listed(embed_dim: int, num_heads: int) -> str:
+    """List the head counts that fit, only the nearest ones if there are many."""
+    counts = head_counts(embed_dim)
+    nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
+    words = [str(count) for count in sorted(nearest)]
+    if len(words) == 1:
+        return f"{words[0]} head"
+    heads = f"{', '.join(words[:-1])} or {words[-1]} heads"
+    return heads if len(nearest) == len(counts) else f"{heads} (the nearest that fit)"

@@ -1,0 +1,419 @@
+"""Pack the tokens of a padded batch, so that no padding is computed, and restore the padding of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.kernels.places import places_of_tokens
+from multihead.kernels.sequence_split import SequenceSplit, reject_in_split
+from multihead.masks import Documents, Lengths, Mask
+from multihead.tensors.tracing import intercepted, jit_traced, readable, traced
+
+Side = Literal["right", "left"]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The tokens of a padded batch; made by `pack`.
+
+    Attributes:
+        lengths: (batch,), int64, tokens of each sample.
+        index: (tokens,), int64, index of each token in the flattened batch.
+        batch: number of samples.
+        length: padded length.
+        side: on which side of the tokens the padding is.
+
+    >>> packing = Packing.of((2, 1), batch=2, length=3)
+    >>> packed = packing.pack(torch.arange(6.0).view(2, 3, 1))
+    >>> packed[..., 0]
+    tensor([[0., 1., 3.]])
+    >>> packing.unpack(packed)[..., 0]
+    tensor([[0., 1., 0.],
+            [3., 0., 0.]])
+    """
+
+    lengths: Tensor
+    index: Tensor
+    batch: int
+    length: int
+    side: Side = "right"
+
+    @staticmethod
+    def of(
+        lengths: Sequence[int] | Tensor,
+        *,
+        batch: int,
+        length: int,
+        device: torch.device | str = "cpu",
+        name: str = "lengths",
+        side: Side = "right",
+    ) -> Packing:
+        """Find the tokens of a padded batch.
+
+        Args:
+            lengths: tokens of each sample, (batch,) ints or an integer tensor. On an accelerator the host waits for a
+                tensor, since the number of tokens depends on it; ints do not make it wait.
+            batch: number of samples.
+            length: padded length.
+            device: where the batch is.
+            name: name of the lengths in the errors.
+            side: on which side of the tokens the padding is.
+
+        Raises:
+            ArgumentError: a length is no integer, negative, or above the padded length, or there is no such side.
+            ShapeError: there is not one length per sample.
+        """
+        if side not in ("right", "left"):
+            raise ArgumentError(f"padding_side is {side!r}.", 'Give "right" or "left".')
+        if isinstance(lengths, Tensor):
+            whole, where = not lengths.is_floating_point() and lengths.dtype != torch.bool, lengths.device
+        else:
+            if not isinstance(lengths, Iterable):
+                raise ArgumentError(f"{name} is {lengths!r}.", f"Give one length per sample: {batch} integers.")
+            lengths, where = tuple(lengths), torch.device("cpu")
+            whole = all(isinstance(number, int) and not isinstance(number, bool) for number in lengths)
+        if not whole:
+            raise ArgumentError(f"{name} is {lengths!r}.", "Give integers, one per sample.")
+        counts = torch.as_tensor(lengths, dtype=torch.int64, device=where)
+        if tuple(counts.shape) != (batch,):
+            raise ShapeError(
+                f"{name} has shape {tuple(counts.shape)}, and the batch has {batch} samples.",
+                f"Give one length per sample: shape ({batch},).",
+            )
+        if batch and readable(counts.device) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+            wrong = int(counts.min()) if int(counts.min()) < 0 else int(counts.max())
+            raise ArgumentError(
+                f"{name} holds {wrong}, and the batch is padded to {length} tokens.",
+                f"Give lengths from 0 to {length}.",
+            )
+        as_operator = traced() and not jit_traced()  # which would make a constant of the length
+        places = torch.ops.multihead.places if as_operator else places_of_tokens
+        index = places(counts, length, side == "left")
+        return Packing(counts.to(device), index.to(device, non_blocking=True), batch, length, side)
+
+    @property
+    def mask(self) -> Documents:
+        """The mask of the packed tokens: each sample is a document."""
+        return Documents(self.lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        """(1, tokens), int64: the position of each token in its sample, counted from 0."""
+        place = self.index % self.length if self.length else self.index
+        if self.side == "left":
+            place = place - (self.length - self.lengths[self.index // self.length])
+        return place[None]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Pack the tokens of a padded batch: (batch, length, dim) -> (1, tokens, dim)."""
+        if tuple(x.shape[:2]) != (self.batch, self.length):
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}, and was packed from {self.batch} samples of {self.length} tokens.",
+                f"Give (batch, length, features) = ({self.batch}, {self.length}, features).",
+            )
+        return x.flatten(0, 1).index_select(0, self.index)[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Unpack tokens into their padded batch, padding 0: (1, tokens, dim) -> (batch, length, dim)."""
+        padded = x.new_zeros(self.batch * self.length, x.shape[-1])
+        return padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, x.shape[-1])
+
+    def aligned(self) -> Packing:
+        """Return the same tokens with their padding on the right."""
+        if self.side == "right":
+            return self
+        index = self.index // self.length * self.length + self.positions[0]
+        return replace(self, index=index, side="right")
+
+
+def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "right") -> tuple[Tensor, Packing]:
+    """Pack the tokens of a padded batch into one row, once for all layers.
+
+    `MultiHeadAttention` takes the row with `packing=`: samples do not see each other, and no padding is computed.
+    Layers that compute each token alone (norms, feed-forward) take it as it is.
+
+    Args:
+        x: (batch, length, features), padded.
+        lengths: (batch,) tokens of each sample, ints or an integer tensor.
+        padding_side: on which side of a sample's tokens its padding is.
+
+    Returns:
+        the tokens (1, tokens, features), sample after sample, and their places in the batch.
+
+    Raises:
+        ShapeError, ArgumentError: the lengths do not fit x.
+
+    >>> x = torch.arange(6.0).view(2, 3, 1)
+    >>> tokens, packing = pack(x, (2, 1))
+    >>> tokens[..., 0], packing.mask
+    (tensor([[0., 1., 3.]]), Documents(<int64 tensor (2,)>))
+    """
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is a {type(x).__name__}, and must be a tensor.", "Give (batch, length, features).")
+    if x.dim() != 3:
+        raise ShapeError(f"x has shape {tuple(x.shape)}.", "Give (batch, length, features).")
+    packing = Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, side=padding_side)
+    return packing.pack(x), packing
+
+
+def unpack(tokens: Tensor, packing: Packing) -> Tensor:
+    """Unpack tokens into their padded batch, padding 0.
+
+    Args:
+        tokens: (1, tokens, features).
+        packing: their places in the batch, as `pack` returns them.
+
+    Returns:
+        (batch, length, features).
+
+    Raises:
+        ShapeError: there are more or fewer tokens than were packed.
+
+    >>> tokens, packing = pack(torch.ones(2, 3, 1), (2, 1))
+    >>> unpack(2 * tokens, packing)[..., 0]
+    tensor([[2., 2., 0.],
+            [2., 0., 0.]])
+    """
+    check_packed("tokens", tokens, packing)
+    return packing.unpack(tokens)
+
+
+def check_packed(name: str, tokens: Tensor, packing: Packing) -> None:
+    """Check that a tensor holds the tokens of a packing."""
+    if not isinstance(packing, Packing):
+        raise ArgumentError(f"packing is a {type(packing).__name__}.", "Give the Packing that mh.pack returns.")
+    if not isinstance(tokens, Tensor):
+        raise DtypeError(f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give what mh.pack returns.")
+    given = tuple(tokens.shape)
+    if len(given) != 3 or given[0] != 1 or (not traced() and given[1] != len(packing.index)):
+        raise ShapeError(
+            f"{name} has shape {given}, and {len(packing.index)} tokens were packed.",
+            f"Give (1, {len(packing.index)}, features), as mh.pack does.",
+        )
+
+
+class Padding(NamedTuple):
+    """The padding of one layer call, which neither projections nor attention compute.
+
+    Attributes:
+        rows: the tokens of the queries in their padded batch, or None if none is padding.
+        columns: the tokens of the keys in their padded batch, or None if none is padding.
+        queries: padded number of queries.
+        keys: padded number of keys.
+        documents: where all samples stay packed in one row through the attention, the mask that separates them.
+        packed: whether the input came as packed tokens, and the output stays packed.
+        placed_rows: where the attention takes a right-padded batch: the tokens of the queries in it.
+        placed_columns: the same for the keys.
+        hidden: where a sequence is split over ranks, which tokens of this rank are padding, (batch, tokens, 1) bool.
+            They are computed as 0, because each rank has equally many tokens.
+        shown: the mask that hides them on all ranks.
+    """
+
+    rows: Packing | None
+    columns: Packing | None
+    queries: int
+    keys: int
+    documents: Documents | None = None
+    packed: bool = False
+    placed_rows: Packing | None = None
+    placed_columns: Packing | None = None
+    hidden: Tensor | None = None
+    shown: Lengths | None = None
+
+    @staticmethod
+    def of(
+        x: Tensor,
+        memory: Tensor,
+        lengths: Sequence[int] | Tensor | None,
+        memory_lengths: Sequence[int] | Tensor | None,
+        *,
+        together: bool,
+        side: Side = "right",
+    ) -> Padding:
+        """Find the padding of x and memory, which may be the same tensor.
+
+        Args:
+            x: (batch, queries, features).
+            memory: (batch, keys, features).
+            lengths: (batch,) tokens of each sample of x, or None.
+            memory_lengths: (batch,) tokens of each sample of memory, or None.
+            together: whether the attention can take all samples in one row.
+            side: on which side of the tokens the padding is.
+        """
+        if memory is x:
+            lengths = memory_lengths if lengths is None else lengths
+            if not intercepted():
+                ints = lengths
+                if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
+                    ints = lengths.tolist()
+                if isinstance(ints, (tuple, list)) and set(map(type, ints)) == {int}:
+                    return _padding_of_ints(tuple(ints), x.shape[0], x.shape[1], x.device, side, together)
+        rows = None if lengths is None else _packing("lengths", lengths, x, side)
+        if memory is x:
+            columns = rows
+        else:
+            columns = None if memory_lengths is None else _packing("memory_lengths", memory_lengths, memory, side)
+        documents = Documents(rows.lengths) if together and rows is not None else None
+        return _placed(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
+
+    @staticmethod
+    def of_packed(packing: Packing, *, together: bool) -> Padding:
+        """Return the padding of a batch that comes packed."""
+        documents = Documents(packing.lengths) if together else None
+        return _placed(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
+
+    @staticmethod
+    def of_rank(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
+        """Find the padding among the tokens of a rank, (batch, tokens, features), where a sequence is split over ranks.
+
+        Args:
+            sequence: the split.
+            x: (batch, tokens of this rank, features).
+            lengths: (batch,) tokens of each whole sample.
+            side: on which side of the tokens the padding is.
+        """
+        if side != "right":
+            reject_in_split(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
+        count = torch.as_tensor(lengths, device=x.device).view(-1, 1)
+        whole = torch.arange(x.shape[1] * sequence.place[1], device=x.device)
+        hidden = sequence.positions(x.shape[1], x.device) >= count  # (batch, tokens)
+        shown = Lengths(count * (whole < count))  # (batch, whole tokens): queries of padding see no key
+        return NO_PADDING._replace(hidden=hidden[..., None], shown=shown)
+
+    @property
+    def packed_lengths(self) -> Tensor | None:
+        """(samples,), tokens per sample, where the attention takes all samples in one row; else None."""
+        return None if self.documents is None or self.rows is None else self.rows.lengths
+
+    @property
+    def positions(self) -> Tensor | None:
+        """(1, tokens), each token's position in its sample, where the attention takes all samples in one row."""
+        return None if self.documents is None or self.rows is None else self.rows.positions
+
+    @property
+    def real(self) -> Tensor | None:
+        """(batch, queries) bool, False for padding, where the attention takes a padded batch; else None."""
+        if self.documents is not None or self.rows is None:
+            return None
+        lengths = self.rows.lengths
+        return torch.arange(self.queries, device=lengths.device) < lengths[:, None]
+
+    def drop(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Drop the padding before the projections: NaN in it must not reach a parameter's gradient.
+
+        Returns:
+            (1, tokens, features) each where there is padding, and what was passed where there is none.
+        """
+        if self.packed:
+            return x, memory, values
+        if self.hidden is not None:
+            x_filled = x.masked_fill(self.hidden, 0)
+            return x_filled, x_filled, x_filled if values is memory else values.masked_fill(self.hidden, 0)
+        x_tokens = x if self.rows is None else self.rows.pack(x)
+        memory_tokens = x_tokens if memory is x else self._pack_keys(memory)
+        return x_tokens, memory_tokens, memory_tokens if values is memory else self._pack_keys(values)
+
+    def _pack_keys(self, memory: Tensor) -> Tensor:
+        return memory if self.columns is None else self.columns.pack(memory)
+
+    def place(
+        self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, fresh: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Unpack projected tokens into a right-padded batch, unless the attention takes them packed.
+
+        Args:
+            x: (1, tokens, features), from which the queries are projected.
+            q: (1, tokens, width).
+            memory: (1, tokens, features), from which keys and values are projected.
+            k: (1, tokens, width).
+            v: (1, tokens, width).
+            fresh: whether this call projected k and v; those of a cache have their places already.
+
+        Raises:
+            ShapeError: a projection gathers tokens of other processes, whose padding is not known here.
+        """
+        if self.rows is not None and q.shape[1] != x.shape[1]:
+            raise _other_tokens("q_proj", x, q)
+        if fresh and self.columns is not None and k.shape[1] != memory.shape[1]:
+            raise _other_tokens("k_proj", memory, k)
+        q = q if self.placed_rows is None else self.placed_rows.unpack(q)
+        if not fresh or self.placed_columns is None:
+            return q, k, v
+        return q, self.placed_columns.unpack(k), self.placed_columns.unpack(v)
+
+    def hide(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
+        """Join a mask with the padding: padded keys are hidden, padded queries see nothing.
+
+        Args:
+            mask: the caller's mask.
+            key_lengths: (batch,), number of keys of each sample that are no padding, where they come from a cache.
+            keys: number of keys, where they come from a cache.
+        """
+        if self.documents is not None:
+            return mask & self.documents
+        if self.shown is not None:
+            return mask & self.shown
+        if keys is None:
+            keys, key_lengths = self.keys, None if self.columns is None else self.columns.lengths
+        if self.rows is None:
+            return mask if key_lengths is None else mask & Lengths(key_lengths)
+        lengths = self.rows.lengths
+        visible = torch.full_like(lengths, keys) if key_lengths is None else key_lengths
+        real = self.real
+        return mask if real is None else mask & Lengths(torch.where(real, visible[:, None], 0))
+
+    def restore(self, output: Tensor) -> Tensor:
+        """Restore the padding of the output as 0: (batch, queries, features); packed tokens stay packed."""
+        if self.hidden is not None:
+            return output.masked_fill(self.hidden, 0)
+        return output if self.packed or self.rows is None else self.rows.unpack(output)
+
+
+NO_PADDING = Padding(None, None, queries=0, keys=0)  # how many there are does not matter without padding
+
+
+@lru_cache(maxsize=8)
+def _padding_of_ints(
+    lengths: tuple[int, ...],
+    batch: int,
+    length: int,
+    device: torch.device,
+    side: Side,
+    together: bool,  # noqa: FBT001
+) -> Padding:
+    """Return the padding of a self-attention. All layers of a model have the same: it is found once."""
+    with torch.inference_mode(mode=False):  # tensors made in inference mode could not be saved for a backward pass
+        rows = Packing.of(lengths, batch=batch, length=length, device=device, side=side)
+    return _placed(Padding(rows, rows, length, length, Documents(lengths) if together else None))
+
+
+def _packing(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
+    return Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, name=name, side=side)
+
+
+def _placed(padding: Padding) -> Padding:
+    """Add where the attention takes the tokens in a right-padded batch, unless it takes them packed."""
+    if padding.documents is not None:
+        return padding
+    rows = None if padding.rows is None else padding.rows.aligned()
+    if padding.columns is padding.rows:
+        columns = rows
+    else:
+        columns = None if padding.columns is None else padding.columns.aligned()
+    return padding._replace(placed_rows=rows, placed_columns=columns)
+
+
+def _other_tokens(name: str, x: Tensor, projected: Tensor) -> ShapeError:
+    return ShapeError(
+        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
+        f"{x.shape[1]}.",
+        "Give every process all tokens where lengths or packing are given, or hide the padding with "
+        "mask=masks.Lengths(...).",
+    )

@@ -1,0 +1,119 @@
+"""Find the modules of a running model whose attention bypasses ours.
+
+What code of a forward runs is known only when it runs: a layer may compute its own attention for one index, or read
+the mask and ignore transformers' AttentionInterface. So modules that look attention up in the interface, and modules
+that read the mask of `mask_for`, are watched: each must make a call of ours, itself or in its submodules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from multihead.errors import ModelError
+from multihead.models.coverage import multiplies, of_interface
+from multihead.models.lazy_mask import uses
+from multihead.models.pretrained import innermost, is_within, pretrained_models
+from multihead.models.rejection import CHOICE
+from multihead.tensors.undo import Undo
+
+Report = Callable[[str], object]
+
+
+class Calls(threading.local):
+    """Attention calls of this thread.
+
+    Attributes:
+        count: number of calls so far.
+        before: that number, and how often masks had been read, when a module began its newest forward pass, by its id.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.before: dict[int, tuple[int, int]] = {}
+
+
+calls = Calls()
+
+
+def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> None:
+    """Report modules that run without a call of ours, though they attend or read our mask.
+
+    Args:
+        undo: receives the steps that end it.
+        model: a module that contains models of transformers.
+        implementation: the name of our attention; while a model runs another one, nothing is reported.
+        report: receives a sentence that names the module.
+    """
+    models: dict[str, Any] = pretrained_models(model)
+    attending = [name for name, module in model.named_modules() if of_interface(type(module))]
+    for name, module in model.named_modules():
+        around = innermost(name, models)
+        attends = name in attending
+        # A part of attention may read the mask, such as the indexer of sparse attention.
+        kind: Any = type(module)
+        reads = _may_read(kind) and not any(is_within(name, each) for each in attending)
+        if around is not None and (attends or reads):
+            config = getattr(module, "config", models[around].config)
+            undo.before(module, _begin)
+            undo.after(module, partial(_end, name, config, implementation, report, attends=attends))
+
+
+def rejected(sentence: str) -> None:
+    """Raise the error for a module that ran without a call of ours.
+
+    Raises:
+        ModelError: always.
+    """
+    raise ModelError(
+        sentence,
+        "Let it call the function that transformers' AttentionInterface returns, or run the model with "
+        "attn_implementation='eager'.",
+    )
+
+
+def _begin(module: nn.Module, _: object) -> None:
+    if not torch.compiler.is_compiling():
+        calls.before[id(module)] = calls.count, uses.count
+
+
+def _end(
+    name: str, config: Any, implementation: str, report: Report, module: nn.Module, *_: object, attends: bool
+) -> None:
+    if torch.compiler.is_compiling():
+        return
+    before = calls.before.pop(id(module), None)
+    if before is None or before[0] != calls.count or not (attends or before[1] != uses.count):
+        return
+    if getattr(config, CHOICE, None) == implementation and not _compiled(module):
+        read = "" if attends else "read the attention mask, and "
+        report(f"{name} ({type(module).__name__}) {read}ran without a call of this library's attention.")
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether a part of a module, or the code that runs it, is compiled: then its calls cannot be counted."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    if get_eval_frame_callback() not in (None, False):
+        return True
+    return any(hasattr(each, "_orig_mod") or vars(each).get("_compiled_call_impl") for each in module.modules())
+
+
+@cache
+def _may_read(kind: Any) -> bool:
+    """Whether modules of a class can compute attention with a mask: they multiply, and have an argument for a mask."""
+    if kind.__module__.split(".")[0] in ("multihead", "torch"):
+        return False
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return multiplies(kind) and any(
+        "mask" in each.name or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters
+    )

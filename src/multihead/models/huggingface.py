@@ -1,0 +1,384 @@
+"""Make a Hugging Face model call this library's attention, and restore it.
+
+transformers selects a model's attention by name: `AttentionInterface` registers the function that computes it, and
+`AttentionMaskInterface` the function that makes its mask. Both are needed: without the second one transformers passes
+no mask at all, and padding and causality are silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ModelError
+from multihead.functional import attend, request_of
+from multihead.kernels import sequence_split
+from multihead.kernels.call import AttentionRequest, CallOrigin, listeners
+from multihead.kernels.native import eager
+from multihead.kernels.sequence_split import reject_in_split
+from multihead.layer.sharding import heads_of_rank
+from multihead.masks import Causal, Full, Keep, Mask
+from multihead.models import output_attentions
+from multihead.models.bypass import Report, calls, rejected, watch
+from multihead.models.coverage import eager_arguments, require_coverage
+from multihead.models.lazy_mask import BooleanMask, LazyMask
+from multihead.models.mask_functions import Extent, padding_mask, padding_of_keys, recognised
+from multihead.models.pretrained import is_cross_attention, pretrained_models
+from multihead.models.rejection import CHOICE, configurations, reject_elsewhere
+from multihead.scores.bias import Bias, added
+from multihead.tensors.tracing import constant_in_graphs, traced
+from multihead.tensors.undo import Undo
+
+NAME = "multihead"
+_FULL, _CAUSAL = Full(), Causal()
+_ADDITIVE = frozenset({"deepseek_v4"})  # model types whose layers append numbers to the mask, so it must not be Boolean
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What is known of a call from its mask only.
+
+    Attributes:
+        key_offset: position of the first key in the sequence, tokens; more than 0 where a cache dropped keys.
+        padding: (batch, keys) bool, True = no padding; None where padding is unknown.
+    """
+
+    key_offset: int = 0
+    padding: Tensor | None = None
+
+
+origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
+"""The origin of the call that listeners are receiving; None if no Hugging Face model made it."""
+
+
+def installed(model: nn.Module, report: Report = rejected) -> Undo:
+    """Make all Hugging Face models in a module call this library's attention.
+
+    Args:
+        model: any module.
+        report: receives a sentence for a module that runs without calling it; raises by default.
+
+    Returns:
+        what undoes it.
+
+    Raises:
+        ModelError: a model computes attention where it cannot be replaced.
+    """
+    return Undo.of(partial(_install, model, report))
+
+
+def _install(model: nn.Module, report: Report, undo: Undo) -> None:
+    if not pretrained_models(model):
+        return
+    register()
+    require_coverage(model)
+    watch(undo, model, NAME, report)
+    for config in configurations(model):
+        undo.set(config, CHOICE, NAME)
+
+
+def attend_for(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,  # noqa: FBT001 - the signature is that of transformers
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Bias | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cache: object = None,
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute one attention call of a Hugging Face model; registered in `AttentionInterface`.
+
+    Args:
+        module: the layer that makes the call.
+        query: (batch, heads, queries, head_dim), after rotary embedding.
+        key: (batch, kv_heads, keys, head_dim), after rotary embedding and cache.
+        value: (batch, kv_heads, keys, value_dim).
+        attention_mask: the mask from `mask_for`, or a tensor made by the model or the user, or None.
+        scaling: factor of q . k.
+        dropout: share of the weights dropped.
+        is_causal: whether to hide later keys; used only where there is no mask and more than one query.
+        softcap: c of c * tanh(scores / c).
+        s_aux: (heads,), sinks.
+        position_bias: (batch or 1, heads, queries, keys), added to the scores; or a RelativeBias.
+        indices: (batch, queries, selected) int, the keys that each query sees, of those that the mask shows.
+        block_indices: (batch, groups, queries, selected) int, the same as blocks of keys, -1 = none; a group of heads
+            shares them, and the layer's `indexer` holds the size of a block.
+        sinks: (batch, heads, queries, 1), a sink per query; rejected.
+        cache: the pages of continuous batching; rejected.
+        options: other arguments of transformers' own attention functions.
+
+    Returns:
+        (batch, queries, heads, value_dim), contiguous; and the weights where the model returns them, else None.
+    """
+    if not torch.compiler.is_compiling():
+        calls.count += 1
+    _check_options(module, options)
+    if cache is not None:
+        raise ModelError(
+            "The model runs with continuous batching, which this library does not support.",
+            "Call model(...) or model.generate(...).",
+        )
+    if sinks is not None:
+        raise ModelError(
+            f"{type(module).__name__} computes a sink per query, and our kernels have a sink per head.",
+            "Use this model with attn_implementation='eager'.",
+        )
+    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
+    if "held_heads" in module.__dict__:  # `parallelize` split the layer
+        key, value, s_aux = heads_of_rank(module, query, key, value, s_aux)
+    keys = key.shape[2]
+    if isinstance(attention_mask, LazyMask) and attention_mask.keys != keys:
+        attention_mask = attention_mask.first_keys(keys)
+    mask, bias, start = _mask_of_call(module, attention_mask, query.shape[2], keys, is_causal=is_causal)
+    if indices is not None or block_indices is not None:
+        mask = mask & _selection(module, indices, block_indices, query.shape[1], keys)
+    if isinstance(position_bias, Tensor):
+        position_bias = position_bias[..., :keys]
+    if position_bias is not None:
+        bias = position_bias if bias is None else added(position_bias, bias, query.shape[2], keys)
+    terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
+    attended = eager.attend(query, key, value, (*terms, start))
+    returned = _returns_weights(options)
+    if attended is not None and not returned:
+        output, weights = attended[0], None
+    else:
+        if start is None:  # the mask depends on no position, and listeners count distances
+            start = 0 if not listeners() or is_cross_attention(module) else max(keys - query.shape[2], 0)
+        packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
+        request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
+        output, logsumexp = _published(request, attention_mask) if attended is None else attended[:2]
+        weights = output_attentions.weights_of(request, logsumexp) if returned else None
+    # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _check_options(module: nn.Module, options: dict[str, object]) -> None:
+    """Check that no tensor was given that the layer's eager attention uses: it would be left out here."""
+    for name, value in options.items():
+        if isinstance(value, Tensor) and _matters(type(module), name):
+            raise ModelError(
+                f"{type(module).__name__} passes the tensor {name!r} to its attention, which this library's attention "
+                "does not know.",
+                "Use this model with attn_implementation='eager'.",
+            )
+
+
+@constant_in_graphs
+def _matters(kind: Any, name: str) -> bool:
+    known = eager_arguments(kind)
+    return known is None or name in known
+
+
+def _mask_of_call(
+    module: nn.Module, attention_mask: Tensor | None, queries: int, keys: int, *, is_causal: bool | None
+) -> tuple[Mask, Bias | None, int | None]:
+    """Return the mask of a call, what its mask adds to the scores, and the position of the first query.
+
+    The position is None where the mask depends on no position.
+    """
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
+            return _CAUSAL, None, 0  # as in transformers: the first query is at the first key
+        return _FULL, None, None
+    if isinstance(attention_mask, LazyMask):
+        return attention_mask.mask, None, attention_mask.query_start
+    if isinstance(attention_mask, BooleanMask):
+        attention_mask = attention_mask.dense()
+    return *mask_of_tensor(attention_mask, keys), None
+
+
+def _selection(module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int) -> Mask:
+    """Return the mask of the keys that each query of sparse attention selected, see `attend_for`."""
+    mask: Mask = _FULL
+    if indices is not None:
+        mask = mask & Keep(_selected(indices.long(), keys)[:, None])
+    if block_indices is not None:
+        size = module.indexer.block_size
+        seen = _selected(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
+        mask = mask & Keep(seen.repeat_interleave(heads // block_indices.shape[1], 1))
+    return mask
+
+
+def _returns_weights(options: dict[str, object]) -> bool:
+    """Whether the model returns the weights of this call."""
+    wanted = output_attentions.wanted(options)
+    if wanted:
+        reject_in_split("output_attentions=True", "Compute the weights outside, from all tokens.")
+    return wanted
+
+
+def _published(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute a call, and pass what is known from its mask only to the listeners, where there are any.
+
+    Returns:
+        the output, and the logsumexp.
+    """
+    if not listeners():
+        attended = attend(request)
+        return attended.output, attended.logsumexp
+    place = Origin()
+    if isinstance(attention_mask, LazyMask):
+        place = Origin(attention_mask.key_offset, attention_mask.padding)
+    token = origin.set(place)
+    try:
+        attended = attend(request)
+    finally:
+        origin.reset(token)
+    return attended.output, attended.logsumexp
+
+
+def mask_for(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Tensor | None:
+    """Make the mask of a Hugging Face model's call; registered in `AttentionMaskInterface`.
+
+    Args:
+        batch_size: number of samples.
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: position of the first query in the sequence.
+        kv_offset: position of the first key in the sequence.
+        mask_function: returns whether a query may see a key, from their indices.
+        attention_mask: (batch, tokens), 1 or True = no padding.
+        device: device of the model.
+        options: other arguments of transformers' own mask function.
+
+    Returns:
+        a mask that stores no queries x keys tensor if the mask function is recognised; in a graph a bool tensor, or
+        None where `attend_for` finds out without one.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    function = causal_mask_function if mask_function is None else mask_function
+
+    def dense(**skips: bool) -> Any:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            device=device,
+            **options | skips,
+        )
+
+    if traced():
+        # A graph depends on no values: what needs none stays a value in `attend_for`, all other masks are tensors.
+        whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
+        return None if whole and options.get("allow_is_causal_skip", True) else _as_read(dense(), options)
+    extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
+    padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
+    mask = recognised(function, extent)
+    if sequence_split.active is not None:
+        _check_in_split(mask, padding)
+    if mask is None:
+        mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+    elif padding is not None:
+        mask = mask & padding_mask(padding)
+    lazy = LazyMask(
+        (batch_size, 1, q_length, kv_length),
+        mask,
+        query_start=extent.query_start,
+        key_offset=extent.key_offset,
+        padding=padding,
+        device=extent.device,
+    )
+    return _as_read(lazy, options)
+
+
+def _as_read(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return a mask as the layers of the model read it: as numbers, where they append numbers to it."""
+    if getattr(options.get("config"), "model_type", "") not in _ADDITIVE:
+        return mask
+    dtype = options.get("dtype") or torch.float32
+    shown = mask.dense() if isinstance(mask, LazyMask) else mask
+    return torch.zeros((), dtype=dtype, device=shown.device).where(shown, torch.finfo(dtype).min)
+
+
+def _check_in_split(mask: Mask | None, padding: Tensor | None) -> None:
+    """Check that a mask that the model made of one rank's tokens is also the mask of the whole sequence.
+
+    Args:
+        mask: the mask, or None where it is unknown.
+        padding: (batch, keys) bool, True = no padding; or None.
+    """
+    if padding is not None and not bool(padding.all()):
+        raise ModelError(
+            "attention_mask hides tokens of this rank, and in context_parallel masks are those of the whole sequence.",
+            "Give attention_mask=torch.ones_like(input_ids), and context_parallel(..., mask=masks.Lengths(lengths)).",
+        )
+    if mask is None or mask.holds_tensors:  # documents that were read from positions, chunks, or an unknown function
+        raise ModelError(
+            f"The model's mask of this rank's tokens is {mask!r}, which does not say what the whole sequence shows.",
+            "Give attention_mask=torch.ones_like(input_ids), so that the model reads no documents from positions, and "
+            "the documents to context_parallel(..., mask=masks.Documents(lengths)).",
+        )
+
+
+def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
+    """Convert a mask tensor of a model or a user to a mask, and to a bias if it also changes visible scores.
+
+    Args:
+        tensor: (batch or 1, heads or 1, queries or 1, keys or more), or (batch, queries, keys), or (batch, keys);
+            bool, True = visible; integers, 1 = visible; or floating point, added to the scores.
+        keys: number of keys.
+
+    Returns:
+        the mask; and the bias, or None where it is 0 for every visible key.
+    """
+    tensor = tensor[..., :keys]
+    if tensor.dim() == 2:
+        tensor = tensor[:, None, None]
+    elif tensor.dim() == 3:
+        tensor = tensor[:, None]
+    if not tensor.is_floating_point():
+        return Keep(tensor.bool()), None
+    # Half of the lowest number: two masks may have been added, and rounding to another dtype changes the lowest.
+    hidden = tensor <= torch.finfo(tensor.dtype).min / 2
+    bias = tensor.masked_fill(hidden, 0)
+    added_to_scores = traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph depends on no values
+    return Keep(~hidden), bias if added_to_scores else None
+
+
+def _selected(indices: Tensor, count: int) -> Tensor:
+    """Return which of some keys are among the indices of each query, bool (..., queries, count); -1 is no key."""
+    seen = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
+    return seen.scatter(-1, indices.where(indices >= 0, count), value=True)[..., :count]
+
+
+@cache
+def register() -> None:
+    """Register the name in transformers, once per process."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend_for)
+    AttentionMaskInterface.register(NAME, mask_for)
+    reject_elsewhere(NAME)
+    output_attentions.allow(NAME)

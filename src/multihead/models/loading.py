@@ -1,0 +1,643 @@
+"""Load a model and its tokenizer from a MODEL argument, and encode a text as readable tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from logging import CRITICAL
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.errors.optional import require
+from multihead.files import is_folder
+from multihead.models.claims import check_moderate, gguf_layers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CONTINUED = "⤷"
+"""Shown for a token that continues the character of the token before it."""
+
+_DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
+_GENERATORS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+_HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+_INCOMPLETE = "\ufffd"  # decoded from an incomplete sequence of bytes
+_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
+_GGUF_NEEDS = ("gguf", "accelerate")
+_PATIENCE = 10  # seconds that the Hugging Face hub has for its answer
+
+GENERATED = 64
+"""Maximum number of tokens generated for the decoder of an encoder-decoder model."""
+
+Stage = Callable[[str], None]
+"""Called with the step that starts: "weights" or "tokenizer"."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        name: the MODEL argument.
+        title: a short name to show.
+        model: the model, in evaluation mode.
+        tokenizer: the tokenizer of transformers, or None where the model has none.
+        feature_extractor: of a model that reads audio, what converts it to features; else None.
+    """
+
+    name: str
+    title: str
+    model: nn.Module
+    tokenizer: Any
+    feature_extractor: Any = None
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether it is an encoder-decoder model."""
+        return bool(getattr(self.model.config, "is_encoder_decoder", False))
+
+    @property
+    def reads_audio(self) -> bool:
+        """Whether it reads the features of audio."""
+        return getattr(self.model, "main_input_name", "") == "input_features"
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum number of tokens, or None where positions are unlimited."""
+        config: Any = self.model.config
+        positions = getattr(config, "max_position_embeddings", None)
+        if not isinstance(positions, int) or positions < 1:
+            return None
+        if getattr(config, "model_type", "").startswith(("roberta", "xlm-roberta", "camembert")):
+            # Their positions start after the id of the padding token.
+            positions -= int(getattr(config, "pad_token_id", 1) or 0) + 1
+        length = getattr(self.tokenizer, "model_max_length", None)
+        return min(positions, length) if isinstance(length, int) else positions
+
+    @property
+    def reader(self) -> nn.Module:
+        """The part of the model that reads a text alone: the encoder of an encoder-decoder model, else the model."""
+        model: Any = self.model
+        encoder: nn.Module = model.get_encoder() if self.has_decoder else model
+        return encoder
+
+    def arguments(self, encoded: Encoded) -> dict[str, Tensor]:
+        """Return the arguments of the reader's forward for a text."""
+        device = next(self.model.parameters()).device
+        return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
+
+    def audio_arguments(self, samples: NDArray[np.float32], rate: int) -> dict[str, Tensor]:
+        """Return the arguments of the reader's forward for audio.
+
+        Args:
+            samples: (samples,), from -1 to 1.
+            rate: samples per second.
+
+        Raises:
+            InputError: the model needs another rate.
+            ModelError: the model has no feature extractor.
+        """
+        if self.feature_extractor is None:
+            raise ModelError(f"{self.title} does not read audio.", "Give a text, or a speech model such as Whisper.")
+        needed = int(self.feature_extractor.sampling_rate)
+        if rate != needed:
+            raise InputError(
+                f"The audio has {rate:,} samples per second, and {self.title} needs {needed:,}.",
+                f"Convert it, for example with ffmpeg -i audio -ar {needed} -ac 1 audio.wav.",
+            )
+        features = self.feature_extractor(samples, sampling_rate=rate, return_tensors="pt")["input_features"]
+        return {"input_features": features.to(next(self.model.parameters()))}
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A text as the model's tokens.
+
+    Attributes:
+        ids: (1, tokens), int64.
+        mask: (1, tokens), int64, all 1.
+        tokens: the part of the text in each token; `CONTINUED` where it continues the character before.
+        special: whether each token is a special token, such as [CLS].
+        unknown: whether each token is the unknown token, for text that is not in the vocabulary.
+        offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
+        gaps: the text before each token, after the previous one; None if the tokenizer has no offsets.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    tokens: list[str]
+    special: list[bool]
+    unknown: list[bool]
+    offsets: list[tuple[int, int]]
+    gaps: list[str | None] | None = None
+
+    @property
+    def stop(self) -> int:
+        """End of the last token in the text, characters; 0 where the tokenizer has no offsets."""
+        return max((stop for _, stop in self.offsets), default=0)
+
+    @property
+    def special_ids(self) -> list[int]:
+        """Ids of the special tokens in this text, for `observe(special_ids=...)`."""
+        return sorted({id_ for id_, mark in zip(self.ids[0].tolist(), self.special, strict=True) if mark})
+
+
+def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage | None = None) -> LoadedModel:
+    """Load a model and its tokenizer, without output to the terminal.
+
+    GGUF files, which some packages contain, need the packages gguf and accelerate. Loading one takes about 20 s for 135
+    million parameters, most of it for the vocabulary.
+
+    Args:
+        model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the Hugging
+            Face hub.
+        device: device of the model, such as "cpu" or "cuda".
+        dtype: dtype of the parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
+        stage: called with "weights" and with "tokenizer" when they start to load.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be read.
+        MissingPackageError: a package that is needed to load it is not installed.
+        ArgumentError: a device or dtype that does not exist.
+    """
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
+    target = _device(device)
+    transformers = _transformers()
+    file = _file(model)
+    source = _source(model, file)
+    report = stage or (lambda name: None)
+    with quiet(), nullcontext() if file is not None else _without_retries():
+        report("weights")
+        config = _configuration(transformers, source)
+        check_moderate(model, config)
+        classes = (*_GENERATORS, *_HEADS) if _generates(config) else _HEADS
+        network = _pretrained(transformers, model, source, file is not None, dtype, classes)
+        report("tokenizer")
+        tokenizer = _tokenizer(transformers, source)
+        loaded = LoadedModel(model, _title(model, file), network.to(target).eval(), tokenizer)
+        if loaded.reads_audio:
+            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, source))
+    return loaded
+
+
+def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Encoded:
+    """Encode a text as the model's tokens, with the part of the text that each token covers.
+
+    A character that takes several tokens, as Chinese characters and emoji do where tokens are bytes, is shown whole on
+    the first of them.
+
+    Args:
+        loaded: the model.
+        text: the text.
+        tokens: maximum number of tokens, special ones included, to which the text is truncated; None does not truncate.
+
+    Raises:
+        InputError: the text is empty, or longer than the model accepts.
+        ArgumentError: `tokens` leaves no token for the text besides the special ones.
+        ModelError: the model has no tokenizer.
+    """
+    check_text(text)
+    if loaded.tokenizer is None:
+        raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
+    fast = bool(getattr(loaded.tokenizer, "is_fast", False))
+    cut = {"truncation": False} if tokens is None else {"truncation": True, "max_length": _length(loaded, tokens)}
+    with quiet():
+        encoding = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
+    ids = [int(each) for each in encoding["input_ids"]]
+    most = loaded.max_tokens
+    if not ids:
+        raise InputError(
+            "The text has no token of the model's vocabulary.", "Give a text in a script that the model reads."
+        )
+    if most is not None and len(ids) > most:
+        raise InputError(
+            f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
+            f"Truncate it to {most:,} tokens, or use a model that reads longer texts.",
+        )
+    special = [bool(each) for each in encoding["special_tokens_mask"]]
+    unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
+    offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]] if fast else None
+    shown = _tokens_as_read(loaded.tokenizer, ids, offsets, special, text)
+    offsets = offsets or [(0, 0)] * len(ids)
+    rows = torch.tensor([ids])
+    return Encoded(
+        rows, torch.ones_like(rows), shown, special, unknown, offsets, _gaps(text, offsets) if fast else None
+    )
+
+
+def tokens_of_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -> list[list[str]]:
+    """Return the part of each text that each of its tokens covers, with the gap before it, of many texts at once.
+
+    Joined they are the text, with its special tokens, wherever the tokenizer has offsets.
+
+    Args:
+        loaded: the model.
+        texts: the texts.
+        tokens: maximum number of tokens, special ones included, to which each text is truncated.
+    """
+    fast = bool(getattr(loaded.tokenizer, "is_fast", False))
+    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
+    with quiet():
+        found = loaded.tokenizer(list(texts), truncation=True, max_length=tokens, **options)
+    special = found["special_tokens_mask"]
+    offsets = found["offset_mapping"] if fast else [None] * len(texts)
+    rows = zip(found["input_ids"], offsets, special, texts, strict=True)
+    return [_tokens_as_read(loaded.tokenizer, ids, places, marks, text, gaps=True) for ids, places, marks, text in rows]
+
+
+def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> Encoded:
+    """Return the tokens that the decoder of an encoder-decoder model reads, its start token first.
+
+    Args:
+        loaded: the model.
+        arguments: those of its encoder.
+        text: the decoder's text; None generates one, greedily and with at most `GENERATED` tokens.
+
+    Raises:
+        InputError: the text is empty or longer than the decoder accepts.
+        ModelError: the model has no tokenizer, or cannot generate a text.
+    """
+    model: Any = loaded.model
+    config = model.config
+    if loaded.tokenizer is None:
+        raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that writes text.")
+    known = [getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings")]
+    most = next((each for each in known if isinstance(each, int) and each > 0), None)
+    settings = getattr(model, "generation_config", None) or config
+    if text is not None:
+        check_text(text)
+        with quiet():
+            ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
+        starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
+        start = next((each for each in starts if each is not None), None)
+        if start is None:  # the code of a language, which its tokenizer puts at the end
+            ids = ids[-1:] + ids[:-1]
+        elif ids[:1] != [start]:
+            ids = [int(start), *ids]
+    else:
+        if not model.can_generate():
+            raise ModelError(
+                f"{loaded.title} was saved without the head that generates text.",
+                "Give the text of its decoder; the option of look is --decoder-text.",
+            )
+        limit = GENERATED if most is None else max(1, min(GENERATED, most - 8))  # 8: its start and language tokens
+        # Whisper otherwise returns the text without its start tokens.
+        whole = "force_unique_generate_call"
+        options = {whole: True} if whole in inspect.signature(model.generate).parameters else {}
+        with quiet(), torch.no_grad():
+            found = model.generate(**arguments, do_sample=False, num_beams=1, max_new_tokens=limit, **options)
+        ids = found[0].tolist()
+    ends = settings.eos_token_id
+    while len(ids) > 1 and ids[-1] in (ends if isinstance(ends, list) else [ends]):
+        del ids[-1]  # nothing is generated from it
+    if most is not None and len(ids) > most:
+        raise InputError(
+            f"The text of the decoder is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
+            f"Truncate it to {most:,} tokens.",
+        )
+    marks = set(loaded.tokenizer.all_special_ids)
+    special = [each in marks for each in ids]
+    unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
+    rows = torch.tensor([ids])
+    shown = tokens_of(loaded.tokenizer, ids, special)
+    return Encoded(rows, torch.ones_like(rows), shown, special, unknown, [(0, 0)] * len(ids))
+
+
+def check_text(text: str) -> None:
+    """Reject a text that no model can read.
+
+    Raises:
+        InputError: the text is empty, or contains what UTF-8 cannot encode.
+    """
+    if not text.strip():
+        raise InputError("The text is empty.", "Give at least one word.")
+    if re.search("[\ud800-\udfff]", text):
+        raise InputError(
+            "The text contains half of a surrogate pair, or bytes that are not UTF-8.", "Give it as UTF-8."
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the reports, progress bars and warnings of transformers and its hub while the context is active."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    level, bars, hub_level = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    hub_logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), _without_bar_of_gguf():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _without_bar_of_gguf() -> Iterator[None]:
+    """Silence the progress bar of GGUF files, which ignores the settings of transformers."""
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    bar = getattr(reading, "tqdm", None)
+    reading.tqdm = lambda items, *args, **kwargs: items
+    try:
+        yield
+    finally:
+        reading.tqdm = bar
+
+
+def _transformers() -> Any:
+    require("transformers", purpose="Loading a model", extra="hf")
+    import transformers
+
+    return transformers
+
+
+def _device(device: str) -> torch.device:
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ArgumentError(f"device is {device!r}, and this machine has no such device.", 'Give "cpu".') from error
+    return target
+
+
+def _file(model: str) -> Path | None:
+    """Return the file that describes a local model: its config.json, or a GGUF file, which describes itself.
+
+    The argument is this file, its folder, or an installed package that contains it.
+    """
+    path = _path(model)
+    if model.strip() and is_folder(path):
+        return _file_in(path, model)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return path
+    package = model.replace("-", "_")
+    if not package.isidentifier():
+        return None
+    spec = importlib.util.find_spec(package)
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+    files = [config for place in places for config in place.rglob("config.json") if _describes_model(config)]
+    files = files or [file for place in places for file in place.rglob("*.gguf")]
+    # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
+    return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
+
+
+def _path(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~name without such a user
+        return Path(model)
+
+
+def _file_in(folder: Path, model: str) -> Path:
+    """Return the file that describes the model in a folder."""
+    if (folder / "config.json").is_file():
+        return folder / "config.json"
+    files = sorted(folder.glob("*.gguf"))
+    if not files:
+        raise ModelError(f'The folder "{model}" contains no config.json.', "Give the folder that a model was saved to.")
+    if len(files) > 1:
+        raise ModelError(
+            f'The folder "{model}" contains {len(files)} GGUF files.',
+            f'Give one of them, such as "{folder / files[0].name}".',
+        )
+    return files[0]
+
+
+def _source(model: str, file: Path | None) -> dict[str, str]:
+    """Return the arguments of `from_pretrained` for a model.
+
+    Raises:
+        MissingPackageError: it is a GGUF file, and the packages that read those are not installed.
+    """
+    if file is None:
+        return {"pretrained_model_name_or_path": model}
+    if file.name == "config.json":
+        return {"pretrained_model_name_or_path": str(file.parent)}
+    require(*_GGUF_NEEDS, purpose=f"{model} is a GGUF file, and reading it", extra="gguf")
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+@contextmanager
+def _without_retries() -> Iterator[None]:
+    """Look up models on this machine only while the Hugging Face hub cannot be reached.
+
+    Without this, its library requests each file of a model six times, which takes over a minute without a network.
+    """
+    from huggingface_hub import constants, get_session
+
+    before = constants.HF_HUB_OFFLINE
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+    except Exception:  # noqa: BLE001 - each version of the library has errors of its own
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _describes_model(config: Path) -> bool:
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+def _title(model: str, file: Path | None) -> str:
+    if file is None:
+        return model.rsplit("/", 1)[-1]
+    path = _path(model)
+    if path == file:
+        return file.stem
+    return path.resolve().name if path == file.parent else model
+
+
+def _generates(config: Any) -> bool:
+    """Whether an encoder-decoder model was saved with the head that generates the text of its decoder."""
+    if not isinstance(config, dict) or not config.get("is_encoder_decoder"):
+        return False
+    return re.search("ConditionalGeneration|LMHead|MTModel", str(config.get("architectures"))) is not None
+
+
+def _pretrained(
+    transformers: Any,
+    model: str,
+    source: dict[str, str],
+    is_local: bool,  # noqa: FBT001
+    dtype: str,
+    classes: Sequence[str],
+) -> Any:
+    choice = dtype if dtype == "auto" else getattr(torch, dtype)
+    for head in classes:
+        try:
+            config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+            # A configuration may name a kernel of the Hugging Face hub, which is code, also in its parts.
+            config._attn_implementation = None  # noqa: SLF001 - not what the file names; as an argument it would yield to it
+            options = {"config": config, "dtype": choice, "trust_remote_code": False}
+            return getattr(transformers, head).from_pretrained(**source, **options)
+        except Exception as error:  # a broken file can raise any error
+            if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
+                continue
+            _reject_code(model, str(error))
+            if is_local or isinstance(error, ValueError):
+                mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
+                lines = str(error).strip().splitlines()
+                raise ModelError(
+                    f"{model} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
+                ) from error
+            raise ModelError(
+                f'"{model}" is neither a folder nor an installed package that contains a model nor a model of the '
+                "Hugging Face hub that is on this machine or can be downloaded now.",
+                "Check the name, or go online and download it first.",
+            ) from error
+    raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
+
+
+def _reject_code(model: str, message: str) -> None:
+    """Reject a model that would run code, since the message of transformers advises to allow that.
+
+    Raises:
+        ModelError: this is why the model was not loaded.
+    """
+    if "weights_only" in message or "Weights only load failed" in message:
+        raise ModelError(
+            f"{model} stores its weights in a pickle, and this one is broken or contains more than tensors, which may "
+            "run code when it is opened.",
+            "Give the model with its weights as safetensors.",
+        )
+    if "trust_remote_code" in message or "custom code" in message:
+        raise ModelError(
+            f"{model} needs Python code of its own, and multihead runs no code of a model.",
+            "Give a model of a family that is part of transformers.",
+        )
+
+
+def _configuration(transformers: Any, source: dict[str, str]) -> Any:
+    """Return the configuration of a model, or an empty one if it cannot be read, which is an error on loading."""
+    try:
+        if "gguf_file" in source:
+            with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
+                return gguf_layers(file)
+        return transformers.PretrainedConfig.get_config_dict(**source)[0]
+    except Exception:  # noqa: BLE001 - a broken file can raise any error
+        return {}
+
+
+def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower where its file is broken
+        return None  # a model of images has none; encode() raises an error where one is needed
+    # Where its files are missing, transformers creates one with special tokens only.
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
+
+
+def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
+    try:
+        return transformers.AutoFeatureExtractor.from_pretrained(**source, trust_remote_code=False)
+    except Exception:  # noqa: BLE001 - as for a tokenizer
+        return None
+
+
+def _length(loaded: LoadedModel, tokens: int) -> int:
+    """Reject fewer tokens than the special ones and one of the text."""
+    least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
+    if tokens < least:
+        raise ArgumentError(
+            f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, special tokens included."
+        )
+    return tokens
+
+
+def _tokens_as_read(
+    tokenizer: Any,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]] | None,
+    special: Sequence[bool],
+    text: str,
+    *,
+    gaps: bool = False,
+) -> list[str]:
+    """Return the text of each token: by its offsets where the tokenizer has them, else decoded one by one."""
+    if offsets is None:
+        return tokens_of(tokenizer, ids, special)
+    return _tokens_by_place(tokenizer, ids, offsets, special, text, gaps=gaps)
+
+
+def _tokens_by_place(
+    tokenizer: Any,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    special: Sequence[bool],
+    text: str,
+    *,
+    gaps: bool,
+) -> list[str]:
+    """Return the text of each token by its offsets; tokens of the same character have the same offsets.
+
+    With `gaps` a token begins where the one before it ends.
+    """
+    shown: list[str] = []
+    reached = 0
+    for id_, (start, end), mark in zip(ids, offsets, special, strict=True):
+        if mark:
+            shown.append(str(tokenizer.convert_ids_to_tokens(id_)))
+        elif start == end:
+            shown.append(str(tokenizer.decode([id_])))
+        else:
+            shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUED)
+            reached = max(reached, end)
+    return shown
+
+
+def _gaps(text: str, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
+    """Return the text before each token, after the previous one; None before a token without text."""
+    gaps: list[str | None] = []
+    reached = 0
+    for start, end in offsets:
+        gaps.append(None if start == end else text[reached:start])
+        reached = max(reached, end)
+    return gaps
+
+
+def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
+    """Return the text of each token, decoded one by one; tokens that are parts of one character together."""
+    shown: list[str] = []
+    first = 0
+    for index, (id_, mark) in enumerate(zip(ids, special, strict=True)):
+        if mark:
+            shown.append(str(tokenizer.convert_ids_to_tokens(id_)))
+            first = index + 1
+            continue
+        piece = str(tokenizer.decode(list(ids[first : index + 1])))
+        shown.append(CONTINUED if index > first else piece)
+        if piece and not piece.endswith(_INCOMPLETE):  # some tokenizers decode an incomplete character to ""
+            shown[first] = piece
+            first = index + 1
+    return shown
+
+
+def word_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None] | None:
+    """Return "" for each token that continues a word, None for the others; None without WordPiece tokens ("##ing")."""
+    continues = [str(tokenizer.convert_ids_to_tokens(id_)).startswith("##") for id_ in ids]
+    return ["" if each else None for each in continues] if any(continues) else None

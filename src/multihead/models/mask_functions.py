@@ -1,0 +1,228 @@
+"""Convert transformers' mask functions, which map indices (batch, head, query, key) to visibility, to masks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+from multihead.kernels import sequence_split
+from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
+from multihead.masks.place import Place
+from multihead.tensors.shapes import FURTHEST
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Positions of the queries and keys of a mask in the whole sequence.
+
+    Attributes:
+        batch: number of samples.
+        queries: number of queries.
+        keys: number of keys.
+        query_offset: position of the first query in the sequence, tokens.
+        key_offset: position of the first key in the sequence; more than 0 where a cache dropped the oldest keys.
+        device: device of the mask.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    query_offset: int
+    key_offset: int
+    device: torch.device
+
+    @property
+    def query_start(self) -> int:
+        """Position of the first query among the available keys."""
+        return self.query_offset - self.key_offset
+
+
+def recognised(function: MaskFunction, extent: Extent) -> Mask | None:
+    """Convert a mask function to a mask, or return None where the function is unknown.
+
+    A function is recognised by its name and by the variables of its closure. Since a name proves nothing, the mask is
+    compared with the function itself on the first, the middle and the last query; where they differ, it is None.
+
+    Source: transformers/masking_utils.py.
+    """
+    if getattr(function, "__closure__", None) is None and inspect.isfunction(function):
+        return _without_variables(function)
+    mask = _read(function, extent)
+    return mask if mask is not None and _agrees(mask, function, extent) else None
+
+
+@cache
+def _without_variables(function: MaskFunction) -> Mask | None:
+    """Convert a function whose result depends on the indices only; compared once, on a small map."""
+    extent = Extent(2, 5, 5, 0, 0, torch.device("cpu"))
+    mask = _read(function, extent)
+    return mask if mask is not None and _agrees(mask, function, extent) else None
+
+
+def _read(function: MaskFunction, extent: Extent) -> Mask | None:
+    name = getattr(function, "__qualname__", "")
+    closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
+    reader = _READERS.get(name)
+    try:
+        return reader(closure, extent) if reader is not None else None
+    except (KeyError, TypeError, AttributeError, IndexError, ArgumentError):
+        return None  # a closure of that name with other variables, or a window of no key
+
+
+def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
+    """Whether a mask and a mask function agree on three queries: O(batch * keys) cells."""
+    rows = sorted({0, extent.queries // 2, extent.queries - 1} & set(range(extent.queries)))
+    if not rows or not extent.keys:
+        return True
+    index = torch.tensor(rows, device=extent.device)
+    batch = torch.arange(extent.batch, device=extent.device)[:, None, None, None]
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=extent.device)
+    key = torch.arange(extent.keys, device=extent.device)[None, None, None] + extent.key_offset
+    try:
+        expected = function(batch, head, index[None, None, :, None] + extent.query_offset, key)
+    except (RuntimeError, IndexError, TypeError):
+        return False  # it takes only single indices
+    size = (extent.batch, 1, len(rows), extent.keys)
+    read = torch.cat(
+        [
+            mask.tile(
+                Place.of(
+                    extent.queries,
+                    extent.keys,
+                    query_start=extent.query_start,
+                    device=extent.device,
+                    rows=slice(row, row + 1),
+                )
+            ).expand(extent.batch, 1, 1, -1)
+            for row in rows
+        ],
+        2,
+    )
+    return bool((expected.expand(size) == read.expand(size)).all())
+
+
+def _parts(closure: dict[str, Any], extent: Extent) -> list[Mask] | None:
+    functions = list(closure["mask_functions"])
+    if any(_name(each).startswith("packed_sequence_mask_function") for each in functions):
+        # Inside one packed sequence positions increase by one per token, so a mask that depends on differences of
+        # positions only (causal, window) is the same with and without the remapping.
+        remapped = [each for each in functions if _name(each).startswith("remap_positions_for_packed_sequence")]
+        inner = [inspect.getclosurevars(each).nonlocals["mask_function"] for each in remapped]
+        functions = [each for each in functions if each not in remapped] + inner
+    masks = [_read(each, extent) for each in functions]
+    return None if any(mask is None for mask in masks) else [mask for mask in masks if mask is not None]
+
+
+def _and(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    parts = _parts(closure, extent)
+    if parts is None:
+        return None
+    if Causal() in parts:
+        # `key > query - w` and `key <= query` are one window: the query and the w - 1 keys before it.
+        windows = [Window(each.lookback, after=_later_keys(extent)) for each in parts if each.lookback is not None]
+        overlays = [each for each in windows if each in parts]
+        if overlays:
+            parts = [each for each in parts if each != Causal() and each not in overlays]
+            parts = [Window(min(each.size for each in overlays)), *parts]
+    return reduce(lambda left, right: left & right, parts)
+
+
+def _or(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    parts = _parts(closure, extent)
+    return None if parts is None else reduce(lambda left, right: left | right, parts)
+
+
+def _window(closure: dict[str, Any], extent: Extent) -> Mask:
+    """Convert `key > query - w`: the query, the w - 1 keys before it, and all after it."""
+    return Window(int(closure["sliding_window"]), after=_later_keys(extent))
+
+
+def _later_keys(extent: Extent) -> int:
+    """Return at least as many keys as there are after any query; ranks may hold more than this call has."""
+    return extent.keys if sequence_split.active is None else FURTHEST
+
+
+def _window_both_ways(closure: dict[str, Any], extent: Extent) -> Mask:
+    """Convert `|query - key| <= w`, both ends included."""
+    width = int(closure["sliding_window"])
+    return Window(width + 1, after=width)
+
+
+def _chunks(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    """Convert chunks of equal size, which start at the first token that is not padding, to documents."""
+    size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
+    if extent.key_offset:
+        return None
+    first = padding % size  # a chunk before the first whole one, in the padding
+    count = -(-extent.keys // size) + 1
+    whole = torch.full((extent.batch, count), size, dtype=torch.int64, device=extent.device)
+    lengths = torch.cat([first.view(-1, 1).expand(extent.batch, 1), whole], 1)
+    return Documents(shortened(lengths, extent.keys))
+
+
+def _padding(closure: dict[str, Any], extent: Extent) -> Mask:
+    return padding_mask(padding_of_keys(closure["padding_mask"], extent))
+
+
+def _packed(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    """Convert sequence numbers, one per token and in increasing order, to documents."""
+    number = closure["packed_sequence_mask"]  # (batch, length)
+    if extent.key_offset or extent.query_offset or not bool((number.diff(dim=-1) >= 0).all()):
+        return None
+    lengths = torch.nn.functional.one_hot(number - number[:, :1]).sum(1)  # (batch, sequences)
+    return Documents(lengths)
+
+
+def padding_mask(padding: Tensor) -> Mask:
+    """Convert padding, (batch, keys) bool, True = a token, to a mask.
+
+    >>> padding_mask(torch.tensor([[True, True, True], [True, False, False]]))
+    Lengths(<int64 tensor (2,)>)
+    """
+    if bool(padding.all()):
+        return Full()
+    if bool((padding[:, 1:] <= padding[:, :-1]).all()):
+        return Lengths(padding.sum(-1))  # on the right: kernels need no tensor of cells, and small calls no plan
+    return Keep(padding, "batch keys")
+
+
+def padding_of_keys(attention_mask: Tensor, extent: Extent) -> Tensor:
+    """Slice the available keys out of a 2-D attention mask: (batch, keys) bool, True = no padding."""
+    kept = attention_mask.to(device=extent.device, dtype=torch.bool)
+    kept = kept[:, extent.key_offset : extent.key_offset + extent.keys]
+    return torch.nn.functional.pad(kept, (0, extent.keys - kept.shape[1]))
+
+
+def shortened(lengths: Tensor, keys: int) -> Tensor:
+    """Truncate documents, (documents,) or (batch, documents) tokens each, to a number of keys.
+
+    >>> shortened(torch.tensor([3, 3, 3]), 5)
+    tensor([3, 2, 0])
+    """
+    return lengths.cumsum(-1).clamp(max=keys).diff(dim=-1, prepend=torch.zeros_like(lengths[..., :1]))
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", "")
+
+
+_READERS: dict[str, Callable[[dict[str, Any], Extent], Mask | None]] = {
+    "causal_mask_function": lambda closure, extent: Causal(),
+    "bidirectional_mask_function": lambda closure, extent: Full(),
+    "and_masks.<locals>.and_mask": _and,
+    "or_masks.<locals>.or_mask": _or,
+    "sliding_window_overlay.<locals>.inner_mask": _window,
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": _window_both_ways,
+    "chunked_overlay.<locals>.inner_mask": _chunks,
+    "padding_mask_function.<locals>.inner_mask": _padding,
+    "packed_sequence_mask_function.<locals>.inner_mask": _packed,
+}

@@ -1,0 +1,357 @@
+"""Leave padding out of a Hugging Face model: the tokens of a padded batch run as one row.
+
+A hook before the model packs its inputs (token ids, token types, positions, embeddings) into one row, (1, tokens), and
+passes a mask with which each sample sees only itself. Embeddings, projections, attention and MLPs then compute tokens
+alone. Hooks after the model, and after the part of it that its own pooler reads, restore the padded batch, padding 0.
+
+Nothing is stored between the hooks: the mask carries the packing through the model. So a model with these hooks can be
+copied, pickled, checkpointed and called from several threads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ModelError
+from multihead.layer.packing import Packing
+from multihead.masks import Causal, Documents, Full, Mask, Window
+from multihead.models.huggingface import NAME, installed
+from multihead.models.lazy_mask import LazyMask
+from multihead.models.pretrained import is_within, pretrained_models
+from multihead.scores.relative import RelativeBias, offsets
+from multihead.scores.t5 import buckets_of
+from multihead.tensors.tracing import traced
+from multihead.tensors.undo import Undo
+
+_PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # arguments with a value per token
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model class takes one packed row.
+
+    Attributes:
+        name: the family, for the documentation and errors.
+        masks: returns what a token of a row sees of its own sample, from the configuration; a dict where the layers
+            of a model have different masks.
+        positions: returns the position ids of a padded batch, (batch or 1, length), where the caller gives none; None
+            where the model takes none.
+        read_by_model: the part whose output the model itself reads as a padded batch (its pooler); "" for none.
+        relative: the layer that computes a bias from distances; "" for none.
+    """
+
+    name: str
+    masks: Callable[[Any], Mask | dict[str, Mask]]
+    positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
+    read_by_model: str = ""
+    relative: str = ""
+
+
+def _columns(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
+    """Return the index of each token in its padded row."""
+    return torch.arange(real.shape[1], device=real.device)[None]
+
+
+def _roberta_positions(model: Any, inputs: dict[str, Any], real: Tensor) -> Tensor:
+    """Return the positions that RoBERTa counts from its token ids, or from the length if it is given embeddings."""
+    embeddings, ids = model.embeddings, inputs.get("input_ids")
+    if ids is None:
+        return _columns(model, inputs, real) + 1 + int(embeddings.padding_idx)
+    return embeddings.create_position_ids_from_input_ids(ids, embeddings.padding_idx)  # type: ignore[no-any-return]
+
+
+def _all(_: Any) -> Mask:
+    return Full()
+
+
+def _earlier(config: Any) -> Mask:
+    return Causal() if getattr(config, "is_causal", True) else Full()
+
+
+def _near(config: Any) -> Mask:
+    width = config.sliding_window  # keys on each side
+    return Window(width + 1, after=width)
+
+
+def _near_earlier(config: Any) -> Mask:
+    if config.sliding_window is None:
+        return _earlier(config)
+    return Window(config.sliding_window) if getattr(config, "is_causal", True) else _near(config)
+
+
+def _earlier_by_layer(config: Any) -> dict[str, Mask]:
+    return {"full_attention": _earlier(config), "sliding_attention": _near_earlier(config)}
+
+
+def _all_by_layer(config: Any) -> dict[str, Mask]:
+    return {"full_attention": Full(), "sliding_attention": _near(config)}
+
+
+FAMILIES = {
+    "BertModel": Family("BERT", _all, _columns, read_by_model="encoder"),
+    "RobertaModel": Family("RoBERTa", _all, _roberta_positions, read_by_model="encoder"),
+    "XLMRobertaModel": Family("XLM-RoBERTa", _all, _roberta_positions, read_by_model="encoder"),
+    "DistilBertModel": Family("DistilBERT", _all, _columns),
+    "ElectraModel": Family("ELECTRA", _all, _columns),
+    "ModernBertModel": Family("ModernBERT", _all_by_layer, _columns),
+    "LlamaModel": Family("Llama", _earlier, _columns),
+    "MistralModel": Family("Mistral", _near_earlier, _columns),
+    "Qwen2Model": Family("Qwen2", _earlier_by_layer, _columns),
+    "Qwen3Model": Family("Qwen3", _earlier_by_layer, _columns),
+    "T5Stack": Family("T5", _all, None, relative="block.0"),
+}
+"""The supported families, by the class of transformers that holds their layers."""
+
+
+_padded: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())  # those who need it
+
+
+class _RowMask(LazyMask):
+    """The mask of a packed row.
+
+    Attributes:
+        packing: the places of its tokens in the padded batch.
+    """
+
+    packing: Packing
+
+
+def packed(model: nn.Module) -> Undo:
+    """Leave padding out of all Hugging Face models in a module, and run their attention on this library's kernels.
+
+    Outputs at tokens are those of the padded batch up to rounding, and 0 at padding. A call is packed if it has an
+    attention mask (batch, length) with padding. It runs padded, as without this function, if it
+
+    - continues a cache, or fills one of another kind than `DynamicCache` or one with windows,
+    - returns attention weights, is observed, or is traced by a compiler or a transform,
+    - belongs to a decoder of BERT's kind or of T5, which may see another sequence too,
+    - has padding between the tokens of a sample, where a window or a bias counts distances, as in ModernBERT and T5,
+    - computes feed-forward layers in chunks, or rotary frequencies from the length ("dynamic", "longrope").
+
+    Args:
+        model: a model of transformers, or a module that contains some.
+
+    Returns:
+        what undoes it.
+
+    Raises:
+        ModelError: it contains no model of transformers, or one of a family that is not supported.
+    """
+    stacks = _stacks(model)
+    return Undo.of(partial(_add_hooks, model, stacks))
+
+
+def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, Family]], undo: Undo) -> None:
+    used = installed(model)
+    undo.callback(used.close)
+    for module, family in stacks:
+        undo.before(module, partial(_pack, family), with_kwargs=True)
+        read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
+        for part in (module, *read):
+            undo.after(part, _unpack, with_kwargs=True)
+        if family.relative:
+            undo.before(module.get_submodule(family.relative), _add_relative_bias, with_kwargs=True)
+
+
+@contextmanager
+def padded() -> Iterator[None]:
+    """Run packed models padded in this context, and in no other thread: a record finds samples by their rows."""
+    user = object()
+    with Undo() as undo:
+        undo.callback(lambda: _padded.set(_padded.get() - {user}))
+        _padded.set(_padded.get() | {user})
+        yield
+
+
+def _stacks(model: nn.Module) -> list[tuple[nn.Module, Family]]:
+    """Return the modules to pack; every model of transformers must be one, be around one or be within one."""
+    models = pretrained_models(model)
+    found = {name: family for name, module in models.items() if (family := _family(type(module))) is not None}
+    for name, module in models.items():
+        if not any(is_within(name, other) or is_within(other, name) for other in found):
+            raise _refusal(f"{type(module).__name__} cannot leave out padding.")
+    if not found:
+        raise _refusal(f"{type(model).__name__} contains no model of transformers.")
+    return [(models[name], family) for name, family in found.items()]
+
+
+def _refusal(finding: str) -> ModelError:
+    names = ", ".join(family.name for family in FAMILIES.values())
+    return ModelError(finding, f"Give a model of one of these families: {names}; or use packed=False.")
+
+
+def _family(kind: type[nn.Module]) -> Family | None:
+    """Return the family of a class of transformers, or of a subclass that runs the same forward pass."""
+    for parent in kind.__mro__:
+        if parent.__module__.startswith("transformers.") and parent.__name__ in FAMILIES:
+            return FAMILIES[parent.__name__] if kind.forward is parent.forward else None  # type: ignore[attr-defined]
+    return None
+
+
+@cache
+def _names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's forward pass, in order."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _pack(
+    family: Family, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Pack the inputs of a model; runs before its forward pass. None leaves them as they are."""
+    if traced():
+        return None  # the number of tokens is not known
+    inputs = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
+    real = _real(inputs)
+    if real is None or not _can_pack(model, inputs):
+        return None
+    lengths = real.sum(1)
+    counts = tuple(lengths.tolist())
+    tokens, (batch, length) = sum(counts), real.shape
+    if tokens in (0, real.numel()):
+        return None
+    masks = family.masks(model.config)
+    windows = any(mask.lookback is not None for mask in (masks.values() if isinstance(masks, dict) else (masks,)))
+    if (windows and _fills_cache(model, inputs)) or ((windows or family.relative) and _has_holes(real, tokens)):
+        return None
+    packing = Packing(lengths, real.flatten().nonzero().flatten(), batch, length)
+    if family.positions is not None and inputs.get("position_ids") is None:
+        inputs["position_ids"] = family.positions(model, inputs, real)
+    for name in _PER_TOKEN:
+        if isinstance(value := inputs.get(name), Tensor):
+            inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
+    documents = Documents(counts)
+    if isinstance(masks, dict):
+        inputs["attention_mask"] = {name: _row_mask(mask & documents, packing) for name, mask in masks.items()}
+    else:
+        inputs["attention_mask"] = _row_mask(masks & documents, packing)
+    return (), inputs
+
+
+def _real(inputs: dict[str, Any]) -> Tensor | None:
+    """Return which tokens are no padding, (batch, length) bool; None where the inputs have no mask of that shape."""
+    mask, first = inputs.get("attention_mask"), inputs.get("input_ids")
+    first = inputs.get("inputs_embeds") if first is None else first
+    if not isinstance(mask, Tensor) or not isinstance(first, Tensor):
+        return None
+    if mask.dim() != 2 or mask.shape != first.shape[:2]:
+        return None
+    positions = inputs.get("position_ids")
+    if isinstance(positions, Tensor) and (positions.dim() != 2 or positions.shape[0] not in (1, len(mask))):
+        return None
+    return (mask if mask.dtype == torch.bool else mask != 0).to(first.device)
+
+
+def _can_pack(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a padded batch may run as one row."""
+    config = model.config
+    rotary = getattr(getattr(model, "rotary_emb", None), "rope_type", "default")
+    return not (
+        _padded.get()
+        or getattr(config, "_attn_implementation", None) != NAME  # it was changed afterwards
+        or getattr(config, "is_decoder", False)
+        or inputs.get("encoder_hidden_states") is not None
+        or inputs.get("output_attentions", getattr(config, "output_attentions", False))
+        or not _is_new(inputs.get("past_key_values"))
+        or getattr(config, "chunk_size_feed_forward", 0)
+        or {"dynamic", "longrope"} & set(rotary.values() if isinstance(rotary, dict) else (rotary,))
+    )
+
+
+def _has_holes(real: Tensor, tokens: int) -> bool:
+    """Whether there is padding between the tokens of a sample: then there are more pairs of neighbours than tokens."""
+    neighbours = (real[:, 1:] & real[:, :-1]).sum()
+    return bool(neighbours + real.any(1).sum() != tokens)
+
+
+def _fills_cache(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a model fills a cache; one with windows keeps the last keys of each row."""
+    given = inputs.get("use_cache")
+    return bool(getattr(model.config, "use_cache", False) if given is None else given)
+
+
+def _is_new(store: Any) -> bool:
+    """Whether a cache is absent, or one without tokens whose keys and values can be padded afterwards."""
+    if store is None:
+        return True
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    plain = type(store) is DynamicCache and all(type(layer) is DynamicLayer for layer in store.layers)
+    return plain and store.get_seq_length() == 0
+
+
+def _row_mask(mask: Mask, packing: Packing) -> _RowMask:
+    tokens = len(packing.index)
+    made = _RowMask(
+        (1, 1, tokens, tokens), mask, query_start=0, key_offset=0, padding=None, device=packing.index.device
+    )
+    made.packing, made.packed_lengths = packing, packing.lengths
+    return made
+
+
+def _packing_of(kwargs: dict[str, Any]) -> Packing | None:
+    """Return the packing that the mask among the arguments of a part of the model carries."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = next(iter(mask.values()), None)
+    return mask.packing if isinstance(mask, _RowMask) else None
+
+
+def _unpack(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Restore the padded batch in everything that a model, or a part of it, returns; runs after its forward pass."""
+    packing = _packing_of(kwargs)
+    return output if packing is None else _unpacked(output, packing)
+
+
+def _unpacked(output: Any, packing: Packing) -> Any:
+    """Unpack all tensors (1, tokens, features) in an output, and the keys and values of a cache."""
+    if isinstance(output, Tensor):
+        in_row = output.dim() == 3 and output.shape[:2] == (1, len(packing.index))
+        return packing.unpack(output) if in_row else output
+    if isinstance(output, dict):
+        for name, value in output.items():
+            output[name] = _unpacked(value, packing)
+        return output
+    if isinstance(output, tuple):
+        return tuple(_unpacked(value, packing) for value in output)
+    for layer in getattr(output, "layers", ()):
+        if layer.is_initialized and layer.keys.shape[-2] == len(packing.index):
+            layer.keys, layer.values = (_unpacked_heads(each, packing) for each in (layer.keys, layer.values))
+    return output
+
+
+def _unpacked_heads(x: Tensor, packing: Packing) -> Tensor:
+    """Unpack the keys or values of a cache: (1, kv_heads, tokens, dim) -> (batch, kv_heads, length, dim)."""
+    heads, dim = x.shape[1], x.shape[3]
+    padded = packing.unpack(x.transpose(1, 2).flatten(2))  # (batch, length, kv_heads * dim)
+    return padded.view(packing.batch, packing.length, heads, dim).transpose(1, 2)
+
+
+def _add_relative_bias(
+    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give the first block of T5 its bias by distance in linear memory; runs before its forward pass.
+
+    The block itself computes a bias of tokens x tokens. Within a document distances are the same in the row.
+    """
+    hidden_states, mask, *others = args
+    if not isinstance(mask, _RowMask):
+        return None
+    layer, tokens = block.layer[0].SelfAttention, hidden_states.shape[1]
+    weight = layer.relative_attention_bias.weight
+    buckets = buckets_of(
+        offsets(tokens, tokens, device=weight.device),
+        num_buckets=layer.relative_attention_num_buckets,
+        max_distance=layer.relative_attention_max_distance,
+        both_ways=not layer.is_decoder,
+    )
+    bias = RelativeBias(nn.functional.embedding(buckets, weight).mT)
+    return (hidden_states, mask, bias, *others[1:]), kwargs

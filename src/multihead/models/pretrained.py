@@ -1,0 +1,222 @@
+"""The models of transformers in a module: their names, their cross-attention layers, and the inputs they receive."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.kernels.call import CallOrigin
+from multihead.models.lazy_mask import LazyMask
+from multihead.tensors.undo import Undo
+
+
+def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the Hugging Face models in a module, itself included, by qualified name."""
+    if "transformers" not in sys.modules:
+        return {}  # then there cannot be one
+    from transformers import PreTrainedModel
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+
+
+def is_within(name: str, other: str) -> bool:
+    """Whether the module `name` is the module `other`, or a part of it.
+
+    >>> is_within("encoder.layer.0", "encoder"), is_within("encoder2", "encoder"), is_within("encoder", "")
+    (True, False, True)
+    """
+    return not other or f"{name}.".startswith(f"{other}.")
+
+
+def innermost(name: str, models: dict[str, Any]) -> str | None:
+    """Return the name of the innermost of some models around a module, itself included; None if there is none."""
+    return max((each for each in models if is_within(name, each)), key=len, default=None)
+
+
+def crosses(origin: CallOrigin, name: str) -> bool:
+    """Whether the keys of a call come from another sequence than its queries: its layer knows, or else its names do.
+
+    Args:
+        origin: where the call comes from.
+        name: the qualified name of the layer.
+    """
+    return is_cross_attention(origin.layer, name) if origin.crosses is None else origin.crosses
+
+
+def is_cross_attention(module: nn.Module, name: str = "") -> bool:
+    """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
+    if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
+        return flag
+    names = f"{name}.{type(module).__name__}"
+    return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Inputs of one model in a forward pass.
+
+    Attributes:
+        ids: (batch, tokens) int64, a copy of the token ids on the CPU, or None.
+        tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
+    """
+
+    ids: Tensor | None = None
+    tokens: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Model:
+    """A model that may take tokens.
+
+    Attributes:
+        prefix: its qualified name and a dot; "" for the outermost model.
+        module: the model.
+        signature: that of its forward.
+        given: its newest inputs.
+    """
+
+    prefix: str
+    module: nn.Module
+    signature: inspect.Signature
+    given: Given = Given()
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether its inputs are token ids or their embeddings."""
+        return not self.signature.parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it is an encoder and a decoder: then its `input_ids` are the encoder's alone."""
+        return "decoder_input_ids" in self.signature.parameters
+
+
+@dataclass(eq=False)
+class Inputs:
+    """Inputs of a model and of the models in it, updated while they run.
+
+    Attributes:
+        passes: number of forward passes that have started.
+        any_ids: whether any model was called with token ids.
+    """
+
+    passes: int = 0
+    any_ids: bool = False
+    _depth: int = 0
+    _models: list[_Model] = field(default_factory=list)  # each one before those within it
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward pass is running."""
+        return self._depth > 0
+
+    def queries_of(self, name: str) -> Given:
+        """Return the inputs from which the queries of a layer are computed.
+
+        A layer belongs to the innermost model around it that takes tokens. An encoder and a decoder are models of their
+        own, so that each has its own ids and padding.
+        """
+        found: Given | None = None
+        for model in reversed(self._models):
+            if not f"{name}.".startswith(model.prefix):
+                continue
+            if found is not None:
+                # A model of texts and images embeds the tokens itself and passes the embeddings to its inner model.
+                return found if model.pairs else Given(model.given.ids, found.tokens)
+            if model.takes_tokens:
+                found = model.given
+                if found.ids is not None:
+                    return found
+            elif model.prefix:
+                return Given()  # an image or sound encoder: its queries are not the tokens of the model around it
+        return Given() if found is None else found
+
+    def memory_of(self, name: str) -> Given:
+        """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
+
+        While it decodes, such a model gets the output of its encoder and no ids: then the result is the last inputs of
+        the encoder.
+        """
+        for model in self._models:
+            if f"{name}.".startswith(model.prefix) and model.pairs:
+                if model.given.ids is not None:
+                    return model.given
+                whole: Any = model.module
+                encoder = whole.get_encoder()
+                return next((each.given for each in self._models if each.module is encoder), model.given)
+        return Given()
+
+    def enter(self, model: _Model, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Receive the arguments of a model that is about to run; torch omits `kwargs` while it adds the hook."""
+        if self not in _receiving.get():
+            return  # another thread runs the model, whose calls the listeners of this one do not receive
+        self.passes += self._depth == 0
+        self._depth += 1
+        model.given = _given(model.signature, args, kwargs or {})
+        self.any_ids |= model.given.ids is not None
+
+    def leave(self, *_: object) -> None:
+        """Count a model that has run."""
+        if self in _receiving.get():
+            self._depth = max(self._depth - 1, 0)
+
+
+_receiving: ContextVar[tuple[Inputs, ...]] = ContextVar("receiving", default=())
+
+
+@contextmanager
+def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
+    """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
+    inputs = Inputs()
+    with Undo() as undo:
+        undo.callback(lambda: _receiving.set(tuple(each for each in _receiving.get() if each is not inputs)))
+        _receiving.set((*_receiving.get(), inputs))
+        for name, module in {"": model, **pretrained_models(model)}.items():
+            each = _Model(name and f"{name}.", module, _signature(module))
+            inputs._models.append(each)  # noqa: SLF001 - made here
+            undo.before(module, partial(inputs.enter, each), with_kwargs=True, prepend=True)
+            undo.after(module, inputs.leave, always_call=True)
+        yield inputs
+
+
+def _signature(module: nn.Module) -> inspect.Signature:
+    """Return the parameters of a module's forward; those of a class are read once, which takes a tenth of a ms."""
+    forward = module.forward
+    if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
+        return _signature_of_method(forward.__func__)
+    return inspect.signature(forward)  # the instance has another one
+
+
+@lru_cache(maxsize=256)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=tuple(signature.parameters.values())[1:])  # without self
+
+
+def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    if signature.parameters.keys().isdisjoint(("input_ids", "attention_mask")):
+        return Given()
+    try:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return Given()  # the model itself will raise an error about its arguments
+    ids, mask = bound.get("input_ids"), bound.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = next(iter(mask.values()), None)
+    if isinstance(mask, LazyMask):
+        mask = mask.padding
+    tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        return Given(None, tokens)
+    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens)

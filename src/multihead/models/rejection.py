@@ -1,0 +1,126 @@
+"""Reject models whose attention our kernels would not compute, whichever way they are chosen in transformers.
+
+transformers accepts a registered name for every family, and families that never look it up silently compute something
+else with the mask that was made for it. So its own methods are extended, where all ways of naming an attention meet:
+
+- `PreTrainedModel.__init__` runs before the layers are created, for families that choose a class by the name;
+- `PreTrainedModel.post_init` runs at the end of the `__init__` of every model and of the models in it, whether
+  `from_pretrained`, `from_config` or the class itself creates it, and before weights are loaded;
+- `PreTrainedModel.set_attn_implementation` is for loaded models.
+
+With any other name they do what they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from multihead.models.coverage import attention_elsewhere, chosen_by_name, rejection
+from multihead.models.pretrained import innermost, pretrained_models
+
+CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
+
+
+def reject_elsewhere(implementation: str) -> None:
+    """Make transformers reject an implementation for models that compute attention elsewhere; once per process."""
+    from transformers import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+    kind.__init__ = _checking_the_class(kind.__init__, implementation)
+    kind.post_init = _checking_the_layers(kind.post_init, implementation)
+    kind.set_attn_implementation = _checking_the_request(kind.set_attn_implementation, implementation)
+
+
+def _checking_the_class(init: Callable[..., None], implementation: str) -> Callable[..., None]:
+    @wraps(init)
+    def checked(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(config, CHOICE, None) == implementation and (by_name := chosen_by_name(type(model), implementation)):
+            raise rejection(type(model), by_name)
+        init(model, config, *args, **kwargs)
+
+    return checked
+
+
+def _checking_the_layers(post_init: Callable[..., None], implementation: str) -> Callable[..., None]:
+    @wraps(post_init)
+    def checked(model: Any) -> None:
+        _check(model, lambda config: getattr(config, CHOICE, None) == implementation)
+        post_init(model)
+
+    return checked
+
+
+def _checking_the_request(set_implementation: Callable[..., None], implementation: str) -> Callable[..., None]:
+    @wraps(set_implementation)
+    def checked(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        requested = _requested(model.config, attn_implementation)
+        of_model = requested[id(model.config)]  # also for copies of a configuration, which are no part of it
+
+        def concerns(config: Any) -> bool:
+            return bool(requested.get(id(config), of_model) == implementation)
+
+        _check(model, concerns)
+        set_implementation(model, attn_implementation, *args, **kwargs)
+        # transformers leaves out layers with a copy of the configuration.
+        for config in configurations(model):
+            if concerns(config):
+                setattr(config, CHOICE, implementation)
+            elif id(config) not in requested and getattr(config, CHOICE, None) == implementation:
+                setattr(config, CHOICE, getattr(model.config, CHOICE))
+
+    return checked
+
+
+def configurations(model: nn.Module) -> list[Any]:
+    """Return every configuration of the models in a module, nested ones included, each once."""
+    from transformers import PreTrainedConfig
+
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    listed: dict[int, Any] = {}
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in listed:
+            listed[id(config)] = config
+            waiting += [getattr(config, key, None) for key in config.sub_configs]
+    return list(listed.values())
+
+
+def _check(model: Any, concerns: Callable[[Any], bool]) -> None:
+    """Check that all attention in the models with some configurations goes through transformers' AttentionInterface.
+
+    Args:
+        model: a model of transformers.
+        concerns: whether the attention of the model with a configuration should be ours.
+
+    Raises:
+        ModelError: some does not.
+    """
+    models = pretrained_models(model)
+    wanting = {name for name, part in models.items() if concerns(part.config)}
+    if not wanting:
+        return
+    elsewhere = {
+        name: reason for name, reason in attention_elsewhere(model).items() if innermost(name, models) in wanting
+    }
+    if elsewhere:
+        raise rejection(type(model), elsewhere)
+
+
+def _requested(config: Any, request: Any) -> dict[int, Any]:
+    """Return the implementation requested for a configuration and those in it, by their ids.
+
+    Args:
+        config: a configuration of transformers.
+        request: a name for all, or a dict with names by part, "" for the configuration itself; nested or not.
+    """
+    parts = request if isinstance(request, dict) else {}
+    found = {id(config): parts.get("", getattr(config, CHOICE, None)) if isinstance(request, dict) else request}
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if part is not None:
+            found |= _requested(part, parts.get(key, {}) if isinstance(request, dict) else request)
+    return found

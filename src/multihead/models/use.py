@@ -1,0 +1,136 @@
+"""`mh.use`: run the attention of Hugging Face models on this library's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from multihead.errors import ArgumentError, ModelError
+from multihead.errors.optional import require
+from multihead.kernels.call import AttentionCall, listen
+from multihead.kernels.explanation import Explanation, explained
+from multihead.kernels.parts import Part
+from multihead.models.huggingface import installed, register
+from multihead.models.packed import packed as leave_out_padding
+from multihead.models.pretrained import pretrained_models
+from multihead.tensors.undo import Undo
+
+
+@overload
+def use() -> None: ...
+@overload
+def use(model: nn.Module, *, packed: bool = False) -> Used: ...
+def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
+    """Run the attention of Hugging Face models on this library's kernels.
+
+    `use()` registers the name "multihead" in transformers for the rest of the process. Then
+    `from_pretrained(..., attn_implementation="multihead")` and `model.set_attn_implementation("multihead")` work.
+    `use(model)` does the same for one loaded model, permanently or as a context manager. Nothing is observed. When
+    the model runs, a module that attends, or reads the attention mask, without a call of these kernels raises a
+    ModelError that names it.
+
+    Args:
+        model: a model of transformers, or a module that contains some (an adapter of PEFT, a class of your own).
+        packed: leave padding out of all layers of the model, see docs/packed-models.md.
+
+    Returns:
+        for a model, the handle that undoes it.
+
+    Raises:
+        ModelError: there is no model of transformers in it, or one computes attention where it cannot be replaced, so
+            that it would not run on these kernels. With `attn_implementation="multihead"` the same error is raised. Or
+            it is of a family that cannot leave out padding.
+        ArgumentError: packed without a model.
+        MissingPackageError: transformers is not installed.
+
+    >>> import torch, multihead as mh
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9))
+    >>> with mh.use(model):
+    ...     model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+    torch.Size([1, 3, 16])
+    >>> model.config._attn_implementation
+    'sdpa'
+    """
+    require("transformers", purpose="mh.use", extra="hf")
+    if model is None:
+        if packed:
+            raise ArgumentError("packed=True was given without a model.", "Give the model: mh.use(model, packed=True).")
+        register()
+        return None
+    if not isinstance(model, nn.Module) or not pretrained_models(model):
+        raise ModelError(
+            f"{type(model).__name__} contains no model of transformers.",
+            "Give one, or build layers with mh.MultiHeadAttention.",
+        )
+    return Used(model, leave_out_padding(model) if packed else installed(model))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Used:
+    """A model that runs on this library's kernels, until `undo()` or the end of a `with` block.
+
+    Attributes:
+        model: the model.
+    """
+
+    model: nn.Module
+    _undo: Undo
+
+    def __post_init__(self) -> None:
+        self._undo.permanent = True  # a handle that is not kept undoes nothing
+
+    def undo(self) -> None:
+        """Restore the attention that the model had before."""
+        self._undo.close()
+
+    def explain(self, *args: Any, **kwargs: Any) -> dict[str, Explanation]:
+        """Run the model once, without gradients, and explain its attention calls.
+
+        Args:
+            args: the arguments of the model.
+            kwargs: the arguments of the model.
+
+        Returns:
+            per layer, by its qualified name, the kernel of its first call, why others refuse it, and what it skips.
+        """
+        found = _Explanations({id(module): name for name, module in self.model.named_modules()}, {})
+        with torch.no_grad(), listen(found):
+            self.model(*args, **kwargs)
+        return found.by_name
+
+    def __enter__(self) -> Used:
+        self._undo.permanent = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"<Used: {type(self.model).__name__}>"
+
+
+@dataclass(frozen=True, eq=False)
+class _Explanations:
+    """A listener that explains the calls of a model's layers.
+
+    Attributes:
+        names: the qualified name of each module, by its id.
+        by_name: the explanations.
+    """
+
+    names: dict[int, str]
+    by_name: dict[str, Explanation]
+    wanted: frozenset[Part] = frozenset()
+
+    def hear(self, call: AttentionCall) -> None:
+        """Explain one call."""
+        origin = call.request.origin
+        if origin is not None and (name := self.names.get(id(origin.layer))) is not None and name not in self.by_name:
+            self.by_name[name] = explained(call.request)

@@ -1,0 +1,254 @@
+"""Chance: what a head that spreads its attention evenly over its visible keys scores, and how sure a difference is.
+
+Chance is the probe itself, measured on the sample's own request with q k = 0: under a causal mask the second query puts
+50 % on the previous token by chance, and the hundredth 1 %. So a mean over queries compares like with like, and every
+probe of one's own has a chance too. Biases, and the weight of learned sinks, are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from multihead.errors import MaskError
+from multihead.functional import measured
+from multihead.kernels.call import AttentionRequest
+from multihead.kernels.dense_tile import seen
+from multihead.kernels.first_keys import first_keys
+from multihead.kernels.plan.bounds import bounds_of
+from multihead.masks import Documents, Mask
+from multihead.probes.context import ProbeContext
+from multihead.probes.probe import Probe, Statistic
+from multihead.probes.statistics import possible
+from multihead.record.sample import SampleRecord
+from multihead.record.segments import Segment
+from multihead.scores.bias import values_of, with_values
+
+BLOCKS = 8
+"""Blocks of consecutive queries into which one text is divided to estimate a standard error."""
+
+ERRORS = 3
+"""How many standard errors a difference from chance must exceed to count."""
+
+FEWEST = 4
+"""Fewer texts, or fewer blocks, give no standard error: it would be infinite."""
+
+EXACT_KEYS = 4096
+"""With fewer keys chance is computed in float64; with more, in float32 and by the native kernel."""
+
+ROWS = 4096
+"""Queries between two calls of `progress`."""
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the number of queries done, and of all."""
+
+Known: TypeAlias = dict[object, Tensor]
+"""What was computed, by its probe, mask, positions and ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """How a statistic of some heads compares with chance.
+
+    Attributes:
+        mean: (heads,) float64, the mean over the queries that count.
+        chance: (heads,) float64, what an even spread over the visible keys gives, the mean over the same queries.
+        error: (heads,) float64, the standard error of mean - chance; inf where there is too little to estimate it.
+        count: (heads,) float64, how many queries count, or texts of repeated random tokens.
+    """
+
+    mean: Tensor
+    chance: Tensor
+    error: Tensor
+    count: Tensor
+
+
+def chance(
+    sample: SampleRecord,
+    probes: Iterable[Statistic],
+    *,
+    special: Sequence[bool] | None = None,
+    known: Known | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """Compute what an even spread over the visible keys gives, for the probes that have such a number.
+
+    Args:
+        sample: one text in one layer.
+        probes: statistics; those without a function or without a chance are left out, and so are those that lack an
+            input, such as token ids.
+        special: one flag per key, True for special tokens.
+        known: what was computed for other samples of the same record; it is added to.
+        progress: called after each block of queries.
+
+    Returns:
+        statistic -> (heads or 1, queries) float64; 0 where a query sees no key. Nothing if the mask is unknown.
+    """
+    known = {} if known is None else known
+    marks = (
+        None if special is None or len(special) != sample.num_keys else torch.tensor(list(special), dtype=torch.bool)
+    )
+    wanted = [each for each in probes if isinstance(each, Probe) and each.chance and each.axes == "queries"]
+    try:
+        places = _seen_keys(sample)
+    except MaskError:  # the class of the mask is not defined here
+        return {}
+    inputs = {"ids": _content(sample.text.ids), "special_keys": _content(marks)}
+    keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
+    missing = [each for each in wanted if keys[each] not in known]
+    if missing:
+        found = _measured(sample, missing, marks, progress)
+        known |= {keys[each]: found[each.name] for each in missing if each.name in found}
+    return {each.name: known[keys[each]] for each in wanted if keys[each] in known}
+
+
+def evidence(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequence[Tensor]) -> Evidence:
+    """Compare a statistic with chance, over one text or several.
+
+    The standard error is that of the mean over texts if there are at least `FEWEST`. Otherwise each text is divided
+    into `BLOCKS` blocks of consecutive queries, because neighbouring queries resemble each other and are no
+    independent observations, and it is that of the mean over blocks.
+
+    Args:
+        values: the statistic per query, (heads, queries), one tensor per text.
+        expected: the chance of each, (heads or 1, queries).
+        counted: which queries count, (heads, queries) bool.
+    """
+    blocks = 1 if len(values) >= FEWEST else BLOCKS
+    totals, levels, numbers, units, full = [], [], [], [], []
+    for value, even, counts in zip(values, expected, counted, strict=True):
+        level = even.double().expand_as(value).masked_fill(~counts, 0)
+        known = value.double().masked_fill(~counts, 0)
+        totals.append(known.sum(-1))
+        levels.append(level.sum(-1))
+        numbers.append(counts.sum(-1))
+        # Each head's counted queries are numbered, and every block gets the same number of them, or one more.
+        number = numbers[-1][:, None]
+        place = ((counts.cumsum(-1) - 1).clamp(min=0) * number.clamp(max=blocks)) // number.clamp(min=1)
+        sums = known.new_zeros(len(value), blocks).scatter_add_(1, place, known - level)
+        sizes = known.new_zeros(len(value), blocks).scatter_add_(1, place, counts.double())
+        units.append(sums / sizes.clamp(min=1))
+        full.append(sizes > 0)
+    count = torch.stack(numbers).sum(0)
+    number = count.clamp(min=1)
+    mean, level = torch.stack(totals).sum(0) / number, torch.stack(levels).sum(0) / number
+    return Evidence(mean, level, _standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double())
+
+
+def standard_error(units: Tensor) -> Tensor:
+    """Return the standard error of the mean of some independent numbers: (heads,) of (numbers, heads).
+
+    >>> standard_error(torch.tensor([[1.0], [2.0], [3.0], [2.0]])), standard_error(torch.zeros(3, 1))
+    (tensor([0.4082]), tensor([inf]))
+    """
+    return _standard_error(units.mT, torch.ones_like(units.mT, dtype=torch.bool))
+
+
+def stands_out(excess: Tensor, error: Tensor, least: float) -> Tensor:
+    """Return where a difference from chance is at least `least` and more than `ERRORS` standard errors: bool.
+
+    >>> stands_out(torch.tensor([0.5, 0.5, 0.1]), torch.tensor([0.1, 0.2, 0.01]), 0.35)
+    tensor([ True, False, False])
+    """
+    return (excess >= least) & (excess > ERRORS * error)
+
+
+def _standard_error(units: Tensor, full: Tensor) -> Tensor:
+    """Return the standard error of the mean of the units that are full, (heads, units) each."""
+    count = full.sum(-1)
+    mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
+    squares = (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1)
+    error = (squares / ((count - 1) * count).clamp(min=1)).sqrt()
+    return error.masked_fill(count < FEWEST, torch.inf)
+
+
+def _measured(
+    sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
+) -> dict[str, Tensor]:
+    """Measure an even spread: (heads or 1, queries) float64 each; probes that lack an input are left out."""
+    requests = [_even(segment, exact=sample.num_keys < EXACT_KEYS) for segment in sample.segments]
+    first = [int(each) for request in requests for each in first_keys(request, bounds_of(request)) if each >= 0]
+    ids, parts, done = sample.text.ids, [], 0
+    for request in requests:
+        shape = request.shape
+        context = ProbeContext(
+            special_keys=None if special is None else special[None, : shape.key_length].to(shape.device),
+            ids=None if ids is None else ids[None, : shape.key_length].to(shape.device),
+            first_key=min(first, default=0),
+        )
+        chosen = possible(probes, request, context, has_values=False)
+        for part in _in_blocks(request):
+            found = measured(part, chosen, context)
+            parts.append({name: value[0].double().cpu() for name, value in found.items()})
+            done += part.shape.query_length
+            if progress is not None:
+                progress(done, sample.num_queries)
+    heads = max(request.shape.num_heads for request in requests)
+    return {name: torch.cat([each[name].expand(heads, -1) for each in parts], -1) for name in parts[0]}
+
+
+def _even(segment: Segment, *, exact: bool) -> AttentionRequest:
+    """Return a call whose scores are all 0 where it sees a key, with all keys of the sample up to its last one.
+
+    It has one head, unless heads see different keys.
+    """
+    request, before = segment.request, segment.key_start
+    mask, shape = request.mask, request.shape
+    if before:  # the keys that a cache has dropped come back, and are hidden
+        mask = mask.after_dropping(-before) & Documents((before, shape.key_length))
+    dtype = torch.float64 if exact and shape.device.type != "mps" else torch.float32
+    bias = None
+    if request.bias is not None and bool((hides := values_of(request.bias) == -torch.inf).any()):
+        hidden = torch.zeros(hides.shape, dtype=dtype, device=hides.device).masked_fill_(hides, -torch.inf)
+        bias = with_values(request.bias, pad(hidden, (before if hides.shape[-1] > 1 else 0, 0)))
+    shape = shape._replace(key_length=before + shape.key_length, num_kv_heads=1, head_dim=1, value_dim=1, dtype=dtype)
+    request = replace(request, mask=mask, shape=shape, query_start=segment.query_start, bias=bias)
+    shape = shape._replace(num_heads=seen(request, slice(0, 1), slice(0, 1)).shape[1])
+    q = torch.zeros(1, shape.num_heads, shape.query_length, 1, dtype=dtype, device=shape.device)
+    k = torch.zeros(1, 1, shape.key_length, 1, dtype=dtype, device=shape.device)
+    return AttentionRequest(q, k, k, shape, mask, 1.0, segment.query_start, bias)
+
+
+def _in_blocks(request: AttentionRequest) -> Iterator[AttentionRequest]:
+    """Cut a call into blocks of queries, where no tensor of it has a row per query."""
+    queries = request.shape.query_length
+    if queries <= ROWS or request.bias is not None or request.mask.holds_tensors:
+        yield request
+        return
+    for first in range(0, queries, ROWS):
+        q = request.q[:, :, first : first + ROWS]
+        shape = request.shape._replace(query_length=q.shape[2])
+        yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + first)
+
+
+def _seen_keys(sample: SampleRecord) -> tuple[object, ...]:
+    """Return what identifies the keys that each query sees, and its position."""
+    intervals = sample.intervals()
+    if intervals is not None:
+        return sample.num_keys, *map(_content, (*intervals, sample.positions))
+    return tuple(
+        (each.key_start, each.query_start, each.num_queries, each.key_stop, _content(each.request.mask), _hidden(each))
+        for each in sample.segments
+    )
+
+
+def _hidden(segment: Segment) -> object:
+    """Return what identifies the keys that a bias hides."""
+    bias = segment.request.bias
+    return None if bias is None else (type(bias), _content(values_of(bias) == -torch.inf))
+
+
+def _content(value: object) -> object:
+    """Return what identifies a value, equal for tensors of equal elements."""
+    if isinstance(value, Tensor):
+        numbers = value.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+        return tuple(value.shape), value.dtype, hashlib.blake2b(numbers.data).digest()
+    if isinstance(value, Mask):
+        return type(value), *map(_content, value.values().values())
+    return tuple(map(_content, value)) if isinstance(value, (tuple, list)) else value

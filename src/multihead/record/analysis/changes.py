@@ -1,0 +1,217 @@
+"""Compare the heads of two runs of a model on one text, such as two checkpoints, and rank them by their change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from multihead.errors import ArgumentError
+from multihead.errors.arguments import check_integer
+from multihead.kinds import KINDS, Kind
+from multihead.locale.escaping import visible
+from multihead.locale.texts import statistic_label
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import SHARE, Statistic
+from multihead.record.analysis.highlights import LayerProfile, layer_profiles
+from multihead.record.analysis.similar import are_alike, divergence, spaced
+from multihead.record.layer import LayerRecord
+from multihead.record.sample import SampleRecord
+
+Progress = Callable[[int, int], None]
+
+
+class Change(NamedTuple):
+    """A statistic of a head in two runs, as text: its label, its value before and after."""
+
+    label: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class ChangedHead:
+    """One head in two runs.
+
+    Attributes:
+        layer: the layer's number.
+        head: the head's index in its layer.
+        name: the layer's name.
+        divergence: Jensen-Shannon divergence of its weights in the two runs, nats, from 0 (the same weights) to ln 2
+            (no key in common): the mean over the queries that see a key and whose weights are finite in both; NaN
+            where there is none.
+        queries: how many queries were compared.
+        before: statistic -> the head's mean in the first run.
+        after: the same in the second run.
+        kinds_before: its kinds in the first run, see `analysis.highlights.KINDS`.
+        kinds_after: its kinds in the second run.
+        statistics: how each statistic is shown.
+    """
+
+    layer: int
+    head: int
+    name: str
+    divergence: float
+    queries: int
+    before: dict[str, float]
+    after: dict[str, float]
+    kinds_before: tuple[str, ...]
+    kinds_after: tuple[str, ...]
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def differences(self) -> dict[str, float]:
+        """Statistic -> after - before, for the statistics that both runs have."""
+        return {name: self.after[name] - value for name, value in self.before.items() if name in self.after}
+
+    @property
+    def largest_difference(self) -> str | None:
+        """The share that changed most; None where none of them changed in the digits that are shown."""
+        shares = {
+            name: abs(value)
+            for name, value in self.differences.items()
+            if (shown := statistic(name, self.statistics)).number_format == SHARE
+            and not math.isnan(value)
+            and shown.text(self.before[name]) != shown.text(self.after[name])
+        }
+        return max(shares, key=lambda name: shares[name], default=None)
+
+    def change(self, lang: str = "en") -> Change | None:
+        """Describe the share that changed most; None where none of them changed."""
+        if (name := self.largest_difference) is None:
+            return None
+        shown = statistic(name, self.statistics)
+        label = visible(statistic_label(name, lang, shown.label))
+        return Change(label, shown.text(self.before[name]), shown.text(self.after[name]))
+
+    def __str__(self) -> str:
+        """The head in a line: "L2 H3: 0.312 nats; previous 91 % -> 12 %; previous -> mixed"."""
+        parts = [f"{self.divergence:.3f} nats"]
+        if (change := self.change()) is not None:
+            parts.append(f"{change.label} {change.before} -> {change.after}")
+        if self.kinds_before != self.kinds_after:
+            parts.append(f"{', '.join(self.kinds_before)} -> {', '.join(self.kinds_after)}")
+        return f"L{self.layer} H{self.head}: " + "; ".join(parts)
+
+    def row(self) -> dict[str, str | int | float]:
+        """Return it as a row of a table: the statistic `entropy` is `entropy_before`, `_after` and `_difference`."""
+        found: dict[str, str | int | float] = {
+            "layer": self.layer,
+            "head": self.head,
+            "name": self.name,
+            "divergence": self.divergence,
+            "queries": self.queries,
+            "kind_before": "+".join(self.kinds_before),
+            "kind_after": "+".join(self.kinds_after),
+        }
+        for name, difference in self.differences.items():
+            found |= {
+                f"{name}_before": self.before[name],
+                f"{name}_after": self.after[name],
+                f"{name}_difference": difference,
+            }
+        return found
+
+
+def changes(
+    before: Sequence[LayerRecord],
+    after: Sequence[LayerRecord],
+    *,
+    sample: int = 0,
+    top: int | None = None,
+    queries: int | None = None,
+    statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
+    progress: Progress | None = None,
+) -> list[ChangedHead]:
+    """Compare the heads of two runs; see `Record.changed`."""
+    if top is not None:
+        check_integer("top", top)
+    if queries is not None:
+        check_integer("queries", queries)
+    pairs = _pairs(before, after, sample)
+    rows = {number: spaced(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()}
+    counts = {number: len(range(*rows[number].indices(one.num_queries))) for number, (one, _) in pairs.items()}
+    first, second = (_profiles(run, sample, pairs, statistics, among) for run in (before, after))
+    done, total = 0, sum(counts.values())
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        if progress is not None:
+            progress(done, total)
+
+    found = []
+    for number, (one, other) in pairs.items():
+        values = divergence(one, other, rows[number], progress=advance)
+        found += [
+            ChangedHead(
+                layer=number,
+                head=head,
+                name=first[number].name,
+                divergence=float(values[head]),
+                queries=counts[number],
+                before=_means(first[number], head),
+                after=_means(second[number], head),
+                kinds_before=first[number].kinds[head],
+                kinds_after=second[number].kinds[head],
+                statistics=statistics or {},
+            )
+            for head in range(one.num_heads)
+        ]
+    # NaN compares with nothing: a head without finite weights comes last.
+    return sorted(found, key=lambda each: (math.isnan(each.divergence), -each.divergence))[:top]
+
+
+def _means(profile: LayerProfile, head: int) -> dict[str, float]:
+    return {name: float(values[head]) for name, values in profile.means.items()}
+
+
+def _profiles(
+    run: Sequence[LayerRecord],
+    sample: int,
+    numbers: Mapping[int, object],
+    statistics: Mapping[str, Statistic] | None,
+    among: Sequence[Kind],
+) -> dict[int, LayerProfile]:
+    layers = [layer for layer in run if layer.number in numbers]
+    read = layer_profiles(layers, sample=sample, statistics=statistics, among=among)
+    return {each.number: each for each in read}
+
+
+def _pairs(
+    before: Sequence[LayerRecord], after: Sequence[LayerRecord], sample: int
+) -> dict[int, tuple[SampleRecord, SampleRecord]]:
+    """Return the layers that both runs have with the same heads, queries and keys, by number.
+
+    Raises:
+        ArgumentError: there are none, or the two texts differ.
+    """
+    others = {layer.number: layer for layer in after}
+    found = {}
+    for layer in before:
+        if layer.number in others:
+            one, other = layer.sample(sample), others[layer.number].sample(sample)
+            _check_same_text(one, other)
+            if one.num_heads == other.num_heads and are_alike(one, other):
+                found[layer.number] = one, other
+    if not found:
+        raise ArgumentError(
+            "The two records have no layer with the same number, heads and length.",
+            "Compare two runs of one model on the same text.",
+        )
+    return found
+
+
+def _check_same_text(one: SampleRecord, other: SampleRecord) -> None:
+    """Reject two texts that differ, as far as their tokens are known."""
+    ids, tokens = (one.text.ids, other.text.ids), (one.text.tokens, other.text.tokens)
+    differ = ids[0] is not None and ids[1] is not None and not torch.equal(ids[0], ids[1])
+    if differ or (None not in tokens and tokens[0] != tokens[1]):
+        raise ArgumentError(
+            "The two records read different texts, so their weights cannot be compared.",
+            "Run both models on the same text.",
+        )

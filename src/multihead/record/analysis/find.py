@@ -1,0 +1,161 @@
+"""Find heads by the range of a statistic, or of a kind such as previous or induction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from multihead.errors import ArgumentError, MultiheadError, ProbeError
+from multihead.kinds import KINDS, Kind
+from multihead.locale.escaping import visible
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import SHARE, Statistic
+from multihead.record.analysis.highlights import layer_profiles, of_kind
+from multihead.record.layer import LayerRecord
+from multihead.record.summaries import Of
+
+RENAMED = {
+    "previous_token": "previous",
+    "next_token": "next",
+    "self_token": "self",
+    "first_token": "first",
+    "duplicate_token": "duplicate",
+}
+"""Names of kinds in earlier versions -> those that tables show."""
+
+
+@dataclass(frozen=True)
+class FoundHead:
+    """One head that was found.
+
+    Attributes:
+        layer: the layer's number.
+        head: the head's index in its layer.
+        name: the layer's name.
+        values: statistic or kind -> the head's number.
+        statistics: how each of them is shown.
+    """
+
+    layer: int
+    head: int
+    name: str
+    values: dict[str, float]
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        """The head in a line: "L16 H0: previous 88 %, entropy 0.52 nats"."""
+        shown = (statistic(name, self.statistics) for name in self.values)
+        return f"L{self.layer} H{self.head}: " + ", ".join(
+            visible(f"{each.label} {each.text(self.values[each.name])}") for each in shown
+        )
+
+
+Range = tuple[float | None, float | None]
+"""Lowest and highest value of a statistic, both included; None for no limit."""
+
+
+def find(
+    layers: Sequence[LayerRecord],
+    wanted: Mapping[str, Range],
+    *,
+    of: Of = "mean",
+    statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
+) -> list[FoundHead]:
+    """Find heads; see `Record.find`. `statistics` has those that are not built in, and `among` the kinds."""
+    by_name = {kind.name: kind for kind in among}
+    shown = {**{name: _shown(kind) for name, kind in by_name.items()}, **(statistics or {})}
+    if not wanted:
+        raise ArgumentError(
+            "find has no condition.", "Give the range of a statistic, for example find(previous=(0.8, 1))."
+        )
+    ranges = {name: _checked_range(name, limits) for name, limits in wanted.items()}
+    numbers = [_numbers(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
+    for name in wanted:
+        if layers and not any(name in each for each in numbers):
+            raise _unknown(layers, name, by_name)
+    found = []
+    for layer, each in zip(layers, numbers, strict=True):
+        if not all(name in each for name in wanted):
+            continue
+        for head in range(layer.num_heads):
+            values = {name: float(each[name][head]) for name in wanted}
+            if all(_is_within(values[name], limits) for name, limits in ranges.items()):
+                found.append(FoundHead(layer.number, head, layer.name, values, shown))
+    first, (lowest, _) = next(iter(ranges.items()))
+    sign = 1 if lowest is None else -1
+    return sorted(found, key=lambda one: sign * one.values[first])
+
+
+def _is_within(value: float, limits: Range) -> bool:
+    lowest, highest = limits
+    return (lowest is None or value >= lowest) and (highest is None or value <= highest)
+
+
+def _shown(kind: Kind) -> Statistic:
+    """Return how the number of a kind is shown."""
+    number_format = SHARE if kind.probe is None or kind.of_largest is not None else kind.probe.number_format
+    return Statistic(kind.name, label=kind.label("en"), number_format=number_format)
+
+
+def _numbers(
+    layer: LayerRecord,
+    wanted: tuple[str, ...],
+    of: Of,
+    by_name: Mapping[str, Kind],
+    statistics: Mapping[str, Statistic],
+) -> dict[str, Tensor]:
+    """Return the wanted statistics that a layer has: (heads,) each."""
+    summary = layer.summary(of)
+    found = {}
+    for name in wanted:
+        kind = by_name.get(name)
+        if name in summary:
+            found[name] = summary[name]
+        elif kind is not None and kind.of_largest is None and kind.statistic in summary:
+            found[name] = summary[kind.statistic]
+        elif kind is not None and kind.texts == "given" and layer.samples:
+            (profile,) = layer_profiles([layer], sample=None, statistics=statistics, among=(kind,))
+            if (measured := of_kind(kind, profile.evidence)) is not None:
+                found[name] = measured.mean
+    return found
+
+
+def _unknown(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
+    """Say that no layer has a number."""
+    statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
+    kind = by_name.get(name)
+    if name in RENAMED:
+        new = RENAMED[name]
+        return ArgumentError(f"{name} is called {new}, as in tables.", f"Give a range of it: find({new}=(0.8, None)).")
+    if kind is not None and kind.texts == "repeats":
+        if any(layer.repeated is not None for layer in layers):
+            return ProbeError(f"{name} is known per text, not per query, so it has only a mean.", 'Give of="mean".')
+        return ProbeError(
+            f"The record has no numbers for {name!r}.",
+            "It needs texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook.",
+        )
+    if kind is not None:
+        needs = kind.needs or f'the statistic "{kind.statistic}": observe(probes=[..., "{kind.statistic}"])'
+        return ProbeError(f"The record has no numbers for {name!r}.", f"It needs {needs}.")
+    return ProbeError(
+        f"There is no statistic {name!r} in the record.",
+        f"Give one of {', '.join(statistics)}, or a kind: {', '.join(by_name)}.",
+    )
+
+
+def _checked_range(name: str, limits: object) -> Range:
+    """Return the limits of one statistic; raise ArgumentError unless they are a pair (lowest, highest)."""
+    if not isinstance(limits, (tuple, list)) or len(limits) != 2 or not all(_is_limit(each) for each in limits):
+        raise ArgumentError(
+            f"{name} is {limits!r}.",
+            f"Give the lowest and the highest value, None for no limit: {name}=(0.8, None) or {name}=(None, 1).",
+        )
+    return limits[0], limits[1]
+
+
+def _is_limit(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value is None or (number and value == value)  # noqa: PLR0124 - NaN differs from itself

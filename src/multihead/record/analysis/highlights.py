@@ -1,0 +1,392 @@
+"""Name the kinds of each head, and find the heads worth a look."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead.kinds import KINDS, MIXED, NEAR, Kind
+from multihead.locale.escaping import visible
+from multihead.locale.texts import section
+from multihead.probes.catalogue import SEPARATOR, statistic
+from multihead.probes.probe import Statistic
+from multihead.record import summaries
+from multihead.record.analysis.chance import Evidence, Known, Progress, chance, evidence, standard_error, stands_out
+from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
+from multihead.record.layer import LayerRecord
+from multihead.record.notebook import CHANCE
+from multihead.record.sample import SampleRecord
+from multihead.record.summaries import Measured
+
+FARTHER = 0.5
+"""A head reaches far if its mean distance exceeds that of an even spread by this share of it, and by three standard
+errors."""
+
+FAR = "distance"
+"""The finding about the head that reaches farthest, which is no kind."""
+
+FAR_RANK = 90
+"""Its place among the findings, see `Kind.finding`."""
+
+MOST_FINDINGS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProfile:
+    """One layer of a record as the report and the terminal read it.
+
+    Attributes:
+        number: the layer's number.
+        name: the layer's module path.
+        means: statistic -> (heads,) float64, the means over the queries that see a key;
+            "separator_mass" is added where special tokens after the first are known, and the statistics of repeated
+            random tokens where they were measured.
+        chance: statistic -> (heads,) float64, what an even spread over the visible keys gives; only the statistics
+            that have such a number.
+        evidence: statistic -> its mean, its chance and how sure the difference is, for the same statistics, and for the
+            share of attention near the query, which is no statistic of a record.
+        kinds: per head, the names of one or more kinds, the most specific first.
+        visibility: what the queries may see.
+        crosses: whether the keys are another text than the queries (cross-attention).
+    """
+
+    number: int
+    name: str
+    means: dict[str, Tensor]
+    chance: dict[str, Tensor]
+    evidence: dict[str, Evidence]
+    kinds: tuple[tuple[str, ...], ...]
+    visibility: Visibility
+    crosses: bool
+
+    def row(self, head: int) -> dict[str, str | float]:
+        """Return what a row of a table shows of a head next to its means: its kinds, and the chance of each statistic.
+
+        The kinds are one word, such as "first+local", and the chance of `previous_mass` is `previous_mass_chance`.
+        """
+        chances = {f"{name}{CHANCE}": float(values[head]) for name, values in self.chance.items()}
+        return {"kind": "+".join(self.kinds[head]), **chances}
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """A kind that a head has, and the numbers that decide about it.
+
+    Attributes:
+        layer: the layer's number.
+        head: the head's index in its layer.
+        name: the layer's name.
+        kind: the name of the kind.
+        share: the mean over the queries that count; for broad, as a share of the largest entropy.
+        chance: what an even spread over the visible keys gives.
+        error: the standard error of share - chance; inf where there is too little to estimate it.
+        n: how many queries count, or texts of repeated random tokens.
+    """
+
+    layer: int
+    head: int
+    name: str
+    kind: str
+    share: float
+    chance: float
+    error: float
+    n: int
+    written: tuple[str, str] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        """The head in a line: "L16 H0: previous 88 % (chance 1.3 %)"."""
+        share, chance = (each.replace("\u00a0", " ") for each in self.written)
+        return f"L{self.layer} H{self.head}: {self.kind} {share} (chance {chance})"
+
+
+def heads_of_kinds(profiles: Sequence[LayerProfile], among: Sequence[Kind]) -> list[HeadKind]:
+    """List the heads of each kind, kind after kind, the largest share first."""
+    found = []
+    for kind in among:
+        for place, head, share, level in sorted(_heads_of(kind, profiles), key=lambda each: (-each[2], *each[:2])):
+            one = profiles[place]
+            measured = of_kind(kind, one.evidence)
+            assert measured is not None
+            error, n = float(measured.error[head]), int(measured.count[head])
+            written = (kind.written(share), kind.written(level))
+            found.append(HeadKind(one.number, head, one.name, kind.name, share, level, error, n, written))
+    return found
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One head that stands out, described in a sentence.
+
+    Attributes:
+        topic: what it is about: the name of a kind, or "distance".
+        layer: the layer's number.
+        head: the head's index in its layer.
+        value: the number in the sentence (a share from 0 to 1, or tokens).
+        chance: what an even spread over the visible keys gives.
+        sentence: what the head does; its subject is the head.
+        count: how many heads do the same, a sentence.
+        brief: the finding in one short line, for a terminal.
+    """
+
+    topic: str
+    layer: int
+    head: int
+    value: float
+    chance: float
+    sentence: str
+    count: str
+    brief: str
+
+    def __str__(self) -> str:
+        """The brief line: "layer 2 head 7: 91 % on the previous token (chance 4.8 %)"."""
+        return self.brief
+
+
+def of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
+    """Return the numbers that decide about a kind, (heads,) each; None where its statistic was not measured.
+
+    Those of a kind `of_largest` are shares of what an even spread gives, whose own share is 1.
+    """
+    found = evidence.get(kind.statistic)
+    if found is None or kind.of_largest is None:
+        return found
+    largest = found.chance.clamp(min=1e-12)
+    return Evidence(found.mean / largest, (found.chance > 0).double(), found.error / largest, found.count)
+
+
+def reached(kind: Kind, found: Evidence) -> Tensor:
+    """Return which heads have a kind: (heads,) bool."""
+    named = found.chance > 0 if kind.of_largest is not None else torch.ones_like(found.mean, dtype=torch.bool)
+    if kind.of_largest is not None:
+        named = named & (found.mean >= kind.of_largest)
+    if kind.at_least is not None:
+        named = named & (found.mean >= kind.at_least)
+    if kind.above_chance is not None:
+        named = named & stands_out(found.mean - found.chance, found.error, kind.above_chance)
+    return named
+
+
+def kinds(
+    evidence: Mapping[str, Evidence], *, heads: int, crosses: bool = False, among: Sequence[Kind] = KINDS
+) -> tuple[tuple[str, ...], ...]:
+    """Name the kinds of each head of a layer, the most specific first; a head may have several.
+
+    A share must exceed chance, so an even spread has no kind but broad, however short the text.
+
+    Args:
+        evidence: statistic -> what was measured, (heads,) each; a kind without it names no head.
+        heads: how many heads.
+        crosses: whether the keys are another text, where some kinds mean nothing.
+        among: the kinds.
+
+    >>> def found(mean, chance):
+    ...     return Evidence(torch.tensor(mean), torch.full((2,), chance), torch.full((2,), 0.01), torch.full((2,), 9))
+    >>> kinds({"entropy": found([0.2, 4.1], 4.2), "previous_mass": found([0.91, 0.02], 0.02)}, heads=2)
+    (('previous',), ('broad',))
+    """
+    measured = {
+        kind: found
+        for kind in among
+        if not (crosses and kind.self_attention_only) and (found := of_kind(kind, evidence)) is not None
+    }
+    which = {kind: reached(kind, found) for kind, found in measured.items()}
+    named = []
+    for head in range(heads):
+        of_head = [kind for kind, heads_reached in which.items() if heads_reached[head]]
+        hidden = {name for kind in of_head for name in kind.hides}
+        shown = [kind for kind in of_head if kind.name not in hidden]
+        shown.sort(key=lambda kind: (kind.rank, -float(measured[kind].mean[head])))
+        named.append(tuple(kind.name for kind in shown) or (MIXED.name,))
+    return tuple(named)
+
+
+def layer_profiles(
+    layers: Sequence[LayerRecord],
+    *,
+    sample: int | None = 0,
+    special: Sequence[bool] | None = None,
+    statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
+    progress: Progress | None = None,
+) -> list[LayerProfile]:
+    """Read the means, their chance, the kinds and the masks of every layer of a record.
+
+    Args:
+        layers: the layers of a record.
+        sample: index of the text; None reads all texts together.
+        special: one flag per token, True for special tokens ([CLS], [SEP], <s>); with it, attention on special
+            tokens after the first is listed as "separator_mass". None takes the flags of the recorded text.
+        statistics: the statistics of the record that are not built in; those that are probes have a chance too.
+        among: the kinds.
+        progress: called with the queries done and all queries of a text, while the chance of its mask is computed.
+    """
+    profiles = []
+    known: Known = {}
+    shown = statistics or {}
+    for layer in layers:
+        texts = range(layer.num_samples) if sample is None else [sample]
+        levels = partial(_measured, special=special, shown=shown, known=known, progress=progress)
+        profiles.append(_profile(layer, [layer.sample(each) for each in texts], levels, among))
+    return profiles
+
+
+def _profile(
+    layer: LayerRecord, samples: Sequence[SampleRecord], measured_of: Callable[..., Any], among: Sequence[Kind]
+) -> LayerProfile:
+    crosses = any(one.crosses or one.query_start + one.num_queries != one.num_keys for one in samples)
+    seen = [visibility_of(one) for one in samples]
+    measured = [measured_of(*each, crosses=crosses) for each in zip(samples, seen, strict=True)]
+    means = summaries.summary([values for values, _ in measured], "mean")
+    found = {
+        name: evidence(
+            [values[name].values for values, _ in measured],
+            [levels[name] for _, levels in measured],
+            [values[name].counted for values, _ in measured],
+        )
+        for name in means
+        if all(name in levels for _, levels in measured)
+    }
+    if layer.repeated is not None:
+        means |= layer.repeated.means()
+        found |= {
+            name: Evidence(
+                means[name], layer.repeated.chance[name], standard_error(each), torch.full_like(each[0], len(each))
+            )
+            for name, each in layer.repeated.shares.items()
+            if name in layer.repeated.chance
+        }
+    named = kinds(found, heads=layer.num_heads, crosses=crosses, among=among)
+    means.pop(NEAR.name, None)  # it is no statistic of the record
+    chances = {name: found[name].chance for name in means if name in found}
+    return LayerProfile(layer.number, layer.name, means, chances, found, named, seen[0], crosses)
+
+
+def _measured(
+    one: SampleRecord,
+    visibility: Visibility,
+    *,
+    crosses: bool,
+    special: Sequence[bool] | None,
+    shown: Mapping[str, Statistic],
+    known: Known,
+    progress: Progress | None,
+) -> tuple[dict[str, Measured], dict[str, Tensor]]:
+    """Return the statistics of a sample per query, with those that are derived here, and the chance of each."""
+    found = dict(one.measured())
+    marks = one.text.special if special is None else special
+    marks = marks if marks is not None and len(marks) == one.num_keys else None
+    levels = chance(
+        one, [*(statistic(name, shown) for name in found), NEAR], special=marks, known=known, progress=progress
+    )
+    if marks is not None and any(marks[1:]) and "special_mass" in found:
+        # special_mass counts the first token too if that is a special token itself.
+        both = marks[0] and "first_mass" in found
+        values, counted = found["special_mass"]
+        found[SEPARATOR.name] = Measured(
+            (values - found["first_mass"].values if both else values).clamp(min=0), counted
+        )
+        if "special_mass" in levels:
+            level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
+            levels[SEPARATOR.name] = level.clamp(min=0)
+    if not crosses:
+        found[NEAR.name] = Measured(near_mass(one, visibility), one.sees)
+    return found, levels
+
+
+def findings(
+    layers: Sequence[LayerRecord],
+    *,
+    sample: int | None = 0,
+    tokens: Sequence[str] | None = None,
+    special: Sequence[bool] | None = None,
+    lang: str = "en",
+    profiles: Sequence[LayerProfile] | None = None,
+    among: Sequence[Kind] = KINDS,
+) -> list[Finding]:
+    """Find the most notable heads, at most six, and describe what each does; no head twice.
+
+    Each exceeds chance clearly: it has the kind that the sentence is about, see `kinds`, or reaches farther than an
+    even spread by `FARTHER` and three standard errors. A model with random weights has none.
+
+    Args:
+        layers: the layers of a record.
+        sample: index of the text; None takes all texts together.
+        tokens: the text's tokens, so that a sentence can name the first one.
+        special: one flag per token, as in `layer_profiles`.
+        lang: "en" or "zh".
+        profiles: the result of `layer_profiles`, if the caller has it.
+        among: the kinds.
+    """
+    words = section(lang, "common", "findings")
+    read = profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special, among=among)
+    first = visible(tokens[0]) if tokens else words["a first token"]
+    separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}
+    separators -= {tokens[0]} if tokens else set()
+    separator = visible(separators.pop()) if len(separators) == 1 else words["separators"]
+    ranked = [(kind.finding, kind.name, kind) for kind in among if kind.finding is not None]
+    topics: list[Kind | None] = [kind for *_, kind in sorted([*ranked, (FAR_RANK, FAR, None)], key=itemgetter(0))]
+    found: list[Finding] = []
+    taken: set[tuple[int, int]] = set()
+    for topic in topics:
+        heads = [each for each in _heads_of(topic, read) if each[:2] not in taken]
+        if not heads:
+            continue
+        place, head, value, level = max(heads, key=lambda each: (each[2], -each[0], -each[1]))
+        profile = read[place]
+        if topic is None:
+            values = {"value": _tokens(value), "chance": _tokens(level)}
+            brief, sentence = (words[each].format(**values) for each in ("distance.brief", "distance.sentence"))
+        else:
+            names = {"first": first, "separator": separator}
+            brief, sentence = (topic.said(each, lang, value, level, **names) for each in (topic.brief, topic.sentence))
+        opening = words["place"].format(layer=profile.number, head=head)
+        brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
+        name = FAR if topic is None else topic.name
+        found.append(Finding(name, profile.number, head, value, level, sentence, _count(topic, read, words), brief))
+        taken.add((place, head))
+        if len(found) == MOST_FINDINGS:
+            break
+    return found
+
+
+def _tokens(value: float) -> str:
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+
+
+def _heads_of(topic: Kind | None, profiles: Sequence[LayerProfile]) -> Iterator[tuple[int, int, float, float]]:
+    """List the heads that a finding may be about, the farthest for None: index of the layer, head, number, chance."""
+    for layer, one in enumerate(profiles):
+        found = one.evidence.get("mean_distance") if topic is None else of_kind(topic, one.evidence)
+        if found is None or (topic is None and one.crosses):
+            continue
+        if topic is None:
+            level = found.chance
+            far = stands_out((found.mean - level) / level, found.error / level, FARTHER) & (level > 0)
+            # The first token is far from most queries, and a head that rests on it does not read far.
+            chosen = [bool(each) and "first" not in named for each, named in zip(far, one.kinds, strict=True)]
+        else:
+            chosen = [topic.name in named for named in one.kinds]
+        for head, is_one in enumerate(chosen):
+            if is_one:
+                yield layer, head, float(found.mean[head]), float(found.chance[head])
+
+
+def _count(topic: Kind | None, profiles: Sequence[LayerProfile], words: Mapping[str, str]) -> str:
+    if topic is None:
+        values = torch.cat([one.means["mean_distance"] for one in profiles if "mean_distance" in one.means])
+        return words["count.mean"].format(value=f"{float(values.nanmean()):.1f}")
+    layers = Counter(layer for layer, *_ in _heads_of(topic, profiles))
+    number, heads = sum(layers.values()), sum(len(one.kinds) for one in profiles)
+    most, in_one = layers.most_common(1)[0]
+    if number <= 4 or len(layers) == 1:
+        key = "count.one" if number == 1 else "count.some"
+    else:
+        key = "count.most" if in_one > number / 2 else "count.spread"
+    return words[key].format(number=number, heads=heads, layer=profiles[most].number, layers=len(layers))

@@ -1,0 +1,197 @@
+"""Read the sizes of an attention call from q, k and v, and check that they fit each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import SymInt, Tensor
+
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.tensors.tracing import readable, untraced
+
+FURTHEST = 1 << 40  # tokens or keys, the largest number that a mask or position may have: larger sums could overflow
+
+Q_AXES = "(batch, heads, queries, head_dim)"
+K_AXES = "(batch, kv_heads, keys, head_dim)"
+V_AXES = "(batch, kv_heads, keys, value_dim)"
+
+
+class AttentionShape(NamedTuple):
+    """The sizes of one attention call.
+
+    >>> q, k, v = torch.zeros(2, 8, 5, 64), torch.zeros(2, 2, 7, 64), torch.zeros(2, 2, 7, 32)
+    >>> shape = AttentionShape.of(q, k, v)
+    >>> shape.num_heads, shape.num_kv_heads, shape.key_length, shape.value_dim
+    (8, 2, 7, 32)
+    """
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def cells(self) -> int:
+        """The number of weights in the whole score matrix, over batch and heads."""
+        return self.batch * self.num_heads * self.query_length * self.key_length
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
+        """Read the shape.
+
+        Args:
+            q: (batch, heads, queries, head_dim).
+            k: (batch, kv_heads, keys, head_dim).
+            v: (batch, kv_heads, keys, value_dim).
+
+        Raises:
+            DtypeError: they are no floating point tensors, or have different dtypes or devices.
+            ShapeError: the sizes do not fit each other.
+        """
+        if not (
+            type(q) is type(k) is type(v) is Tensor
+            and q.dtype is k.dtype is v.dtype
+            and q.is_floating_point()
+            and q.device == k.device == v.device
+        ):
+            _check_kinds(q, k, v)
+        if not q.dim() == k.dim() == v.dim() == 4:
+            for name, tensor, axes in (("q", q, Q_AXES), ("k", k, K_AXES), ("v", v, V_AXES)):
+                if tensor.dim() != 4:
+                    raise ShapeError(
+                        f"{name} has shape {tuple(tensor.shape)}, and attention takes {axes}.",
+                        "Split the heads first: mh.split_heads(x, num_heads).",
+                    )
+        (batch, heads, queries, head_dim), (k_batch, kv_heads, keys, k_dim) = q.shape, k.shape
+        v_batch, v_heads, v_keys, value_dim = v.shape
+        if isinstance(batch, Tensor):  # a size that torch.jit.trace records
+            with untraced():
+                shape = AttentionShape.of(q, k, v)
+            return shape._replace(batch=batch, query_length=queries, key_length=keys)
+        if not batch == k_batch == v_batch:
+            raise ShapeError(
+                f"q, k and v have batches of {batch}, {k_batch} and {v_batch} samples.",
+                "Give all three the same batch.",
+            )
+        if head_dim != k_dim:
+            raise ShapeError(
+                f"q has head_dim {head_dim} and k has head_dim {k_dim}.", "Project both to the same head_dim."
+            )
+        if 0 in (heads, head_dim, kv_heads, value_dim):
+            raise ShapeError(
+                f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}.",
+                "Give at least one head, and at least one feature per head.",
+            )
+        if kv_heads != v_heads:
+            raise ShapeError(f"k has {kv_heads} heads and v has {v_heads}.", "Give k and v the same number of heads.")
+        if keys != v_keys:
+            raise ShapeError(f"k has {keys} keys and v has {v_keys}.", "Give every key its one value.")
+        if heads % kv_heads:
+            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            raise ShapeError(
+                f"k has {kv_heads} heads and q has {heads}, and {heads} is not a multiple of {kv_heads}.",
+                f"Give k and v {_either(fitting)} (grouped-query attention, arXiv:2305.13245).",
+            )
+        return AttentionShape(batch, heads, kv_heads, queries, keys, head_dim, value_dim, q.dtype, q.device)
+
+
+def resolved_query_start(
+    query_start: int | Tensor | str | None,
+    *,
+    uses_positions: bool,
+    batch: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+) -> int | Tensor:
+    """Resolve the position of the first query to an int, or to a tensor with one per sample.
+
+    Args:
+        query_start: an int, a tensor (batch,), "end", or None where queries and keys are equally many.
+        uses_positions: whether the position changes what a query sees.
+        batch: number of samples.
+        queries: number of queries.
+        keys: number of keys.
+        device: where q is.
+
+    Raises:
+        ArgumentError: it is missing where it matters, out of range, or a tensor without values.
+    """
+    if query_start is None:
+        if uses_positions and queries != keys:
+            raise ArgumentError(
+                f"There are {queries} queries and {keys} keys, and the mask depends on positions.",
+                "Give the position of the first query: query_start=0 (as torch's is_causal) or "
+                'query_start="end" (decoding).',
+            )
+        return 0
+    if isinstance(query_start, str):
+        if query_start != "end":
+            raise ArgumentError(
+                f"query_start is {query_start!r}.", 'Give an int, a tensor with one int per sample, or "end".'
+            )
+        start = keys - queries
+        return start.expand(batch) if isinstance(start, Tensor) else start  # a tensor in torch.jit.trace
+    if isinstance(query_start, Tensor):
+        if query_start.is_floating_point() or query_start.dtype == torch.bool or query_start.shape != (batch,):
+            raise ArgumentError(
+                f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
+                f"Give one int per sample: shape ({batch},).",
+            )
+        if query_start.is_meta and device.type != "meta":
+            raise ArgumentError(
+                f"query_start is on the meta device, where it has no values, and q is on {device}.",
+                "Give one int per sample, on any other device.",
+            )
+        if type(query_start) is Tensor and readable(query_start.device) and query_start.numel():
+            check_reachable(int(query_start.max()))
+        return query_start
+    if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:
+        raise ArgumentError(f"query_start is {query_start!r}.", 'Give an int of 0 or more, one per sample, or "end".')
+    if isinstance(query_start, int):
+        check_reachable(query_start)
+    return query_start
+
+
+def check_reachable(query_start: int) -> None:
+    """Check that the position of a query is one that intervals can hold."""
+    if query_start > FURTHEST:
+        raise ArgumentError(f"query_start is {query_start}.", f"Give at most {FURTHEST}.")
+
+
+def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that q, k and v are floating point tensors of one dtype on one device."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(f"{name} is a {type(tensor).__name__}, and must be a tensor.", "Give torch tensors.")
+        if not tensor.is_floating_point():
+            raise DtypeError(
+                f"{name} has dtype {tensor.dtype}, and attention needs floating point.",
+                f"Convert it, for example {name}.float().",
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(
+            f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}.",
+            "Convert them to one dtype, for example k.to(q.dtype).",
+        )
+    if not q.device == k.device == v.device:
+        raise DtypeError(
+            f"q, k and v are on {q.device}, {k.device} and {v.device}.",
+            "Move them to one device, for example k.to(q.device).",
+        )
+
+
+def _either(words: list[str]) -> str:
+    """List head counts, for an error."""
+    return f"{words[0]} head" if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]} heads"

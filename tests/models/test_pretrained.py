@@ -1,0 +1,143 @@
+"""The models of transformers in a module, and the inputs from which the queries of a layer are computed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from multihead.models.pretrained import Given, Inputs, is_within, pretrained_models, recorded_inputs
+from tests.families import batch_of, family
+
+
+def test_models_are_found_at_any_depth_by_their_qualified_names() -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = BertModel(BertConfig(vocab_size=10, **sizes))
+    around = nn.ModuleDict({"text": nn.Sequential(model), "head": nn.Linear(8, 2)})
+    assert pretrained_models(model) == {"": model}
+    assert pretrained_models(around) == {"text.0": model}
+    assert pretrained_models(nn.Linear(2, 2)) == {}
+
+
+def test_a_module_is_within_itself_and_those_around_it_and_not_within_one_with_a_longer_name() -> None:
+    assert is_within("encoder.layers.1", "encoder.layers.1")
+    assert is_within("encoder.layers.1.mlp", "encoder.layers.1")
+    assert not is_within("encoder.layers.10", "encoder.layers.1")
+    assert is_within("anything", "")
+
+
+def ask_within(model: Any, module: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Given, Given]:
+    """Run a model and return the inputs of the queries and of the memory while one of its layers runs."""
+    found: list[tuple[Given, Given]] = []
+    with torch.no_grad(), recorded_inputs(model) as inputs:
+
+        def ask(*_: object) -> None:
+            assert inputs.running
+            found.append((inputs.queries_of(name), inputs.memory_of(name)))
+
+        handle = module.register_forward_pre_hook(ask)
+        model(**batch)
+        handle.remove()
+        assert not inputs.running
+    return found[0]
+
+
+def test_a_layer_of_an_encoder_has_the_encoders_ids_and_padding() -> None:
+    model, batch = family("bert"), batch_of("bert", padding="right")
+    name = "encoder.layer.1.attention.self"
+    queries, memory = ask_within(model, model.get_submodule(name), name, batch)
+    assert queries.ids is not None
+    assert queries.tokens is not None
+    assert torch.equal(queries.ids, batch["input_ids"])
+    assert torch.equal(queries.tokens, batch["attention_mask"].bool())
+    assert memory.ids is None
+
+
+def test_a_layer_of_a_decoder_has_the_decoders_and_its_memory_the_encoders() -> None:
+    model, batch = family("t5"), batch_of("t5", padding="right")
+    name = "decoder.block.1.layer.1.EncDecAttention"
+    queries, memory = ask_within(model, model.get_submodule(name), name, batch)
+    assert queries.ids is not None
+    assert queries.tokens is not None
+    assert memory.ids is not None
+    assert memory.tokens is not None
+    assert torch.equal(queries.ids, batch["decoder_input_ids"])
+    assert torch.equal(queries.tokens, batch["decoder_attention_mask"].bool())
+    assert torch.equal(memory.ids, batch["input_ids"])
+    assert torch.equal(memory.tokens, batch["attention_mask"].bool())
+
+
+def test_a_decoder_that_is_given_no_padding_does_not_take_the_encoders() -> None:
+    model, batch = family("t5"), batch_of("t5", padding="right")
+    del batch["decoder_attention_mask"]
+    name = "decoder.block.0.layer.0.SelfAttention"
+    queries, _ = ask_within(model, model.get_submodule(name), name, batch)
+    assert queries.tokens is None
+
+
+def test_positional_arguments_are_understood() -> None:
+    model, ids = family("bert"), batch_of("bert")["input_ids"]
+    with torch.no_grad(), recorded_inputs(model) as inputs:
+        model(ids, torch.ones_like(ids))
+    found = inputs.queries_of("encoder.layer.0.attention.self")
+    assert found.ids is not None
+    assert torch.equal(found.ids, ids)
+    assert found.tokens is not None
+    assert found.tokens.all()
+
+
+def test_passes_are_counted_and_an_exception_ends_one() -> None:
+    model, batch = family("bert"), batch_of("bert")
+    with torch.no_grad(), recorded_inputs(model) as inputs:
+        model(**batch)
+        with pytest.raises(IndexError):
+            model(input_ids=batch["input_ids"] + 1000)
+        model(**batch)
+    assert inputs.passes == 3
+    assert not inputs.running
+
+
+def test_no_hook_is_left() -> None:
+    model = family("t5")
+    with recorded_inputs(model):
+        assert model._forward_hooks
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_module_of_ones_own_tells_its_ids_where_it_calls_them_so() -> None:
+    class Reader(nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return input_ids
+
+    model, ids = Reader(), torch.tensor([[4, 5]])
+    with recorded_inputs(model) as inputs:
+        model(ids)
+    assert torch.equal(inputs.queries_of("attention").ids, ids)
+
+
+def test_what_nobody_was_given_is_told_as_nothing() -> None:
+    assert Inputs().queries_of("layer").ids is None
+    assert Inputs().memory_of("layer").tokens is None
+
+
+def test_the_patches_of_an_image_encoder_do_not_have_the_padding_of_the_text() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = hf.CLIPConfig(
+        text_config={**sizes, "vocab_size": 20, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**sizes, "image_size": 8, "patch_size": 4},
+    )
+    model = hf.CLIPModel(config).eval()
+    batch = {
+        "input_ids": torch.full((2, 9), 3),
+        "attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4]),
+        "pixel_values": torch.zeros(2, 3, 8, 8),
+    }
+    name = next(each for each, _ in model.named_modules() if re.fullmatch(r"vision_model\..*self_attn", each))
+    queries, _ = ask_within(model, model.get_submodule(name), name, batch)
+    assert (queries.ids, queries.tokens) == (None, None)

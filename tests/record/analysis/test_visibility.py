@@ -1,0 +1,124 @@
+"""What the queries of a layer may see is read off the mask: its pattern, its entropy, the mass near by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multihead import MultiHeadAttention, observe
+from multihead.masks import Causal, Full, Mask
+from multihead.record.analysis.visibility import LOCAL_REACH, near_mass, query_blocks, visibility_of
+from multihead.record.sample import SampleRecord
+from tests.dense_record import random_weights, record_of
+
+
+def sample_of(seen: Tensor, *, heads: int = 2, query_start: int = 0, keep: str = "cpu") -> Any:
+    dense = random_weights(heads, *seen.shape, seen=seen)
+    return record_of(dense, seen=seen, query_start=query_start, keep=keep).layers[0].sample()
+
+
+def band(queries: int, keys: int, before: int, after: int, start: int = 0) -> Tensor:
+    offset = torch.arange(keys)[None] - (torch.arange(queries)[:, None] + start)
+    return (offset >= -before) & (offset <= after)
+
+
+@pytest.mark.parametrize(
+    ("seen", "start", "expected"),
+    [
+        (torch.ones(6, 6, dtype=torch.bool), 0, ("full", 0, 0)),
+        (torch.ones(6, 6, dtype=torch.bool).tril(), 0, ("causal", 0, 0)),
+        (band(3, 9, 99, 0, start=6), 6, ("causal", 0, 0)),
+        (band(9, 9, 2, 0), 0, ("causal window", 2, 0)),
+        (band(9, 9, 2, 3), 0, ("window", 2, 3)),
+        (torch.ones(1, 7, dtype=torch.bool), 6, ("full", 0, 0)),
+        (torch.eye(6, dtype=torch.bool).roll(3, 1), 0, ("other", 0, 0)),
+        (torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 1]]).bool(), 0, ("other", 0, 0)),
+        (torch.zeros(3, 3, dtype=torch.bool), 0, ("other", 0, 0)),
+    ],
+    ids=["full", "causal", "causal with a cache", "causal window", "window", "decoding", "shifted", "hole", "nothing"],
+)
+def test_the_pattern_of_a_mask_is_named(seen: Tensor, start: int, expected: tuple[str, int, int]) -> None:
+    visibility = visibility_of(sample_of(seen, query_start=start))
+    assert (visibility.pattern, visibility.before, visibility.after) == expected
+
+
+def test_the_largest_entropy_of_a_causal_head_is_the_mean_of_ln_of_the_keys_seen() -> None:
+    visibility = visibility_of(sample_of(torch.ones(5, 5, dtype=torch.bool).tril()))
+    expected = sum(math.log(n) for n in range(1, 6)) / 5
+    assert visibility.largest_entropy.tolist() == pytest.approx([expected, expected], abs=1e-12)
+    assert visibility.mean_keys.tolist() == [3.0, 3.0]
+    assert visibility.hides
+    assert visibility.blind_queries == 0
+
+
+def test_a_query_that_sees_no_key_is_counted_and_left_out_of_the_mean() -> None:
+    seen = torch.ones(4, 4, dtype=torch.bool)
+    seen[2] = False
+    visibility = visibility_of(sample_of(seen))
+    assert visibility.blind_queries == 1
+    assert visibility.largest_entropy.tolist() == pytest.approx([math.log(4)] * 2)
+
+
+def test_blocks_give_what_one_look_at_everything_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = sample_of(band(50, 50, 7, 0))
+    whole = visibility_of(sample)
+    monkeypatch.setattr("multihead.record.analysis.visibility.TILE_CELLS", 300)
+    parts = visibility_of(sample)
+    assert (whole.pattern, whole.before) == (parts.pattern, parts.before) == ("causal window", 7)
+    torch.testing.assert_close(whole.largest_entropy, parts.largest_entropy)
+
+
+def test_the_mass_near_by_is_the_sum_over_the_band() -> None:
+    sample = sample_of(torch.ones(150, 150, dtype=torch.bool).tril())
+    near = near_mass(sample, visibility_of(sample))
+    expected = (sample.dense.double() * band(150, 150, LOCAL_REACH, LOCAL_REACH)).sum(-1)
+    torch.testing.assert_close(near, expected)
+    assert max(sample.tiles) <= 2 * 64 * (64 + 2 * LOCAL_REACH)
+
+
+@pytest.mark.parametrize(("mask", "asked"), [(Causal(), [-3, -2]), (Full(), [-3, -2, 2, 3])], ids=["causal", "full"])
+def test_of_the_mass_near_by_only_what_was_not_measured_is_computed(
+    mask: Mask, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = MultiHeadAttention(embed_dim=12, num_heads=3).eval()
+    with observe(layer) as seen:
+        layer(torch.randn(1, 20, 12), mask=mask)
+    sample = seen.layers[0].sample()
+    offsets: list[int] = []
+    at_offset = SampleRecord.at_offset
+
+    def noted(one: SampleRecord, offset: int) -> Tensor:
+        offsets.append(offset)
+        return at_offset(one, offset)
+
+    monkeypatch.setattr(SampleRecord, "at_offset", noted)
+    near = near_mass(sample, visibility_of(sample))
+    assert offsets == asked
+    expected = (sample.weights().double() * band(20, 20, LOCAL_REACH, LOCAL_REACH)).sum(-1)
+    torch.testing.assert_close(near, expected, rtol=0, atol=1e-6)
+
+
+def test_without_weights_the_mass_near_by_is_a_lower_bound() -> None:
+    seen = torch.ones(40, 40, dtype=torch.bool)
+    sharp = torch.eye(40).expand(1, -1, -1) * 0.7 + torch.eye(40).roll(1, 1) * 0.3
+    for dense in (sharp, random_weights(3, 40, 40)):
+        kept = record_of(dense, seen=seen).layers[0].sample()
+        bare = record_of(dense, seen=seen, keep="statistics").layers[0].sample()
+        visibility = visibility_of(bare)  # type: ignore[arg-type]
+        assert (near_mass(bare, visibility) <= near_mass(kept, visibility) + 1e-9).all()  # type: ignore[arg-type]
+    assert near_mass(bare, visibility).min() >= 0  # type: ignore[arg-type]
+
+
+def test_queries_beyond_the_keys_have_nothing_near() -> None:
+    sample = sample_of(torch.ones(20, 4, dtype=torch.bool))
+    expected = (sample.dense.double() * band(20, 4, LOCAL_REACH, LOCAL_REACH)).sum(-1)
+    torch.testing.assert_close(near_mass(sample, visibility_of(sample)), expected)
+
+
+def test_blocks_of_queries_cover_all_of_them() -> None:
+    blocks = list(query_blocks(1000, 100_000))
+    assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(1000))

@@ -1,0 +1,212 @@
+"""A model is as before after every way to change it, wherever Ctrl-C interrupts and in whatever order uses end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import linecache
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import multihead as mh
+from multihead.errors import ModelError
+from multihead.kernels import call
+from multihead.models.use import Used
+from multihead.tensors import tracing
+from multihead.tensors.undo import Undo
+from tests.families import batch_of, family
+
+SRC = Path(mh.__file__).parent
+CHANGING = {
+    str(SRC / each)
+    for each in (
+        "kernels/call.py",
+        "tensors/tracing.py",
+        "tensors/undo.py",
+        "models/use.py",
+        "models/huggingface.py",
+        "models/bypass.py",
+    )
+} | {str(SRC / each) for each in ("models/pretrained.py", "models/packed.py", "observation/observe.py")}
+
+# Until a block begins, `mh.use(model)` is permanent, as without a block; and Python ignores what `__del__` raises. A
+# lock is acquired and released in C, where no signal is handled.
+UNINTERRUPTED = (Used.__enter__.__code__, Undo.__del__.__code__)
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Return everything that a use may change."""
+    places = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
+    hooks = {
+        (name, place): len(getattr(module, place))
+        for name, module in model.named_modules()
+        for place in (*places, "_forward_hooks_always_called")
+    }
+    choice = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return {"hooks": hooks, "choice": choice, "listeners": call.listeners(), "uncompiled": list(tracing._uncompiled)}
+
+
+Line = tuple[str, int]
+
+
+def lines_of(run: Callable[[], object], stop: int = -1) -> list[Line]:
+    """Run something and return the lines that change a model, as they run; press Ctrl-C before one of them.
+
+    Args:
+        run: what runs.
+        stop: the index of the line, or -1.
+    """
+    found: list[Line] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in CHANGING or frame.f_code in UNINTERRUPTED:
+            return None
+        if event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() != "with _lock:":
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(found) == stop + 1:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            run()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+def chosen(lines: list[Line]) -> list[int]:
+    """Return the indices at which each line runs for the first, the second and the last time."""
+    indices: dict[Line, list[int]] = {}
+    for index, line in enumerate(lines):
+        indices.setdefault(line, []).append(index)
+    return sorted({each for found in indices.values() for each in (*found[:2], found[-1])})
+
+
+def used(model: Any) -> AbstractContextManager[object]:
+    return mh.use(model)
+
+
+def packed(model: Any) -> AbstractContextManager[object]:
+    return mh.use(model, packed=True)
+
+
+def observed(model: Any) -> AbstractContextManager[object]:
+    return mh.observe(model, keep="statistics", probes="entropy")
+
+
+def layer(_: str) -> nn.Module:
+    return mh.MultiHeadAttention(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "context"),
+    [(family, "llama", used), (family, "bert", packed), (family, "t5", observed), (layer, "", observed)],
+)
+def test_ctrl_c_at_any_line_leaves_the_model_as_before(make: Any, name: str, context: Any) -> None:
+    model = make(name)
+
+    def run() -> None:
+        with suppress(ModelError), context(model):  # `observe` raises, because no layer runs
+            pass
+
+    run()  # what happens once per process has happened
+    before = state(model)
+    stops = chosen(lines_of(run))
+    assert len(stops) > 50
+    for stop in stops:
+        reached = lines_of(run, stop)[-1]
+        if state(model) != before:
+            gc.collect()  # the frames that were left
+        assert state(model) == before, f"interrupted at {reached}"
+
+
+class TestOverlap:
+    """Uses of one model that overlap, in any order: each receives its calls, and the last one restores the model."""
+
+    def test_of_two_records_each_has_the_calls_made_while_it_was_open(self) -> None:
+        model, batch = family("llama"), batch_of("llama")
+        before = state(model)
+        first, second = mh.observe(model), mh.observe(model)
+        early = first.__enter__()
+        late = second.__enter__()
+        model(**batch)
+        first.__exit__(None, None, None)
+        model(**batch)
+        model(**batch)
+        second.__exit__(None, None, None)
+        assert [[layer.num_samples for layer in record.layers] for record in (early, late)] == [[2, 2], [6, 6]]
+        assert state(model) == before
+
+    @pytest.mark.parametrize("contexts", [(used, observed), (observed, used), (packed, used), (used, packed)])
+    @pytest.mark.parametrize("first_ends_first", [True, False])
+    def test_of_two_kinds_of_use_the_last_one_restores_the_model(self, contexts: Any, first_ends_first: bool) -> None:
+        model, batch = family("llama"), batch_of("llama", padding="right")
+        before = state(model)
+        both = [context(model) for context in contexts]
+        for context in both:
+            context.__enter__()
+        for number, context in enumerate(both if first_ends_first else both[::-1]):
+            assert model.config._attn_implementation == "multihead", number
+            model(**batch)
+            context.__exit__(None, None, None)
+        assert state(model) == before
+
+    def test_of_a_permanent_use_within_another_one_nothing_is_left(self) -> None:
+        model = family("llama")
+        before = state(model)
+        with mh.use(model):
+            mh.use(model).undo()
+            assert model.config._attn_implementation == "multihead"
+        assert state(model) == before
+        mh.use(model)
+        model.set_attn_implementation("eager")
+        with suppress(ModelError), mh.observe(model):
+            pass
+        assert model.config._attn_implementation == "eager"
+
+    def test_of_tasks_that_take_turns_each_record_has_its_own_calls(self) -> None:
+        model, batch = family("llama"), batch_of("llama")
+        before = state(model)
+
+        async def task(number: int) -> list[int]:
+            await asyncio.sleep(0.001 * number)
+            with mh.observe(model) as record:
+                for _ in range(2):
+                    model(**batch)
+                    await asyncio.sleep(0.002)
+            return [layer.num_samples for layer in record.layers]
+
+        async def all_of_them() -> list[list[int]]:
+            return await asyncio.gather(*(task(number) for number in range(3)))
+
+        assert asyncio.run(all_of_them()) == [[4, 4]] * 3
+        assert state(model) == before
+
+    def test_of_threads_each_record_has_its_own_calls_and_tokens(self) -> None:
+        model, batch = family("llama"), batch_of("llama", padding="right")
+        before = state(model)
+
+        def read_by(number: int) -> tuple[list[list[int]], list[list[int]]]:
+            ids = (batch["input_ids"] + number) % 90 + 3
+            with torch.no_grad(), mh.observe(model) as record:
+                model(input_ids=ids, attention_mask=batch["attention_mask"])
+            assert [layer.num_samples for layer in record.layers] == [2, 2]
+            given = [row[mask.bool()].tolist() for row, mask in zip(ids, batch["attention_mask"], strict=True)]
+            return [text.ids.tolist() for text in record.texts if text.ids is not None], given
+
+        with ThreadPoolExecutor(4) as pool:
+            for found, given in pool.map(read_by, range(24)):
+                assert found == given
+        assert state(model) == before
