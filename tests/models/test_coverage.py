@@ -51,7 +51,9 @@ def test_attention_by_own_products_by_torch_functions_and_by_parts_is_found(conf
 
 def test_the_pooling_head_of_siglip_is_named() -> None:
     model = hf.SiglipVisionModel(hf.SiglipVisionConfig(**SMALL, image_size=8, patch_size=4))
-    expected = {"head.attention": "torch.nn.MultiheadAttention computes its attention itself."}
+    expected = {
+        "head.attention": "torch.nn.MultiheadAttention computes its attention itself; mh.use and mh.observe replace it."
+    }
     assert {name.removeprefix("vision_model."): why for name, why in attention_elsewhere(model).items()} == expected
 
 
@@ -63,7 +65,7 @@ def test_layers_of_torch_and_ours_are_told_apart() -> None:
     model = nn.ModuleDict({"torch": nn.MultiheadAttention(8, 2), "ours": mh.MultiHeadAttention(8, 2)})
     model["fused"], model["linear"] = FusedAttention(), nn.Linear(2, 2)
     assert attention_elsewhere(model) == {
-        "torch": "torch.nn.MultiheadAttention computes its attention itself.",
+        "torch": "torch.nn.MultiheadAttention computes its attention itself; mh.use and mh.observe replace it.",
         "fused": "FusedAttention calls torch's scaled_dot_product_attention itself.",
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import multihead as mh
@@ -294,10 +295,39 @@ def test_the_comparison_of_all_families_finds_each_detour(name: str) -> None:
         ("mpt", "MptForCausalLM", "MptAttention computes its weights itself"),
         ("longformer", "LongformerModel", "LongformerSelfAttention computes its weights itself"),
         ("luke", "LukeModel", "LukeSelfAttention computes its weights itself"),
-        ("siglip", "SiglipVisionModel", "torch.nn.MultiheadAttention computes its attention itself"),
     ],
 )
 def test_families_with_attention_of_their_own_are_rejected(family: str, name: str, reason: str) -> None:
     result = compared(family, name)
     assert result.outcome == "rejected"
     assert reason in result.reason
+
+
+def test_the_pooling_head_of_siglip_runs_as_our_drop_in_and_is_observed() -> None:
+    result = compared("siglip", "SiglipVisionModel")
+    assert (result.outcome, result.reason) == ("equal", "")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=8, patch_size=4)
+    model = transformers.SiglipVisionModel(config).eval().double()
+    (head,) = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+    weights: list[Tensor] = []
+    plain = head.forward
+
+    def returning(*args: Any, **options: Any) -> Any:
+        weights.append(plain(*args, **options | {"average_attn_weights": False})[1])
+        return plain(*args, **options)
+
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        head.forward = returning
+        expected = model(images).pooler_output
+        del head.forward
+        with mh.observe(model) as seen:
+            found = model(images).pooler_output
+    assert type(head) is nn.MultiheadAttention
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    layer = seen.layers[-1]
+    assert layer.name.endswith("head.attention")
+    for sample in range(2):
+        torch.testing.assert_close(layer.weights(sample=sample), weights[0][sample], atol=1e-12, rtol=0)

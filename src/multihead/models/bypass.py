@@ -59,6 +59,8 @@ def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> 
         attends = name in attending
         # A part of attention may read the mask, such as the indexer of sparse attention.
         kind: Any = type(module)
+        if kind.__module__.split(".")[0] == "multihead":  # a drop-in, or a layer of ours
+            undo.after(module, partial(_count))
         reads = _may_read(kind) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
@@ -77,6 +79,11 @@ def rejected(sentence: str) -> None:
         "Let it call the function that transformers' AttentionInterface returns, or run the model with "
         "attn_implementation='eager'.",
     )
+
+
+def _count(*_: object) -> None:
+    if not torch.compiler.is_compiling():
+        calls.count += 1
 
 
 def _begin(module: nn.Module, _: object) -> None:

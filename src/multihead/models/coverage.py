@@ -170,8 +170,10 @@ def _agrees(function: FunctionType, module: nn.Module) -> bool:
 def _reason_of_class(kind: Any) -> str | None:
     if kind.__module__.split(".")[0] == "multihead":
         return None
+    if kind is nn.MultiheadAttention:
+        return "torch.nn.MultiheadAttention computes its attention itself; mh.use and mh.observe replace it."
     if issubclass(kind, nn.MultiheadAttention):
-        return "torch.nn.MultiheadAttention computes its attention itself."
+        return f"{kind.__name__} may replace the forward of torch.nn.MultiheadAttention."
     if kind.__module__.split(".")[0] == "torch":
         return None
     return _judged(kind, _read(kind), kind.__mro__[1:])

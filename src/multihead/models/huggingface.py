@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multihead.compat.torch_nn.replace import replace_until
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
@@ -58,7 +59,7 @@ origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
 
 
 def installed(model: nn.Module, report: Report = rejected) -> Undo:
-    """Make all Hugging Face models in a module call this library's attention.
+    """Make all Hugging Face models in a module call this library's attention; an nn.MultiheadAttention is replaced.
 
     Args:
         model: any module.
@@ -77,6 +78,7 @@ def _install(model: nn.Module, report: Report, undo: Undo) -> None:
     if not pretrained_models(model):
         return
     register()
+    replace_until(undo, model)
     require_coverage(model)
     watch(undo, model, NAME, report)
     for config in configurations(model):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from multihead import observe
 from multihead.compat.torch_nn import MultiheadAttention, replace
+from multihead.compat.torch_nn.replace import replace_until
+from multihead.tensors.undo import Undo
 
 
 def encoder(**options: Any) -> nn.TransformerEncoder:
@@ -258,3 +260,22 @@ def test_a_strangers_training_goes_the_same_way_after_replace() -> None:
         curves.append(torch.tensor(losses))
     assert curves[0][-1] < curves[0][0] - 0.1
     torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
+
+
+def test_uses_that_overlap_keep_the_drop_in_until_the_last_one_ends() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    one, other = Undo(), Undo()
+    replace_until(one, model)
+    replace_until(other, model)
+    assert type(model.self_attn) is MultiheadAttention
+    one.close()
+    assert (type(model.self_attn), len(model.self_attn._forward_pre_hooks)) == (MultiheadAttention, 1)
+    other.close()
+    assert (type(model.self_attn), len(model.self_attn._forward_pre_hooks)) == (nn.MultiheadAttention, 0)
+
+
+def test_a_drop_in_of_the_user_stays_after_a_use() -> None:
+    model = replace(nn.TransformerEncoderLayer(8, 2)).model
+    with Undo() as undo:
+        replace_until(undo, model)
+    assert (type(model.self_attn), len(model.self_attn._forward_pre_hooks)) == (MultiheadAttention, 1)

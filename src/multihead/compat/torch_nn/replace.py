@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -11,6 +12,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from multihead.compat.torch_nn.attention import MultiheadAttention, keep_from_bypassing, let_bypass
+from multihead.tensors.undo import Undo
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -95,6 +97,22 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
             _become(module, MultiheadAttention)
             names.append(name)
     return Replaced(model, tuple(names), left)
+
+
+def replace_until(undo: Undo, model: nn.Module) -> None:
+    """Replace every nn.MultiheadAttention of a model in place, until all uses of the model have ended."""
+    for module in model.modules():
+        # A drop-in may be that of an earlier use, which this one outlives.
+        if type(module) in (nn.MultiheadAttention, MultiheadAttention) and "forward" not in module.__dict__:
+            assert isinstance(module, nn.MultiheadAttention)
+            undo.callback(partial(_let_original_bypass, module))
+            undo.set(module, "__class__", MultiheadAttention)
+            keep_from_bypassing(module)
+
+
+def _let_original_bypass(module: nn.MultiheadAttention) -> None:
+    if type(module) is nn.MultiheadAttention:
+        let_bypass(module)
 
 
 def _become(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
