@@ -16,6 +16,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from rich.console import Console
 from rich.table import Table
@@ -36,12 +37,14 @@ def code_lines(source: str) -> int:
         if token.type not in _BETWEEN:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        is_text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if is_text or isinstance(node, (ast.Import, ast.ImportFrom)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or _is_text(node):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
+
+
+def _is_text(node: ast.AST) -> TypeGuard[ast.Expr]:
+    """Whether a node is a string on its own: a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def by_package(sources: Mapping[str, str]) -> Counter[str]:
