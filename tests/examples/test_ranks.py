@@ -22,5 +22,5 @@ def printed(group: Any, rank: int) -> str:
 def test_it_prints_the_loss_and_the_heads_on_one_rank(four: Processes) -> None:
     first, *others = four.results(printed)
     assert others == ["", "", ""]
-    assert re.match(r"step 20: loss \d\.\d{3} nats\nlayer +head +previous \(%\) +induction \(%\)", first)
-    assert len(first.splitlines()) == 2 + 2 * 4
+    assert re.match(r"step 20: loss \d\.\d{3} nats\n *layer +head +kind +previous \(%\) +induction \(%\)", first)
+    assert len(first.splitlines()) == 2 + 2 * 4 + 1  # the chance of each share comes last

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
+from multihead.kernels import explanation
 from multihead.parallel import context_parallel
 from tests.parallel.processes import Processes
 
@@ -59,7 +60,7 @@ def traffic_of(group: Any, rank: int, strategy: Any, layout: Any) -> list[tuple[
             mh.attention(q, k, v, mask=mask)  # compares the calls, in a message of 16 bytes
             output, forward = counted(partial(mh.attention, q, k, v, mask=mask))
             _, backward = counted(output.sum().backward)
-        readable = mh.explanation.readable_bytes
+        readable = explanation.readable_bytes
         lines = dict(shown.over_ranks)
         assert str(shown).splitlines()[-4:] == [f"{name:8} {line}" for name, line in lines.items()]
         found.append((lines["sends"], f"{readable(forward)} forward, {readable(backward)} backward"))

@@ -54,8 +54,8 @@ def text(key: str, lang: str, /, **values: object) -> str:
 def section(lang: str, *names: str) -> Mapping[str, str]:
     """Return all texts of the named pages or commands; keys are without the name of the page.
 
-    >>> section("en", "common", "look")["kind.first"]
-    'first token'
+    >>> section("en", "common", "look")["audio"]
+    'audio'
     """
     return {
         key.removeprefix(f"{name}."): sentence

@@ -20,7 +20,7 @@ def test_the_module_holds_every_script_of_the_viewer_once() -> None:
 
 
 def test_the_widget_provides_all_that_the_scripts_take_from_their_host() -> None:
-    host = static("widget/static/widget.js").partition("const host = {")[2].partition("\n  };")[0]
+    host = static("viewer/widget/static/widget.js").partition("const host = {")[2].partition("\n  };")[0]
     given = set(re.findall(r"^    (\w+):", host, re.MULTILINE))
     assert given == {name for path in HOSTS for name in re.findall(r"^export const (\w+)", static(path), re.MULTILINE)}
 

@@ -29,7 +29,7 @@ def module() -> str:
     bundle = script(_MAIN, given=tuple((path, "host") for path in _HOSTS))
     return (
         f"function viewer(host) {{\n{bundle}\nreturn {{ ...modules['{_HEAD}'], ...modules['{_MAIN}'] }};\n}}\n"
-        f"{static('widget/static/widget.js')}"
+        f"{static('viewer/widget/static/widget.js')}"
     )
 
 
