@@ -60,6 +60,19 @@ class TestMasksOfTheUser:
         assert masks.picture(mask, queries=2, keys=3) == "■ ■ ■\n■ ■ ■"
 
 
+@pytest.mark.parametrize("asked", [None, True])
+def test_without_a_mask_only_the_argument_of_the_call_hides_later_keys(asked: bool | None) -> None:
+    """Eager attention does not read `is_causal` of the module, which is True for the images of BridgeTower."""
+    module = nn.Module()
+    module.is_causal = True
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    output, _ = huggingface.attend_for(module, q, k, v, None, is_causal=asked)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=asked is True
+    )
+    torch.testing.assert_close(output.transpose(1, 2).double(), expected, atol=1e-6, rtol=0)
+
+
 def test_sequences_packed_by_their_positions_see_only_themselves() -> None:
     model = family("llama")
     batch = {

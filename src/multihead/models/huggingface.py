@@ -195,7 +195,9 @@ def _mask_of_call(
     The position is None where the mask depends on no position.
     """
     if attention_mask is None:
-        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        # In a graph `mask_for` returns None for a causal mask. Elsewhere the model has built no mask, and eager
+        # attention hides nothing then, whatever the module's `is_causal` says (BridgeTower).
+        causal = (traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
         if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
             return _CAUSAL, None, 0  # as in transformers: the first query is at the first key
         return _FULL, None, None
