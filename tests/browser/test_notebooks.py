@@ -299,7 +299,7 @@ def test_the_widget_shows_the_viewer_and_both_sides_select(
     cells.page.goto(jupyter + path)
     cells.static().nth(0).locator("img").wait_for()
     assert cells.static().nth(0).locator("img").evaluate("image => image.naturalWidth") > 100
-    assert cells.static().nth(0).locator("table tr").count() == 1 + 12
+    assert cells.static().nth(0).locator("table tr").count() == 1 + 12 + 1  # the chance of each share comes last
     assert not cells.page.get_by_text("Error displaying widget").first.is_visible()
     assert cells.page.evaluate("window.broken") is None
 

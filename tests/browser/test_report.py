@@ -163,5 +163,6 @@ def test_cross_attention_has_the_decoders_tokens_as_rows_and_the_encoders_as_col
     page.wait_for_selector("#big")
     assert shown(page, "#head .sub .aligned") == ["alignment"]
     assert "cross-attention" in shown(page, "#head .sub")[0]
+    page.wait_for_selector("#keytext")
     assert shown(page, "#keytext")[0].split()[0] == "e0"
     assert shown(page, "#querytext")[0].split()[0] == "d0"
