@@ -204,6 +204,21 @@ def test_a_text_that_goes_on_from_a_batch_is_summed_up_too() -> None:
     torch.testing.assert_close(found.layers[0].means(), whole.layers[0].means(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("keep", ["summary", "statistics"])
+def test_a_query_of_a_step_counts_if_its_own_call_has_the_key_at_the_offset(keep: Any) -> None:
+    layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(1, 6, 16)
+    with torch.no_grad(), mh.observe(layer, keep=keep, probes=list(map(mh.probes.offset_mass, (1, -1)))) as found:
+        for first, stop in ((0, 3), (3, 5), (5, 6)):
+            layer(x[:, first:stop], cache=cache)
+    call = torch.tensor([0, 0, 0, 1, 1, 2])
+    with torch.no_grad(), mh.observe(layer) as whole:
+        layer(x, mask=mh.masks.Keep((call[:, None] >= call)[None, None]))
+    weights, means = whole.layers[0].sample().weights().double(), found.layers[0].means()
+    later, earlier = weights.diagonal(1, -2, -1)[:, [0, 1, 3]], weights.diagonal(-1, -2, -1)
+    torch.testing.assert_close(means["offset_plus_1_mass"], later.mean(-1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(means["previous_mass"], earlier.mean(-1), atol=1e-6, rtol=1e-6)
+
+
 @needs_native
 def test_special_tokens_of_a_text_in_steps_are_known_in_every_step() -> None:
     given, caches = ids(2, 9) % 4, [KeyValueCache(), KeyValueCache()]

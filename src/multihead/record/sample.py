@@ -164,7 +164,7 @@ class SampleRecord:
     def means(self) -> dict[str, Tensor]:
         """Means over the queries that see a key: (heads,) float64 each.
 
-        Those of offsets, such as `previous_mass`, are means over the queries that have such a key.
+        Those of offsets, such as `previous_mass`, are means over the queries that have such a key in their call.
         """
         return self.summary()
 
@@ -174,7 +174,9 @@ class SampleRecord:
 
     def measured(self) -> dict[str, Measured]:
         """Return each floating-point statistic per query, and which queries count in a summary of it."""
-        sees, positions, num_keys, ids = self.sees, self.positions, self.num_keys, self.text.ids
+        sees, positions, ids = self.sees, self.positions, self.text.ids
+        rows, keys = torch.tensor(self.calls).unbind(1)  # (calls, 2) each
+        num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # of the call of each query
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
         rules = {name: self.counted.get(name) or statistic(name).counted for name in self.per_query}
         return {

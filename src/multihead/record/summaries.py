@@ -71,7 +71,7 @@ def queries_that_count(
         rule: the `counted` of the statistic.
         sees: ([batch,] heads, queries) bool, the queries that see a key.
         positions: (queries,) or (batch, 1, queries) int64, their positions among the keys.
-        num_keys: number of keys of the sample, or of each query's sample, as the positions.
+        num_keys: number of keys of the call of a sample; per query where they differ, as the positions.
         occurred: returns which queries' tokens occur earlier in the text, as the positions; None if unknown.
 
     Returns:
