@@ -207,7 +207,8 @@ def test_a_text_that_goes_on_from_a_batch_is_summed_up_too() -> None:
 @pytest.mark.parametrize("keep", ["summary", "statistics"])
 def test_a_query_of_a_step_counts_if_its_own_call_has_the_key_at_the_offset(keep: Any) -> None:
     layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(1, 6, 16)
-    with torch.no_grad(), mh.observe(layer, keep=keep, probes=list(map(mh.probes.offset_mass, (1, -1)))) as found:
+    next_key, previous_key = mh.probes.offset_mass(1), mh.probes.offset_mass(-1)
+    with torch.no_grad(), mh.observe(layer, keep=keep, probes=[next_key, previous_key]) as found:
         for first, stop in ((0, 3), (3, 5), (5, 6)):
             layer(x[:, first:stop], cache=cache)
     call = torch.tensor([0, 0, 0, 1, 1, 2])
@@ -215,8 +216,8 @@ def test_a_query_of_a_step_counts_if_its_own_call_has_the_key_at_the_offset(keep
         layer(x, mask=mh.masks.Keep((call[:, None] >= call)[None, None]))
     weights, means = whole.layers[0].sample().weights().double(), found.layers[0].means()
     later, earlier = weights.diagonal(1, -2, -1)[:, [0, 1, 3]], weights.diagonal(-1, -2, -1)
-    torch.testing.assert_close(means["offset_plus_1_mass"], later.mean(-1), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(means["previous_mass"], earlier.mean(-1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(means[next_key.name], later.mean(-1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(means[previous_key.name], earlier.mean(-1), atol=1e-6, rtol=1e-6)
 
 
 @needs_native
