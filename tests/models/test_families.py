@@ -206,7 +206,7 @@ THIRTY = {
     "roberta": "RobertaForMaskedLM",
     "splinter": "SplinterModel",
     "stablelm": "StableLmForCausalLM",
-    "swin": "SwinModel",  # windows of an image as samples
+    "swin": "SwinModel",  # windows of an image as rows of a batch
     "vit_mae": "ViTMAEForPreTraining",  # its decoder has a copy of the configuration
     "wav2vec2": "Wav2Vec2Model",
 }

@@ -69,10 +69,12 @@ class Given:
     Attributes:
         ids: (batch, tokens) int64, a copy of the token ids on the CPU, or None.
         tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
+        batch: number of samples; None where it is unknown, as in models that are not from Hugging Face.
     """
 
     ids: Tensor | None = None
     tokens: Tensor | None = None
+    batch: int | None = None
 
 
 @dataclass(eq=False)
@@ -142,6 +144,11 @@ class Inputs:
                 return Given()  # an image or sound encoder: its queries are not the tokens of the model around it
         return Given() if found is None else found
 
+    def batch_of(self, name: str) -> int | None:
+        """Return how many samples the innermost model around a layer was given; None where that is unknown."""
+        around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
+        return next((model.given.batch for model in around), None)
+
     def memory_of(self, name: str) -> Given:
         """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
 
@@ -163,7 +170,7 @@ class Inputs:
             return  # another thread runs the model, whose calls the listeners of this one do not receive
         self.passes += self._depth == 0
         self._depth += 1
-        model.given = _given(model.signature, args, kwargs or {})
+        model.given = _given(model, args, kwargs or {})
         self.any_ids |= model.given.ids is not None
 
     def leave(self, *_: object) -> None:
@@ -204,11 +211,9 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=tuple(signature.parameters.values())[1:])  # without self
 
 
-def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    if signature.parameters.keys().isdisjoint(("input_ids", "attention_mask")):
-        return Given()
+def _given(model: _Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     try:
-        bound = signature.bind_partial(*args, **kwargs).arguments
+        bound = model.signature.bind_partial(*args, **kwargs).arguments
     except TypeError:
         return Given()  # the model itself will raise an error about its arguments
     ids, mask = bound.get("input_ids"), bound.get("attention_mask")
@@ -217,6 +222,10 @@ def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    # The batch is the first axis in Hugging Face models, which have this attribute; elsewhere it may be another one.
+    main = getattr(model.module, "main_input_name", None)
+    whole = None if main is None else bound.get(main, next(iter(bound.values()), None))
+    batch = len(whole) if isinstance(whole, Tensor) and whole.dim() > 1 else None
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        return Given(None, tokens)
-    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens)
+        return Given(None, tokens, batch)
+    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens, batch)

@@ -77,7 +77,9 @@ class Record:
         """Per call and sample, in the order they ran: the sample, and the index of the call in it."""
         with CUTTING:
             while self._batches:
-                self._calls += [(sample, 0) for sample in self._batches[0].samples]
+                self._calls += [
+                    (sample, call) for sample in self._batches[0].samples for call in range(self._batches[0].windows)
+                ]
                 del self._batches[0]
         return self._calls
 

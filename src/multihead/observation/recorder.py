@@ -66,31 +66,37 @@ class _PreviousCall:
         keys: number of its keys.
         edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
             last key); None if a cache of this library links the calls, and for packed samples.
+        crosses: whether its keys come from another sequence.
+        window: whether it is a further window of the samples of the call before it.
         samples: returns the records of its samples.
         key_starts: returns (samples,) int64, the position of the first key of each in the sequence; None before it is
             recorded.
+        num_keys: returns (samples,) int64, the number of keys of each with those of its windows so far.
     """
 
     batch: int
     query_stop: int
     keys: int
     edge: Tensor | None
+    crosses: bool = False
+    window: bool = False
     samples: Callable[[], list[SampleRecord]] = list
     key_starts: Callable[[], Tensor] | None = None
+    num_keys: Callable[[], Tensor] | None = None
 
     @staticmethod
     def of(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
         """Keep what is needed of a call whose first key has the position `offset`."""
         request, shape = call.request, call.request.shape
         if request.continued is not None:
-            return _PreviousCall(shape.batch, 0, shape.key_length, None)
+            return _PreviousCall(shape.batch, 0, shape.key_length, None, crosses)
         start = 0 if isinstance(request.query_start, Tensor) else request.query_start
         stop = int(offset) + start + shape.query_length
         if not shape.key_length or request.packed_lengths is not None:  # no call continues packed samples
-            return _PreviousCall(shape.batch, stop, shape.key_length, None)
+            return _PreviousCall(shape.batch, stop, shape.key_length, None, crosses)
         last = -1 if crosses else min(stop - int(offset), shape.key_length) - 1
         edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
-        return _PreviousCall(shape.batch, stop, shape.key_length, edge)
+        return _PreviousCall(shape.batch, stop, shape.key_length, edge, crosses)
 
 
 @dataclass(eq=False)
@@ -108,6 +114,7 @@ class Recorder:
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # per layer and text
     _counts: dict[str, int] = field(default_factory=dict)
+    _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # the layer of the newest call, its q and its k
     _pass: int = -1
     _spans: SampleSpans | None = None  # of the previous call in this forward pass
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # of this rank and of all ranks, where a sequence is split
@@ -139,7 +146,9 @@ class Recorder:
         if caller is None or id(caller.layer) not in self.names:
             return
         module, continued = caller.layer, caller.continued
-        name = self._numbered(self.names[id(module)])
+        self._begin_pass()
+        window = self._is_window(request, module)
+        name = self._numbered(self.names[id(module)], again=window)
         model_call = huggingface.origin.get()
         offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
         crosses = pretrained.crosses(caller, self.names[id(module)])
@@ -148,15 +157,10 @@ class Recorder:
         text = name, None if continued is None else continued.text
         sequence = sequence_split.active
         previous = self._previous.get(text)
-        if previous is not None and not self._continues(call, previous, offset, crosses=crosses):
+        if previous is not None and not (window or self._continues(call, previous, offset, crosses=crosses)):
             previous = None
-        self._pass_continues |= previous is not None and not crosses
-        if name not in self._layers:
-            summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
-            # Only processes that form a group share a layer.
-            split = _split_of(module, request, sequence) if dist.is_available() and dist.is_initialized() else None
-            self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
-        layer = self._layers[name]
+        self._pass_continues |= previous is not None and not crosses and not window
+        layer = self._layer(name, module, request)
         if sequence is not None:
             if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
                 self._add_part(call, sequence, module, layer)
@@ -170,17 +174,40 @@ class Recorder:
                 call = AttentionCall(replace(request, query_start=start), without_positions(call.attended))
         state = _PreviousCall.of(call, offset, crosses=crosses)
         if previous is not None:
-            state.samples, state.key_starts = previous.samples, previous.key_starts
+            state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
+            state.window = window
         self._previous[text] = state
         if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
-            self._add(call, module, layer, state, offset, crosses=crosses)
+            self._add(call, module, layer, state, offset)
 
-    def _numbered(self, name: str) -> str:
-        """Number the calls of one layer within a forward pass of the model."""
+    def _begin_pass(self) -> None:
+        """Forget what holds for one forward pass of the model, if another one has begun."""
         if self.inputs.passes != self._pass or not self.inputs.running:
-            self._pass, self._pass_continues, self._spans = self.inputs.passes, False, None
+            self._pass, self._pass_continues, self._spans, self._newest = self.inputs.passes, False, None, None
             self._counts.clear()
-        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def _layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
+        """Return the record of a layer, an empty one at its first call."""
+        if name not in self._layers:
+            summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
+            # Only processes that form a group share a layer.
+            grouped = dist.is_available() and dist.is_initialized()
+            split = _split_of(module, request, sequence_split.active) if grouped else None
+            self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
+        return self._layers[name]
+
+    def _is_window(self, request: AttentionRequest, module: nn.Module) -> bool:
+        """Whether q and k of a call are other parts of the same tensors than those of the layer's call before it.
+
+        So a layer attends within the images or the windows of a sample one by one.
+        """
+        newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
+        self._newest = module, q, k  # held, so that no other tensor takes their memory
+        return newest is not None and newest[0] is module and all(map(_other_part, newest[1:], (q, k)))
+
+    def _numbered(self, name: str, *, again: bool) -> str:
+        """Number the calls of one layer within a forward pass of the model; `again` gives the newest number."""
+        self._counts[name] = self._counts.get(name, 0) + (not again)
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
 
     def _continues(self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, crosses: bool) -> bool:
@@ -211,53 +238,78 @@ class Recorder:
         layer: LayerRecord,
         state: _PreviousCall,
         offset: int | Tensor,
-        *,
-        crosses: bool,
     ) -> None:
         """Measure a call, sample by sample where needed, and add it to the record."""
         request, name = call.request, self.names[id(module)]
         places = self._places(request, name)
-        ids = self._ids(request, name, places, crosses=crosses)
+        ids = self._ids(request, name, places, crosses=state.crosses)
+        windows = 1 if state.crosses else self._windows(request, name)
         if layer.running_summary is not None and layer.running_summary.takes_batches:
             measured = self.measuring.together(call, places, ids, module)
             layer.running_summary.add(measured, samples=len(places.found))
             self.record.add(layer, ())
             return
         first = state.key_starts is None
-        if state.key_starts is None:
+        if first:
             # A cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(places.key_starts, own_offset))
-            new_sample = self._new_sample(layer.name, crosses=crosses)
-            parts = self._parts_of_batch(call, places, ids)
-            if parts is not None:
-                batch = self._batch(call, places, parts, ids, name, new_sample)
-                if layer.running_summary is None:
-                    state.samples = lambda: batch.samples
-                    self.record.add_batch(layer, batch)
-                else:
-                    layer.running_summary.add(batch.measured(), samples=len(places.found))
-                    state.samples = partial(new_samples, new_sample, places, ids)
-                    self.record.add(layer, ())
-                return
-            samples = new_samples(new_sample, places, ids)
-            if self.keep in ("cpu", "device"):
-                for sample in samples:
-                    sample.q, sample.k = Rows(2), Rows(2)
-            if layer.running_summary is None:
-                layer.samples.extend(samples)
-        else:
-            samples = state.samples()
+        starts = _key_starts(places, state, windows, offset)
+        if first and self._add_batch(call, layer, state, places, ids, module, windows):
+            return
+        samples = state.samples()
         state.samples = lambda: samples
-        moved = (places.key_starts(offset) - state.key_starts()).tolist()
-        for index, (sample, span, key_start) in enumerate(zip(samples, places.found, moved, strict=True)):
+        self.record.add(layer, ())
+        for index, (span, key_start) in enumerate(zip(places.found, starts().flatten().tolist(), strict=True)):
+            sample, apart = samples[index // windows], state.window or index % windows > 0
             if not first:
                 ids.add_to(sample, span, index, key_start - span.keys[0])
-            alone, start = with_dropped_keys(cut(call, span), 0 if request.packed_lengths is not None else key_start)
+            alone, start = cut(call, span), 0 if request.packed_lengths is not None else key_start
+            if not apart:
+                alone, start = with_dropped_keys(alone, start)
             if places.real is not None:
                 alone = without_queries(alone, places.real[span.sample, slice(*span.queries)])
-            self._add_sample(layer, sample, alone, start, module, first=first)
-        self.record.add(layer, samples)
+            self._add_sample(layer, sample, alone, start, module, first=first, apart=apart)
+            self.record.add(layer, [sample])  # one call
+
+    def _add_batch(
+        self,
+        call: AttentionCall,
+        layer: LayerRecord,
+        state: _PreviousCall,
+        places: SampleSpans,
+        ids: Ids,
+        module: nn.Module,
+        windows: int,
+    ) -> bool:
+        """Begin the samples of a call; whether all of it was added too, as the parts of the whole call are theirs."""
+        new_sample = self._new_sample(layer.name, crosses=state.crosses)
+        parts = self._parts_of_batch(call, places, ids)
+        if parts is not None:
+            batch = self._batch(call, places, parts, ids, self.names[id(module)], new_sample)
+            batch.windows = windows
+            if layer.running_summary is None:
+                state.samples = lambda: batch.samples
+                self.record.add_batch(layer, batch)
+            else:
+                layer.running_summary.add(batch.measured(), samples=batch.num_samples)
+                state.samples = lambda: new_samples(new_sample, places, ids)[::windows]
+                self.record.add(layer, ())
+            return True
+        samples = new_samples(new_sample, places, ids)[::windows]
+        if self.keep in ("cpu", "device"):
+            for sample in samples:
+                sample.q, sample.k = Rows(2), Rows(2)
+        if layer.running_summary is None:
+            layer.samples.extend(samples)
+        state.samples = lambda: samples
+        return False
+
+    def _windows(self, request: AttentionRequest, name: str) -> int:
+        """Return how many rows of a call's batch are windows of one sample of those that the model was given."""
+        batch, rows = self.inputs.batch_of(name), request.shape.batch
+        one_each = request.packed_lengths is not None or request.continued is not None or not self.inputs.running
+        return 1 if one_each or not batch or rows % batch else max(rows // batch, 1)
 
     def _add_part(self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord) -> None:
         """Add the queries of this rank, where a sequence is split over ranks; its samples begin with this call."""
@@ -488,13 +540,17 @@ class Recorder:
         module: nn.Module,
         *,
         first: bool,
+        apart: bool,
     ) -> None:
-        """Measure a call of one sample, and append it to its record; its first key has the index `key_start` there."""
-        context = self._context(sample, call, key_start, module, first=first)
+        """Measure a call of one sample, and append it to its record; its first key has the index `key_start` there.
+
+        A window, which is `apart`, is measured as a call of its own.
+        """
+        context = self._context(sample, call, 0 if apart else key_start, module, first=first or apart)
         # Tokens of another text are not compared with the token of the query.
         probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
         found = of_call(call, possible(probes, call.request, context), context)
-        if "induction_mass" in found and key_start > 0:
+        if "induction_mass" in found and key_start > 0 and not apart:
             found["induction_mass"] = found["induction_mass"] + _after_dropped_key(sample, call, key_start)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
         request = replace(self._bare(call.request, device), query_start=int(call.request.query_start))
@@ -504,13 +560,13 @@ class Recorder:
         if layer.running_summary is not None:  # only the token ids are kept until the next call
             target = replace(self._new_sample(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
         target.add(
-            Segment(request, key_start),
+            Segment(request, key_start, apart=apart),
             kept(call.attended.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
             None if sample.q is None else kept(call.request.q, device),
         )
         if layer.running_summary is not None:
-            layer.running_summary.add(target.measured(), samples=int(first))
+            layer.running_summary.add(target.measured(), samples=int(first and not apart))
 
     def _bare(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a request without what a record does not keep in it: q, k, v and the origin."""
@@ -574,6 +630,31 @@ class Recorder:
                 f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
             )
+
+
+def _key_starts(places: SampleSpans, state: _PreviousCall, windows: int, offset: int | Tensor) -> Callable[[], Tensor]:
+    """Return what finds the index of each row's first key among the keys of its sample: (samples, windows) int64.
+
+    The keys of a window follow those of the one before it.
+    """
+    of_first, before = state.key_starts, state.num_keys if state.window else None
+    assert of_first is not None
+
+    def of_windows() -> Tensor:
+        lengths = places.key_lengths(windows)
+        starts = lengths.cumsum(1) - lengths
+        return starts if before is None else starts + before()[:, None]
+
+    state.num_keys = cache(lambda: of_windows()[:, -1] + places.key_lengths(windows)[:, -1])
+    return of_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
+
+
+def _other_part(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors with the same batch are different parts of one tensor."""
+    if len(tensor) != len(other) or not tensor.numel() or not other.numel():
+        return False
+    both = {each.untyped_storage().data_ptr() for each in (tensor, other)}
+    return len(both) == 1 and tensor.storage_offset() != other.storage_offset()
 
 
 class _Overlap(NamedTuple):

@@ -196,6 +196,10 @@ class SampleSpans:
         sample, first_key = self.ends[0], self.ends[3]
         return first_key + (offset.cpu()[sample] if isinstance(offset, Tensor) else offset)
 
+    def key_lengths(self, windows: int) -> Tensor:
+        """Return the number of keys of each row: (samples, windows) int64, where as many are windows of a sample."""
+        return (self.ends[4] - self.ends[3]).view(-1, windows)
+
     @cached_property
     def query_rows(self) -> BatchRows:
         """The queries that belong to samples."""
@@ -287,6 +291,7 @@ class RecordedBatch:
         probes: the statistics; those whose parts were measured are computed.
         q: the queries of `places.query_rows`, or None if only statistics are kept.
         k: the keys of `places.key_rows`, or None.
+        windows: how many consecutive rows of the batch are windows of one sample.
     """
 
     new_sample: Callable[[], SampleRecord]
@@ -298,6 +303,7 @@ class RecordedBatch:
     probes: tuple[Probe, ...]
     q: KeptRows | None = None
     k: KeptRows | None = None
+    windows: int = 1
     _statistics: dict[str, Tensor] | None = None  # once they are computed
     _samples: list[SampleRecord] | None = None  # once they are cut out
 
@@ -330,14 +336,22 @@ class RecordedBatch:
         """Return each floating-point statistic per query of each sample, see `SampleRecord.measured`."""
         if self._samples is not None:  # later calls may have continued them
             return [sample.measured() for sample in self._samples]
-        whole, found = self.measured(), []
-        for span in self.places.found:
-            rows = slice(*span.queries)
+        whole, found, spans = self.measured(), [], self.places.found
+        for first in range(0, len(spans), self.windows):
             sample = {}
-            for name, (values, counted) in whole.items():
-                sample[name] = Measured(values[span.sample, :, rows], counted[span.sample, :, rows])
+            for name, measured in whole.items():
+                parts = [
+                    [each[span.sample, :, slice(*span.queries)] for each in measured]
+                    for span in spans[first : first + self.windows]
+                ]
+                sample[name] = Measured(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
             found.append(sample)
         return found
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return len(self.places.found) // self.windows
 
     @property
     def samples(self) -> list[SampleRecord]:
@@ -371,7 +385,20 @@ class RecordedBatch:
                 rows.of_sample(index, logsumexp)[..., 0],
                 {name: rows.of_sample(index, value)[0, ..., 0] for name, value in statistics.items()},
             )
+        if self.windows > 1:
+            samples = [_joined(samples[at : at + self.windows]) for at in range(0, len(samples), self.windows)]
         return samples
+
+
+def _joined(windows: list[SampleRecord]) -> SampleRecord:
+    """Return the first of some windows of a sample, with the segments of the others."""
+    sample, *others = windows
+    for each in others:
+        segment = replace(each.segments[0], key_start=sample.num_keys, apart=True)
+        if sample.k is not None and each.k is not None:
+            sample.k.add(each.k.whole())
+        sample.add(segment, each.logsumexp.whole(), each.statistics, None if each.q is None else each.q.whole())
+    return sample
 
 
 def new_samples(new_sample: Callable[[], SampleRecord], places: SampleSpans, ids: Ids) -> list[SampleRecord]:

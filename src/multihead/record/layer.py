@@ -82,7 +82,7 @@ class LayerRecord:
         """Number of samples."""
         if self.running_summary is not None:
             return self.running_summary.num_samples
-        return sum((len(batch.places.found) for batch in self.batches), len(self._samples))
+        return sum((batch.num_samples for batch in self.batches), len(self._samples))
 
     @property
     def kinds(self) -> tuple[tuple[str, ...], ...]:

@@ -464,7 +464,8 @@ class _Sample:
         )
         nothing = torch.empty(0)
         key_start = _count(data["key_start"], "a key's place", most=MOST_TOKENS)
-        return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
+        apart = _of(data.get("apart", False), bool, "apart")  # older files have no windows
+        return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
 
     def sinks(self, data: dict[str, Any]) -> Tensor | None:
         """Read the sinks of a call; in older files they are part of the logsumexp only."""

@@ -177,10 +177,14 @@ class SampleRecord:
         sees, positions, ids = self.sees, self.positions, self.text.ids
         rows, keys = torch.tensor(self.calls).unbind(1)  # (calls, 2) each
         num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # of the call of each query
+        windows = [torch.full((each.num_queries,), each.key_start * each.apart) for each in self.segments]
+        first = torch.cat(windows)[: len(positions)]  # the first key of the window of each query; 0 without windows
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
         rules = {name: self.counted.get(name) or statistic(name).counted for name in self.per_query}
         return {
-            name: Measured(value, summaries.queries_that_count(rules[name], sees, positions, num_keys, occurred))
+            name: Measured(
+                value, summaries.queries_that_count(rules[name], sees, positions - first, num_keys - first, occurred)
+            )
             for name, value in self.per_query.items()
             if value.is_floating_point()
         }

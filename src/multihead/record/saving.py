@@ -243,6 +243,7 @@ def _written_piece(segment: Segment, tensors: Tensors, name: str, *, kept: bool)
         "queries": request.shape.query_length,
         "keys": request.shape.key_length,
         "key_start": segment.key_start,
+        "apart": segment.apart,
         "query_start": int(request.query_start),
         "scale": request.scale,
         "softcap": request.softcap,

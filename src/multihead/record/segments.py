@@ -82,12 +82,14 @@ class Segment:
         request: the call, with a batch of one and empty q, k and v.
         key_start: index of its first key among the keys of the sample.
         row_start: index of its first query among the queries of the sample.
+        apart: whether its keys are its own, as those of a window of a picture are: it is measured as a whole sample.
         totals: the logsumexp of its rows in float64, computed when a tile needs them; a changed segment starts empty.
     """
 
     request: AttentionRequest
     key_start: int = 0
     row_start: int = 0
+    apart: bool = False
     totals: RowTotals = field(init=False, default_factory=RowTotals)
 
     @property
@@ -123,7 +125,8 @@ class Segment:
             return self
         shape = self.request.shape._replace(query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
         start = self.query_start + rows[0] - self.row_start - keys[0]
-        return Segment(replace(self.request, shape=shape, query_start=start), keys[0], rows[0])
+        request = replace(self.request, shape=shape, query_start=start)
+        return Segment(request, keys[0], rows[0], apart=self.apart)
 
 
 def joined(segment: Segment, later: Segment) -> Segment | None:
@@ -132,7 +135,7 @@ def joined(segment: Segment, later: Segment) -> Segment | None:
     That holds for most decodings: each query sees its own key and those before it, however the calls are divided.
     """
     first, second = segment.request, later.request
-    mask = _of_both(segment, later)
+    mask = None if later.apart else _of_both(segment, later)
     if mask is None or first.bias is not None or second.bias is not None:
         return None
     if (first.scale, first.softcap) != (second.scale, second.softcap) or not _sees_from(mask, segment, later):

@@ -172,15 +172,20 @@ def _measured(
     sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
 ) -> dict[str, Tensor]:
     """Measure an even spread: (heads or 1, queries) float64 each; probes that lack an input are left out."""
-    requests = [_even(segment, exact=sample.num_keys < EXACT_KEYS) for segment in sample.segments]
+    windows = any(segment.apart for segment in sample.segments)  # each is a call of its own
+    requests = [
+        _even(segment, 0 if windows else segment.key_start, exact=sample.num_keys < EXACT_KEYS)
+        for segment in sample.segments
+    ]
     first = [int(each) for request in requests for each in first_keys(request, bounds_of(request)) if each >= 0]
     ids, parts, done = sample.text.ids, [], 0
-    for request in requests:
-        shape = request.shape
+    for segment, request in zip(sample.segments, requests, strict=True):
+        keys = slice(segment.key_start if windows else 0, segment.key_stop)
+        device = request.shape.device
         context = ProbeContext(
-            special_keys=None if special is None else special[None, : shape.key_length].to(shape.device),
-            ids=None if ids is None else ids[None, : shape.key_length].to(shape.device),
-            first_key=min(first, default=0),
+            special_keys=None if special is None else special[None, keys].to(device),
+            ids=None if ids is None else ids[None, keys].to(device),
+            first_key=None if windows else min(first, default=0),
         )
         chosen = possible(probes, request, context, has_values=False)
         for part in _in_blocks(request):
@@ -193,12 +198,12 @@ def _measured(
     return {name: torch.cat([each[name].expand(heads, -1) for each in parts], -1) for name in parts[0]}
 
 
-def _even(segment: Segment, *, exact: bool) -> AttentionRequest:
-    """Return a call whose scores are all 0 where it sees a key, with all keys of the sample up to its last one.
+def _even(segment: Segment, before: int, *, exact: bool) -> AttentionRequest:
+    """Return a call whose scores are all 0 where it sees a key, with `before` hidden keys before its own.
 
     It has one head, unless heads see different keys.
     """
-    request, before = segment.request, segment.key_start
+    request = segment.request
     mask, shape = request.mask, request.shape
     if before:  # the keys that a cache has dropped come back, and are hidden
         mask = mask.after_dropping(-before) & Documents((before, shape.key_length))
@@ -208,11 +213,12 @@ def _even(segment: Segment, *, exact: bool) -> AttentionRequest:
         hidden = torch.zeros(hides.shape, dtype=dtype, device=hides.device).masked_fill_(hides, -torch.inf)
         bias = with_values(request.bias, pad(hidden, (before if hides.shape[-1] > 1 else 0, 0)))
     shape = shape._replace(key_length=before + shape.key_length, num_kv_heads=1, head_dim=1, value_dim=1, dtype=dtype)
-    request = replace(request, mask=mask, shape=shape, query_start=segment.query_start, bias=bias)
+    start = before + int(request.query_start)
+    request = replace(request, mask=mask, shape=shape, query_start=start, bias=bias)
     shape = shape._replace(num_heads=seen(request, slice(0, 1), slice(0, 1)).shape[1])
     q = torch.zeros(1, shape.num_heads, shape.query_length, 1, dtype=dtype, device=shape.device)
     k = torch.zeros(1, 1, shape.key_length, 1, dtype=dtype, device=shape.device)
-    return AttentionRequest(q, k, k, shape, mask, 1.0, segment.query_start, bias)
+    return AttentionRequest(q, k, k, shape, mask, 1.0, start, bias)
 
 
 def _in_blocks(request: AttentionRequest) -> Iterator[AttentionRequest]:
@@ -231,9 +237,13 @@ def _seen_keys(sample: SampleRecord) -> tuple[object, ...]:
     """Return what identifies the keys that each query sees, and its position."""
     intervals = sample.intervals()
     if intervals is not None:
-        return sample.num_keys, *map(_content, (*intervals, sample.positions))
+        windows = tuple(each.key_start for each in sample.segments if each.apart)
+        return sample.num_keys, windows, *map(_content, (*intervals, sample.positions))
     return tuple(
-        (each.key_start, each.query_start, each.num_queries, each.key_stop, _content(each.request.mask), _hidden(each))
+        (
+            *(each.key_start, each.query_start, each.num_queries, each.key_stop, each.apart),
+            *(_content(each.request.mask), _hidden(each)),
+        )
         for each in sample.segments
     )
 
