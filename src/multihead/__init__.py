@@ -110,6 +110,17 @@ class _Registration(MetaPathFinder):
         return spec
 
 
+class _Moved(MetaPathFinder):
+    """The last finder: names the present module where a former one is imported."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname.startswith("multihead."):
+            import_module("multihead.errors.moved").check_present(fullname)
+
+
+sys.meta_path.append(_Moved())
+
+
 def _register() -> None:
     for module in ("multihead.kernels.native.operator", "multihead.kernels.places"):
         import_module(module)

@@ -223,8 +223,10 @@ def _add_bands(
     sums = 4 + log2(1 + sum(call.seen.shape[2:]) + call.q.shape[-1])
     q, k = finite(call.q.detach().double()).abs(), wide(finite(call.k.detach().double()).abs(), heads)
     p, scale = dense.weights.detach(), abs(scale_of(call))
-    # Products of one sign, as those of expanded features, are rounded at sums that grow to A, in head_dim steps.
-    products = max(1.0, call.q.shape[-1] ** 0.5 / 4)
+    # Products of one sign are rounded at sums that grow to A, in head_dim steps; those of equal ones the same way.
+    steps = call.q.shape[-1]
+    expanded = call.q.stride(-1) == call.k.stride(-1) == 0
+    products = max(1.0, (steps if expanded else steps**0.5) / 4)
     off = sums + products * torch.where(rows.visible & rows.judged[..., None], q @ k.mT * scale, 0)
     if call.bias is not None:
         size = finite(call.bias.detach().double()).abs()
