@@ -29,7 +29,9 @@ def damaged_census(draw: Draw) -> None:
     place = random.randrange(len(packed))
     if damage == "flipped":
         packed[place] ^= 1 << random.randrange(8)
-    data = {"cut": bytes(packed[: max(place, 1)]), "empty": b"", "noise": random.randbytes(60)}.get(damage, bytes(packed))
+    data = {"cut": bytes(packed[: max(place, 1)]), "empty": b"", "noise": random.randbytes(60)}.get(
+        damage, bytes(packed)
+    )
     with tempfile.TemporaryDirectory() as folder:
         room = Path(folder)
         (room / f"bad.jsonl.{kind}").write_bytes(data)
