@@ -146,6 +146,7 @@ def test_a_layer_that_runs_again_in_one_pass_is_numbered_and_in_the_next_pass_is
         model(torch.randn(1, 3, 16))
         model(torch.randn(1, 4, 16))
     assert [(layer.name, layer.num_samples) for layer in seen.layers] == [("shared", 2), ("shared#2", 2)]
+    assert [(layer.number, layer.module, layer.call) for layer in seen.layers] == [(0, "shared", 0), (1, "shared", 1)]
 
 
 def test_calls_are_gone_through_in_the_order_they_ran(tower: Tower) -> None:

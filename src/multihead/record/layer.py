@@ -30,7 +30,7 @@ class LayerRecord:
     """One attention layer of a record.
 
     Attributes:
-        name: the layer's qualified name in the model; "#2" and so on if it runs again in one forward pass.
+        name: the layer's qualified name in the model, with "#2" and so on for further calls in one forward pass.
         running_summary: the summary of all texts with keep="summary", else None.
         number: index from 0 among all attention layers of the model in the order they first ran, layers that were
             not recorded included: L17 is the layer that `observe(layers=17)` chooses.
@@ -60,6 +60,16 @@ class LayerRecord:
         """Show it in a notebook: one row per head."""
         rows = head_rows(self.number, self.name, self.num_heads, self.means())
         return notebook.table(self.name, f"layer {self.number}, {many(self.num_samples, 'text')}", rows, ["head"])
+
+    @property
+    def module(self) -> str:
+        """The qualified name of its module, which the layers of a model that shares them, such as ALBERT, have too."""
+        return self.name.partition("#")[0]
+
+    @property
+    def call(self) -> int:
+        """Which call of its module in one forward pass of the model it records, from 0."""
+        return int(self.name.partition("#")[2] or 1) - 1
 
     @property
     def samples(self) -> list[SampleRecord]:
