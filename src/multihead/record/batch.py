@@ -22,6 +22,7 @@ from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.place import Span
 from multihead.probes.probe import Parts, Probe
 from multihead.probes.statistics import OF_POSITIONS, from_kernel
+from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, kept
 from multihead.record.summaries import Measured, queries_that_count
@@ -336,17 +337,16 @@ class RecordedBatch:
         """Return each floating-point statistic per query of each sample, see `SampleRecord.measured`."""
         if self._samples is not None:  # later calls may have continued them
             return [sample.measured() for sample in self._samples]
-        whole, found, spans = self.measured(), [], self.places.found
-        for first in range(0, len(spans), self.windows):
+        whole, found = self.measured(), []
+        for span in self.places.found:
+            rows = slice(*span.queries)
             sample = {}
-            for name, measured in whole.items():
-                parts = [
-                    [each[span.sample, :, slice(*span.queries)] for each in measured]
-                    for span in spans[first : first + self.windows]
-                ]
-                sample[name] = Measured(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+            for name, (values, counted) in whole.items():
+                sample[name] = Measured(values[span.sample, :, rows], counted[span.sample, :, rows])
             found.append(sample)
-        return found
+        if self.windows == 1:
+            return found
+        return [summaries.joined(found[at : at + self.windows]) for at in range(0, len(found), self.windows)]
 
     @property
     def num_samples(self) -> int:

@@ -62,6 +62,14 @@ def summary(
     return found
 
 
+def joined(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
+    """Join what was measured of the windows of a sample, one after the other."""
+    return {
+        name: Measured(*(torch.cat(each, 1) for each in zip(*(one[name] for one in windows), strict=True)))
+        for name in windows[0]
+    }
+
+
 def queries_that_count(
     rule: str, sees: Tensor, positions: Tensor, num_keys: int | Tensor, occurred: Callable[[], Tensor] | None
 ) -> Tensor:
