@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from multihead.errors import ProbeError
 from multihead.kernels.native import library
 from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
-from multihead.probes import PROBES
+from multihead.probes import PROBES, Probe
 from multihead.record.running_summary import BINS, LEAST, MOST, RunningSummary, Sketch
 from multihead.record.summaries import Measured
 from tests.kernel_names import needs_native
@@ -220,23 +221,52 @@ def test_a_query_of_a_step_counts_if_its_own_call_has_the_key_at_the_offset(keep
     torch.testing.assert_close(means[previous_key.name], earlier.mean(-1), atol=1e-6, rtol=1e-6)
 
 
+class Stepping(Reader):
+    """A model whose layers see the last keys of a cache that keeps no others, or all keys."""
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.mask = mh.masks.Causal() if window is None else mh.masks.Causal() & mh.masks.Window(window)
+        self.window = window
+        self.begin()
+
+    def begin(self) -> None:
+        self.caches = [KeyValueCache(window=self.window) for _ in self.layers]
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            x = layer(x, mask=self.mask, cache=cache)
+        return x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("keep", ["summary", "statistics"])
+def test_the_token_before_the_keys_of_a_windowed_cache_counts_for_every_probe_of_induction(keep: Any) -> None:
+    given = ids(2, 12) % 3
+    own = Probe("own", itemgetter("induction_mass"), {"induction_mass"}, counted="repeated")
+    torch.manual_seed(0)
+    model = Stepping(4).eval()
+    with torch.no_grad(), mh.observe(model, probes=("induction_mass", own)) as whole:
+        model(given)
+    model.begin()
+    with torch.no_grad(), mh.observe(model, keep=keep, probes=("induction_mass", own)) as found:
+        for first, stop in itertools.pairwise((0, 4, 5, 6, 8, 9, 12)):
+            model(given[:, first:stop])
+    for layer, other in zip(found.layers, whole.layers, strict=True):
+        assert bool((other.means()["induction_mass"] > 0.05).all())
+        for name in ("induction_mass", "own"):
+            torch.testing.assert_close(layer.means()[name], other.means()["induction_mass"], atol=1e-5, rtol=1e-5)
+
+
 @needs_native
 def test_special_tokens_of_a_text_in_steps_are_known_in_every_step() -> None:
-    given, caches = ids(2, 9) % 4, [KeyValueCache(), KeyValueCache()]
-
-    class Stepping(Reader):
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-            x = self.embed(input_ids)
-            for layer, cache in zip(self.layers, caches, strict=True):
-                x = layer(x, mask=mh.masks.Causal(), cache=cache)
-            return x  # type: ignore[no-any-return]
-
+    given = ids(2, 9) % 4
     torch.manual_seed(0)
     model = Stepping().eval()
     with torch.no_grad(), mh.observe(model, keep="summary", probes=("special_mass",), special_ids=[3]) as found:
         for first, stop in itertools.pairwise((0, 4, 5, 6, 9)):
             model(given[:, first:stop])
-    caches[:] = [KeyValueCache(), KeyValueCache()]
+    model.begin()
     with torch.no_grad(), mh.observe(model, probes=("special_mass",), special_ids=[3]) as whole:
         model(given)
     for layer, other in zip(found.layers, whole.layers, strict=True):

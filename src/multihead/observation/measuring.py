@@ -60,6 +60,7 @@ class Measuring:
         distinct: Tensor | None = None,
         first_key: int | None = None,
         key_start: int = 0,
+        id_before: Tensor | None = None,
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k.
 
@@ -70,6 +71,7 @@ class Measuring:
             distinct: the same shape, numbers that differ between texts where one row holds several; None: the ids.
             first_key: which key is the first of the sample, where that is not the first that its queries see.
             key_start: how many keys of the sample lie before those of the call.
+            id_before: (batch,) int64, the token id of the last of these.
         """
         compared = special = weight = None
         sets = {}
@@ -85,7 +87,9 @@ class Measuring:
         if "output_weight" in self.needs:
             width = shape.num_heads * shape.value_dim
             weight = output_weight(layer, self.root, self.names[id(layer)], width=width)
-        return ProbeContext(special, compared, sets, weight, first_key, key_start, self.map_size, self.map_pool)
+        return ProbeContext(
+            special, compared, sets, weight, first_key, key_start, id_before, self.map_size, self.map_pool
+        )
 
     def together(self, call: AttentionCall, places: SampleSpans, ids: Ids, layer: nn.Module) -> dict[str, Measured]:
         """Measure all texts of a call at once: statistic -> its values, and which count, (batch, heads, queries) each.

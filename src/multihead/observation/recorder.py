@@ -29,7 +29,6 @@ from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.statistics import from_kernel, of_call, possible, sink_mass, token_parts, without_positions
-from multihead.probes.tile import tile
 from multihead.record.batch import (
     KeptRows,
     RecordedBatch,
@@ -550,8 +549,6 @@ class Recorder:
         # Tokens of another text are not compared with the token of the query.
         probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
         found = of_call(call, possible(probes, call.request, context), context)
-        if "induction_mass" in found and key_start > 0 and not apart:
-            found["induction_mass"] = found["induction_mass"] + _after_dropped_key(sample, call, key_start)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
         request = replace(self._bare(call.request, device), query_start=int(call.request.query_start))
         if sample.k is not None:
@@ -600,8 +597,10 @@ class Recorder:
         stop = start + shape.key_length
         known = read is not None and read.length >= stop and self.measuring.needs & {"ids", "special_keys"}
         ids = read.between(start, stop)[None] if known and read is not None else None
+        before = read.between(start - 1, start) if ids is not None and read is not None and start else None
         # In a later call the first key that its queries see may not be the first of the sample.
-        return self.measuring.context(module, shape, ids, first_key=None if first else -start, key_start=start)
+        first_key = None if first else -start
+        return self.measuring.context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
 
     def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
         """Return which queries of a Hugging Face model's call are not padding: (batch, queries) bool, or None."""
@@ -698,17 +697,3 @@ def _split_of(module: nn.Module, request: AttentionRequest, sequence: SequenceSp
         held = HeldHeads((0, heads), heads, (0, kv_heads), kv_heads)
     split = LayerSplit(*held, rank, ranks)
     return None if split.is_whole else split
-
-
-def _after_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -> Tensor:
-    """Return the weight on the call's first key of queries whose token is that before it, which a cache has dropped.
-
-    Returns:
-        (1, heads, queries), to be added to their `induction_mass`.
-    """
-    ids, request = sample.keys_read.ids, call.request
-    assert ids is not None
-    place = start + int(request.query_start)
-    alike = ids.between(place, place + request.shape.query_length) == ids.between(start - 1, start)
-    first = tile(request, call.attended.logsumexp.detach(), keys=slice(0, 1))[..., 0]
-    return first * alike.to(first.device)

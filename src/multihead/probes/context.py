@@ -28,6 +28,7 @@ class ProbeContext:
         first_key: which key is the sample's first, an int or (batch,); it may lie before those of the call. None is
             the first that some query sees.
         key_start: how many keys of the sample lie before those of the call, such as keys that a cache has dropped.
+        id_before: (batch,) int64, the token id of the key right before those of the call, which a cache has dropped.
         map_size: the most rows and columns of `pooled_map`.
         map_pool: what a block of `pooled_map` holds, the "mean" or the "max" of its weights.
 
@@ -41,6 +42,7 @@ class ProbeContext:
     output_weight: Tensor | None = None
     first_key: int | Tensor | None = None
     key_start: int = 0
+    id_before: Tensor | None = None
     map_size: int = MAP_SIZE
     map_pool: Pool = "mean"
 

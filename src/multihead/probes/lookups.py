@@ -38,6 +38,14 @@ def at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     return _weights(call, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
 
 
+def after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
+    """Return the weight on the first key of queries with the token before it, (batch,): (batch, heads, queries)."""
+    ids, place = call.context.ids, call.positions.clamp(0, max(call.request.shape.key_length - 1, 0))
+    assert ids is not None
+    alike = ids.to(place.device).gather(1, place) == id_before.to(place.device)[:, None]
+    return at_keys(call, torch.zeros_like(call.positions)).masked_fill(~alike[:, None], 0)
+
+
 def on_first(call: MeasuredCall, count: int) -> Tensor:
     """Sum the weights on the first keys of each sample: (batch, heads, queries)."""
     least, most = (int(edge) for edge in call.first_keys.aminmax()) if len(call.first_keys) else (0, 0)

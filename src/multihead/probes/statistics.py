@@ -389,7 +389,10 @@ def measured_parts(
     repeated = parts & {"duplicate_mass", "induction_mass"}
     if repeated and repeats.supports(call):
         found |= repeats.repeated(call, repeated)
-    return found | _over_all_keys(call, parts - found.keys(), sets)
+    found |= _over_all_keys(call, parts - found.keys(), sets)
+    if "induction_mass" in found and call.context.id_before is not None:
+        found["induction_mass"] = found["induction_mass"] + lookups.after_dropped_key(call, call.context.id_before)
+    return found
 
 
 def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
