@@ -60,7 +60,8 @@ class Kind:
         of_largest: the lowest mean as a share of what an even spread gives; None for no such rule.
         texts: "given" for the texts of the record, or "repeats" for texts of repeated random tokens.
         self_attention_only: whether it means nothing in cross-attention.
-        hides: the names of kinds that say nothing new about a head that has this one.
+        hides: the names of kinds that say nothing new about a head that has this one; "distance" for the finding
+            about the head that reaches farthest.
         rank: the order of the kinds of one head, the smallest first; equal ones from the largest share on. The first
             kind gives a head its colour.
         finding: the order of findings, the smallest first; None for a kind that is no finding.
@@ -280,6 +281,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "first",
         PROBES["first_mass"],
+        hides=("distance",),  # the first token is far from most queries, and a head that rests on it does not read far
         rank=2,
         finding=40,
         labels={"en": "first token", "zh": "首词元"},

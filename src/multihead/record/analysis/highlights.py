@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -332,10 +332,11 @@ def findings(
     separator = visible(separators.pop()) if len(separators) == 1 else words["separators"]
     ranked = [(kind.finding, kind.name, kind) for kind in among if kind.finding is not None]
     topics: list[Kind | None] = [kind for *_, kind in sorted([*ranked, (FAR_RANK, FAR, None)], key=itemgetter(0))]
+    near = {kind.name for kind in among if FAR in kind.hides}
     found: list[Finding] = []
     taken: set[tuple[int, int]] = set()
     for topic in topics:
-        heads = [each for each in _heads_of(topic, read) if each[:2] not in taken]
+        heads = [each for each in _heads_of(topic, read, near) if each[:2] not in taken]
         if not heads:
             continue
         place, head, value, level = max(heads, key=lambda each: (each[2], -each[0], -each[1]))
@@ -360,8 +361,13 @@ def _tokens(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
-def _heads_of(topic: Kind | None, profiles: Sequence[LayerProfile]) -> Iterator[tuple[int, int, float, float]]:
-    """List the heads that a finding may be about, the farthest for None: index of the layer, head, number, chance."""
+def _heads_of(
+    topic: Kind | None, profiles: Sequence[LayerProfile], near: Collection[str] = ()
+) -> Iterator[tuple[int, int, float, float]]:
+    """List the heads that a finding may be about: index of the layer, head, number, chance.
+
+    Without a topic these are the heads that reach farthest, apart from those with a kind in `near`.
+    """
     for layer, one in enumerate(profiles):
         found = one.evidence.get("mean_distance") if topic is None else of_kind(topic, one.evidence)
         if found is None or (topic is None and one.crosses):
@@ -369,8 +375,7 @@ def _heads_of(topic: Kind | None, profiles: Sequence[LayerProfile]) -> Iterator[
         if topic is None:
             level = found.chance
             far = stands_out((found.mean - level) / level, found.error / level, FARTHER) & (level > 0)
-            # The first token is far from most queries, and a head that rests on it does not read far.
-            chosen = [bool(each) and "first" not in named for each, named in zip(far, one.kinds, strict=True)]
+            chosen = [bool(each) and not {*near} & {*named} for each, named in zip(far, one.kinds, strict=True)]
         else:
             chosen = [topic.name in named for named in one.kinds]
         for head, is_one in enumerate(chosen):
