@@ -1,4 +1,4 @@
-"""The house rules that no tool checks: imports without cycles, a caption for every file, public names, pins."""
+"""The house rules that no tool checks: imports without cycles, a first sentence in every file, public names, pins."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tools import api
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "multihead"
 PYTHON = sorted(
-    path for room in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")
+    path for folder in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
 )
 MODULES = [path for path in PYTHON if path.is_relative_to(SRC)]
-HABITS = (
+TARGETS = (
     "demo",
     "demo-long",
     "demo-census",
@@ -58,7 +58,7 @@ def test_no_module_imports_a_module_that_imports_it() -> None:
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_the_first_line_of_every_file_is_its_caption(path: Path) -> None:
+def test_the_first_line_of_every_file_says_what_it_is_for(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert re.match(r'r?"""\S.*[.:?!]("""|\n)', source), (
         f"{name(path)} does not open with a sentence that says what it is."
@@ -66,22 +66,22 @@ def test_the_first_line_of_every_file_is_its_caption(path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=name)
-def test_every_room_is_a_package(folder: Path) -> None:
+def test_every_folder_is_a_package(folder: Path) -> None:
     assert (folder / "__init__.py").exists(), f"{name(folder)} has no __init__.py, so it would not be installed."
 
 
-@pytest.mark.parametrize("face", api.MODULES)
+@pytest.mark.parametrize("module_name", api.MODULES)
 class TestTheFace:
-    def test_its_export_list_is_sorted_and_free_of_doubles(self, face: str) -> None:
-        exported = list(importlib.import_module(face).__all__)
+    def test_its_export_list_is_sorted_and_free_of_doubles(self, module_name: str) -> None:
+        exported = list(importlib.import_module(module_name).__all__)
         assert exported == sorted(set(exported))
 
-    def test_every_exported_name_exists(self, face: str) -> None:
-        module = importlib.import_module(face)
+    def test_every_exported_name_exists(self, module_name: str) -> None:
+        module = importlib.import_module(module_name)
         assert [each for each in module.__all__ if not hasattr(module, each)] == []
 
-    def test_every_public_name_is_exported(self, face: str) -> None:
-        module = importlib.import_module(face)
+    def test_every_public_name_is_exported(self, module_name: str) -> None:
+        module = importlib.import_module(module_name)
         if not hasattr(module, "__path__"):
             return  # a module, not a package: it has helpers of its own
         public = {
@@ -91,8 +91,8 @@ class TestTheFace:
         }
         assert public - set(module.__all__) == set()
 
-    def test_every_exported_function_and_class_shows_an_example(self, face: str) -> None:
-        module = importlib.import_module(face)
+    def test_every_exported_function_and_class_shows_an_example(self, module_name: str) -> None:
+        module = importlib.import_module(module_name)
         without = [
             each
             for each in module.__all__
@@ -198,7 +198,7 @@ def test_make_alone_lists_every_habit_in_one_line_each() -> None:
     listing = subprocess.run(
         ["make"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    assert sorted(line.split()[1] for line in listing.splitlines()) == sorted((*HABITS, "help"))
+    assert sorted(line.split()[1] for line in listing.splitlines()) == sorted((*TARGETS, "help"))
 
 
 def test_each_path_that_contributing_names_exists_and_contains_what_its_row_says() -> None:

@@ -217,7 +217,7 @@ def _part_of(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
 
 def _new_part(place: Path) -> tuple[Path, int]:
     while True:
-        part = place.with_name(f"{_prefix(place)}{secrets.token_hex(4)}.part")
+        part = place.with_name(f"{_temporary_prefix(place)}{secrets.token_hex(4)}.part")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         # Before the lock, another process may have removed it as a leftover.
         if _lock(handle) is not False and part.exists():
@@ -227,7 +227,7 @@ def _new_part(place: Path) -> tuple[Path, int]:
 
 def _remove_leftovers(place: Path) -> None:
     """Remove temporary files that killed processes left: those that no process has locked."""
-    prefix = _prefix(place)
+    prefix = _temporary_prefix(place)
     with suppress(OSError), os.scandir(place.parent) as entries:
         parts = [each for each in entries if each.name.startswith(prefix) and _PART.fullmatch(each.name, len(prefix))]
         for entry in [each for each in parts if each.is_file(follow_symlinks=False)]:
@@ -242,7 +242,7 @@ def _remove_leftovers(place: Path) -> None:
                     Path(entry.path).unlink()  # Windows cannot remove an open file
 
 
-def _prefix(place: Path) -> str:
+def _temporary_prefix(place: Path) -> str:
     """Return the start of a temporary file's name, truncated so that the whole name is not too long."""
     return f".{place.name.encode('utf-8', 'surrogateescape')[:MOST_NAME].decode('utf-8', 'ignore')}."
 

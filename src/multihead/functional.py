@@ -416,8 +416,8 @@ def request_of(
             keys=keys,
             device=shape.device,
         )
-    unheard: frozenset[str] = frozenset()
-    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, unheard, origin, scales)
+    wanted: frozenset[str] = frozenset()  # no statistics; a listener adds its own
+    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, wanted, origin, scales)
 
 
 def _shape_of_int8(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:

@@ -14,7 +14,7 @@ NAMES = [f"encoder.layer.{index}.attention.self" for index in range(12)] + ["dec
 
 def chosen(layers: Any) -> list[int]:
     layer_filter = LayerFilter.of(layers)
-    return [index for index, name in enumerate(NAMES) if layer_filter.takes(name, index)]
+    return [index for index, name in enumerate(NAMES) if layer_filter.matches(name, index)]
 
 
 @pytest.mark.parametrize(

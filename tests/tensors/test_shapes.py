@@ -177,8 +177,8 @@ def test_left_out_where_the_mask_uses_positions_it_is_refused_with_both_spelling
     ("given", "sentence"),
     [
         ("start", "query_start is 'start'. Give an int, a tensor with one int per sample, or \"end\"."),
-        (-1, 'query_start is -1. Give an int of 0 or more, one per sample, or "end".'),
-        (True, 'query_start is True. Give an int of 0 or more, one per sample, or "end".'),
+        (-1, 'query_start is -1. Give an int of 0 or more, a tensor with one per sample, or "end".'),
+        (True, 'query_start is True. Give an int of 0 or more, a tensor with one per sample, or "end".'),
         (1 << 41, "query_start is 2199023255552. Give at most 1099511627776."),
         (10**30, f"query_start is {10**30}. Give at most 1099511627776."),
         (torch.tensor([0, 2**63 - 1]), f"query_start is {2**63 - 1}. Give at most 1099511627776."),
@@ -189,7 +189,7 @@ def test_left_out_where_the_mask_uses_positions_it_is_refused_with_both_spelling
                 "Give one int per sample, on any other device."
             ),
         ),
-        (1.5, 'query_start is 1.5. Give an int of 0 or more, one per sample, or "end".'),
+        (1.5, 'query_start is 1.5. Give an int of 0 or more, a tensor with one per sample, or "end".'),
         (
             torch.tensor([1.0, 2.0]),
             "query_start is a torch.float32 tensor of shape (2,). Give one int per sample: shape (2,).",

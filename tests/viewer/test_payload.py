@@ -14,7 +14,7 @@ from multihead.record.analysis import similar
 from multihead.record.analysis.highlights import findings
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, changed, described, listed, rows_of
+from multihead.viewer.payload import Run, changed, listed, rows_of, sample_description
 from multihead.viewer.tokens import SPECIAL
 from tests.viewer.watching import watch
 
@@ -41,7 +41,7 @@ def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
     previous[1] = 0.9
     one = record.layers[1].samples[0]
     one.put(one.statistics | {"previous_mass": previous})
-    shown = described(Run("a.safetensors", record), 0)
+    shown = sample_description(Run("a.safetensors", record), 0)
     expected = findings(record.layers, sample=0)
     assert [(each["layer"], each["head"], each["sentence"]) for each in shown["findings"]] == [
         (each.layer, each.head, each.sentence) for each in expected
@@ -53,16 +53,16 @@ def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
 def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
     run = Run("a.safetensors", watch(9, keep="statistics"))
     assert listed(run)["keep"] == "statistics"
-    layer = described(run, 0)["layers"][0]
+    layer = sample_description(run, 0)["layers"][0]
     assert (layer["levels"], layer["maps"]) == (0, False)
     pooled = Run("b.safetensors", watch(9, keep="statistics", probes=("entropy", "pooled_map")))
-    assert described(pooled, 0)["layers"][0]["maps"] is True
+    assert sample_description(pooled, 0)["layers"][0]["maps"] is True
 
 
 def test_a_sample_is_described_head_by_head() -> None:
     record = watch(70, layers=2, mask=masks.Causal())
     record.set_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
-    body = described(Run("a", record), 0)
+    body = sample_description(Run("a", record), 0)
     json.dumps(body, allow_nan=False)
     (text,) = body["texts"]
     assert (text["gaps"][:2], text["shown"][:2], text["flags"][:2]) == (["", " "], ["t0", "t1"], [SPECIAL, 0])
@@ -110,7 +110,7 @@ def test_a_sample_is_described_head_by_head() -> None:
 
 def test_a_layer_that_reads_another_text_says_so() -> None:
     record = watch(6, memory=11)
-    body = described(Run("a", record), 0)
+    body = sample_description(Run("a", record), 0)
     layer = body["layers"][0]
     assert layer["crosses"]
     assert (layer["queries"], layer["keys"]) == (6, 11)
@@ -119,7 +119,7 @@ def test_a_layer_that_reads_another_text_says_so() -> None:
 def test_a_number_that_is_none_is_null() -> None:
     record = watch(5, layers=2)
     record.layers[1].samples[0]._per_query.pop("entropy")
-    body = described(Run("a", record), 0)["metrics"]["entropy"]
+    body = sample_description(Run("a", record), 0)["metrics"]["entropy"]
     assert body[2:] == [None, None]
     assert all(math.isfinite(value) for value in body[:2])
 
@@ -140,7 +140,7 @@ def test_names_that_a_page_shows_cannot_turn_it() -> None:
     record.title, record.layers[0].name = "\u202etitle", "\x1b\u2066layer"
     run = Run("\u202efile", record)
     assert (listed(run)["name"], listed(run)["title"]) == ("\\u202efile", "\\u202etitle")
-    assert described(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"
+    assert sample_description(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"
 
 
 def test_a_head_may_have_several_kinds_and_every_share_its_chance() -> None:
@@ -151,7 +151,7 @@ def test_a_head_may_have_several_kinds_and_every_share_its_chance() -> None:
     previous = torch.zeros(2, 40)
     previous[0] = 0.9
     sample.put({"previous_mass": previous, "entropy": torch.zeros(2, 40)})
-    body = described(Run("a", record), 0)
+    body = sample_description(Run("a", record), 0)
     assert body["kinds"][0] == ("repeated_induction", "previous")
     assert body["metrics"]["repeated_induction"] == [0.9, 0]
     assert body["chance"]["repeated_induction"] == pytest.approx([0.01, 0.01])

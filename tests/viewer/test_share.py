@@ -16,7 +16,7 @@ import torch
 from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, described, listed
+from multihead.viewer.payload import Run, listed, sample_description
 from multihead.viewer.share import SharedHead, file_name, shared_page
 from multihead.viewer.tiles import fine, row_of
 from tests.viewer.serving import Served, serving
@@ -67,7 +67,7 @@ def a_head(layer: int, head: int) -> SharedHead:
 
 
 def written(*heads: SharedHead, place: str = "#a=L1H0&n=40&x=20&y=30&q=50", **given: Any) -> bytes:
-    described_run = {"runs": [listed(RUN)], "samples": [described(RUN, 0)]}
+    described_run = {"runs": [listed(RUN)], "samples": [sample_description(RUN, 0)]}
     return shared_page(heads, small=lambda run, layer: None, place=place, lang="en", **described_run | given)
 
 

@@ -24,7 +24,7 @@ _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _GGUF_INTEGERS = {4: "I", 5: "i", 10: "Q", 11: "q"}
 
 
-def check_moderate(model: str, config: Any) -> None:
+def check_size_claims(model: str, config: Any) -> None:
     """Reject a configuration with more layers or classes than any model has.
 
     Args:

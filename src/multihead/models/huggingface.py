@@ -42,8 +42,8 @@ _ADDITIVE = frozenset({"deepseek_v4"})  # model types whose layers append number
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
-    """What is known of a call from its mask only.
+class CallKeys:
+    """What only the mask of a call knows of its keys.
 
     Attributes:
         key_offset: position of the first key in the sequence, tokens; more than 0 where a cache dropped keys.
@@ -54,8 +54,8 @@ class Origin:
     padding: Tensor | None = None
 
 
-origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
-"""The origin of the call that listeners are receiving; None if no Hugging Face model made it."""
+call_keys: ContextVar[CallKeys | None] = ContextVar("call_keys", default=None)
+"""The keys of the call that listeners are receiving; None if no Hugging Face model made it."""
 
 
 def installed(model: nn.Module, report: Report = rejected) -> Undo:
@@ -237,14 +237,14 @@ def _published(request: AttentionRequest, attention_mask: Tensor | None) -> tupl
     if not listeners():
         attended = attend(request)
         return attended.output, attended.logsumexp
-    place = Origin()
+    place = CallKeys()
     if isinstance(attention_mask, LazyMask):
-        place = Origin(attention_mask.key_offset, attention_mask.padding)
-    token = origin.set(place)
+        place = CallKeys(attention_mask.key_offset, attention_mask.padding)
+    token = call_keys.set(place)
     try:
         attended = attend(request)
     finally:
-        origin.reset(token)
+        call_keys.reset(token)
     return attended.output, attended.logsumexp
 
 

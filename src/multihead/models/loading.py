@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.files import is_folder
-from multihead.models.claims import check_moderate, gguf_layers
+from multihead.models.claims import check_size_claims, gguf_layers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -181,7 +181,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     with quiet(), nullcontext() if file is not None else _without_retries():
         report("weights")
         config = _configuration(transformers, source)
-        check_moderate(model, config)
+        check_size_claims(model, config)
         classes = (*_GENERATORS, *_HEADS) if _generates(config) else _HEADS
         network = _pretrained(transformers, model, source, file is not None, dtype, classes)
         report("tokenizer")

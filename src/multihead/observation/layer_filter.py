@@ -48,7 +48,7 @@ class LayerFilter:
                     'Give the name of an attention layer, a part of it or a glob such as "encoder.*", or None for all.',
                 )
 
-    def takes(self, name: str, index: int) -> bool:
+    def matches(self, name: str, index: int) -> bool:
         """Whether a layer is to be recorded."""
         return any(_fits(item, name, index) for item in self.items)
 

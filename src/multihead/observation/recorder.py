@@ -148,8 +148,8 @@ class Recorder:
         self._begin_pass()
         window = self._is_window(request, module)
         name = self._numbered(self.names[id(module)], again=window)
-        model_call = huggingface.origin.get()
-        offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
+        keys = huggingface.call_keys.get()
+        offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
         crosses = pretrained.crosses(caller, self.names[id(module)])
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
@@ -161,7 +161,7 @@ class Recorder:
         self._pass_continues |= previous is not None and not crosses and not window
         layer = self._layer(name, module, request)
         if sequence is not None:
-            if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
+            if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
                 self._add_part(call, sequence, module, layer)
             return
         if crosses and not request.mask.uses_positions:
@@ -176,7 +176,7 @@ class Recorder:
             state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
             state.window = window
         self._previous[text] = state
-        if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
+        if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
             self._add(call, module, layer, state, offset)
 
     def _begin_pass(self) -> None:
@@ -435,7 +435,7 @@ class Recorder:
 
     def _places(self, request: AttentionRequest, name: str) -> SampleSpans:
         """Find the samples in a call, or take those of the previous call if they are at the same places."""
-        origin, real, padding = huggingface.origin.get(), None, None
+        keys, real, padding = huggingface.call_keys.get(), None, None
         if request.continued is not None and request.continued.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
             real = token < request.continued.lengths[:, None]
@@ -443,8 +443,8 @@ class Recorder:
             real = request.origin.real
             if request.origin.crosses is False and request.shape.key_length == request.shape.query_length:
                 padding = real
-        elif origin is not None:
-            real, padding = self._real_queries(request, name, origin.key_offset), origin.padding
+        elif keys is not None:
+            real, padding = self._real_queries(request, name, keys.key_offset), keys.padding
         if self._spans is None or not self._spans.fits(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change them before they are read

@@ -14,8 +14,8 @@ _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "dense")
 _TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv")  # projections to queries, keys and values at once
 _NORMS = ("q_norm", "k_norm")
-# Model types whose projection at once has the columns of head 0, then those of head 1 and so on, as each rank needs
-# them. Others have the columns of all queries first: a rank would get queries and no keys.
+# Model types whose fused q/k/v projection is ordered head by head, so that the heads of a rank are consecutive columns.
+# Others have the columns of all queries first: a rank would get queries and no keys.
 _BY_HEADS = {"gpt_neox": "query_key_value"}
 _INSTEAD = "Split the sequence instead, with context_parallel."
 

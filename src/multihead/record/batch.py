@@ -66,7 +66,7 @@ class BatchRows:
         return BatchRows(spans, ranges(sample * rows + start, lengths))
 
     def compact(self, tensor: Tensor) -> Tensor:
-        """Leave out the other rows: (1, heads, kept rows, features), or the tensor itself if there are none."""
+        """Return only the kept rows, (1, heads, rows, features); the tensor itself if all are kept."""
         if self.index is None:
             return tensor
         # (batch * rows, heads * features): no copy where a projection was split into heads; then rows are copied whole

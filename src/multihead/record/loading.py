@@ -49,7 +49,7 @@ MOST_WIDTH = 1 << 20
 """Limit of head_dim and value_dim; models have 2^9 at most."""
 
 MOST_LABEL = 100
-"""Characters of the label or the unit of a statistic, which pages show in the head of a column."""
+"""Limit of the characters of a label or a unit; pages show them as column headings."""
 
 _WHOLE = 1 + 1e-3  # a share of all attention, rounded
 _BINS_1 = 2095  # of a summary in a file of version 1

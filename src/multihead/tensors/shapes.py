@@ -158,7 +158,9 @@ def resolved_query_start(
             check_reachable(int(query_start.max()))
         return query_start
     if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:
-        raise ArgumentError(f"query_start is {query_start!r}.", 'Give an int of 0 or more, one per sample, or "end".')
+        raise ArgumentError(
+            f"query_start is {query_start!r}.", 'Give an int of 0 or more, a tensor with one per sample, or "end".'
+        )
     if isinstance(query_start, int):
         check_reachable(query_start)
     return query_start

@@ -125,7 +125,7 @@ def _without_values() -> bool:
 
 
 def _proxied() -> bool:
-    """Whether make_fx runs this code: with `pre_dispatch=True` its mode is on no stack whose size is cheap to read."""
+    """Whether make_fx is tracing; with `pre_dispatch=True` its mode is not on the stack of dispatch modes."""
     return proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - torch has no public name for it
 
 

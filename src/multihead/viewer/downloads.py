@@ -57,8 +57,8 @@ def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a header line and one line per head; characters that act on a terminal are escaped."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     # A shell's tools expect lines to end like this; no cell holds a character that needs the other ending.
-    yield from _lines([[_safe(name) for name in names]], end="\n")
-    yield from _lines(([_safe(row.get(name, "")) for name in names] for row in rows), end="\n")
+    yield from _csv_bytes([[_safe(name) for name in names]], end="\n")
+    yield from _csv_bytes(([_safe(row.get(name, "")) for name in names] for row in rows), end="\n")
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
@@ -90,11 +90,11 @@ def weights_csv(
         key_tokens: the tokens of all keys.
     """
     names = ["query", "key", *(["query_token"] if query_tokens else []), *(["key_token"] if key_tokens else [])]
-    yield from _lines([[*names, "weight"]])
+    yield from _csv_bytes([[*names, "weight"]])
     ends = [_safe(each) for each in key_tokens[keys]] if key_tokens else None
     for query, row in _rows(sample, head, queries, keys):
         begins = [_safe(query_tokens[query])] if query_tokens else []
-        yield from _lines(
+        yield from _csv_bytes(
             [query, key, *begins, *([ends[place]] if ends else []), weight]
             for place, (key, weight) in enumerate(zip(range(keys.start, keys.stop), row, strict=True))
         )
@@ -147,7 +147,7 @@ def _rows(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Itera
             )
 
 
-def _lines(rows: Iterable[Sequence[object]], *, end: str = "\r\n") -> Iterator[bytes]:
+def _csv_bytes(rows: Iterable[Sequence[object]], *, end: str = "\r\n") -> Iterator[bytes]:
     written = io.StringIO()
     csv.writer(written, lineterminator=end).writerows(rows)
     yield written.getvalue().encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate

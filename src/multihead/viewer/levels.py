@@ -254,7 +254,7 @@ def _opened(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Ar
             _lay_out(file, header, size)
         writable = _is_writable(file)
         opened = Parts(file)
-        opened.read_into(size - heads, _memory(done))  # the narrowest type comes last in the file
+        opened.read_into(size - heads, _memory(done))  # one byte each, after the wider numbers
     except (OSError, InputError):
         return None
     # A finished file is usable even if it is not writable.

@@ -133,7 +133,7 @@ def _whole(record: Record, sample: int, bits: int, size: int, report: Progress) 
     room, rounding = _Room(size), maps.Rounding()
     store = Store(mode="whole", bits=bits)
     total, done = sum(layer.num_heads for layer in record.layers), 0
-    for index, one in enumerate(_samples(record, sample)):
+    for index, one in enumerate(_sample_of_each_layer(record, sample)):
         kept = LayerStore(direct=max(one.num_queries, one.num_keys) <= DIRECT_SIZE)
         if not kept.direct:
             _put_maps(store, room, kept, index, _small_maps(one, MAP_SIZE), one, maps.Rounding())
@@ -151,7 +151,7 @@ def _pooled(record: Record, sample: int, map_size: int, size: int, report: Progr
     room, rounding = _Room(size), maps.Rounding()
     store = Store(mode="pooled", reason="room" if has_weights else "statistics")
     any_map = False
-    for index, one in enumerate(_samples(record, sample)):
+    for index, one in enumerate(_sample_of_each_layer(record, sample)):
         kept = LayerStore()
         small = _small_maps(one, map_size)
         if small is not None:
@@ -160,7 +160,7 @@ def _pooled(record: Record, sample: int, map_size: int, size: int, report: Progr
         store.layers.append(kept)
     if not any_map:
         return Store(reason="statistics", layers=store.layers)
-    for index, one in enumerate(_samples(record, sample)):
+    for index, one in enumerate(_sample_of_each_layer(record, sample)):
         try:
             _put_strips(store, room, store.layers[index], index, one)
         except _FullError:
@@ -178,7 +178,7 @@ def _put_largest(
     if _cells(record, sample) > MAX_CELLS:
         _put_single_largest(record, sample, store, room, rounding, report)
         return
-    queries = sum(one.num_heads * one.num_queries for one in _samples(record, sample))
+    queries = sum(one.num_heads * one.num_queries for one in _sample_of_each_layer(record, sample))
     total = sum(layer.num_heads for layer in record.layers)
     number = int(room.left / (queries * 3))  # about three bytes each, fewer if many are stored per query
     for _ in range(2):
@@ -188,7 +188,7 @@ def _put_largest(
         packs: list[tuple[str, str]] = []
         trial, done = _Room(room.left), 0
         try:
-            for index, one in enumerate(_samples(record, sample)):
+            for index, one in enumerate(_sample_of_each_layer(record, sample)):
                 for head, content in enumerate(maps.largest(one, number=number, rounding=rounding)):
                     trial.take(packs, f"k{index}.{head}", content)
                 done += one.num_heads
@@ -209,7 +209,7 @@ def _put_single_largest(
     packs: list[tuple[str, str]] = []
     trial = _Room(room.left)
     try:
-        for index, one in enumerate(_samples(record, sample)):
+        for index, one in enumerate(_sample_of_each_layer(record, sample)):
             for head, content in enumerate(maps.largest_of_all(one, rounding=rounding)):
                 trial.take(packs, f"k{index}.{head}", content)
             done += one.num_heads
@@ -279,9 +279,9 @@ def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: Sa
 
 def _cells(record: Record, sample: int) -> int:
     """Count heads x queries x keys over all layers."""
-    return sum(one.num_heads * one.num_queries * one.num_keys for one in _samples(record, sample))
+    return sum(one.num_heads * one.num_queries * one.num_keys for one in _sample_of_each_layer(record, sample))
 
 
-def _samples(record: Record, sample: int) -> Iterator[SampleRecord]:
+def _sample_of_each_layer(record: Record, sample: int) -> Iterator[SampleRecord]:
     for layer in record.layers:
         yield layer.sample(sample)

@@ -79,7 +79,7 @@ def _opening(record: Record, sample: int) -> str:
     return " ".join(opening.split())[:40]
 
 
-def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
+def sample_description(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head."""
     main = main_sample(run.record, sample).text
     profiles = run.record.profiles(sample=sample, special=main.special)
@@ -136,7 +136,7 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     return marked(run.record.layers, rows, sample=sample)
 
 
-def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
+def nearest_heads(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
     """List the heads whose weights are most similar to those of one head, nearest first; see `Record.nearest`.
 
     The divergence is None where no query has finite weights in both heads: JSON has no NaN.

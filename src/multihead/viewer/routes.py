@@ -15,7 +15,7 @@ from multihead.record.analysis.similar import numbers_in_words
 from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
 from multihead.viewer.page import version
-from multihead.viewer.payload import Run, changed, described, listed, near, rows_of
+from multihead.viewer.payload import Run, changed, listed, nearest_heads, rows_of, sample_description
 from multihead.viewer.pyramid import Builder, Pyramid, state
 from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
 from multihead.viewer.responses import GONE, download, floats, page, page_file, until_gone
@@ -104,7 +104,7 @@ class Viewer:
     def _description(self, run: int, sample: int) -> dict[str, Any]:
         # Stored even if the request was cancelled: loading the page again is then faster.
         if (run, sample) not in self._described:
-            self._described[run, sample] = described(self.runs[run], sample, self.lang)
+            self._described[run, sample] = sample_description(self.runs[run], sample, self.lang)
         return self._described[run, sample]
 
     async def levels(self, request: Request) -> Response:
@@ -214,7 +214,7 @@ class Viewer:
         found = await self._computed(
             request,
             ("nearest", run, sample, layer, head, top),
-            lambda _: near(self.runs[run], sample, self._number(run, layer), head, top),
+            lambda _: nearest_heads(self.runs[run], sample, self._number(run, layer), head, top),
             by=self.slow,
         )
         return json_response(found)

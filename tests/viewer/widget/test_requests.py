@@ -87,7 +87,7 @@ def test_a_cancelled_request_ends_its_computation(monkeypatch: pytest.MonkeyPatc
         ended.wait(60)
         raise Cancelled
 
-    monkeypatch.setattr(routes, "described", endless)
+    monkeypatch.setattr(routes, "sample_description", endless)
     parts: list[object] = []
     pending = Requests([Run("small", small())], "en").start("api/runs/0/samples/0", lambda *part: parts.append(part))
     assert began.wait(60)

@@ -100,7 +100,7 @@ def _numbers(context: Context, table: str, *, boolean: bool) -> str:
 
 
 def _with_column(context: Context, table: str, column: torch.Tensor) -> str:
-    """Prepend a column to a table: one number or bool for all heads, or (1, heads, 1, 1)."""
+    """Prepend the column of an added key to a mask or a bias; it has one value, or one per head (1, heads, 1, 1)."""
     graph = context.graph
     if column.dim():  # the column differs per head, so each head needs its own table
         table = graph.node("Expand", table, graph.ints(*column.shape))

@@ -81,7 +81,7 @@ def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
     shape = request.shape
     row = shape.key_length
     if bounds.remainder is not None and bounds.remainder.holds_tensors:
-        row *= shape.batch * shape.num_heads  # a tensor may differ in each
+        row *= shape.batch * shape.num_heads  # a mask that holds tensors may differ by sample and head
     elif not bounds.shared:
         row *= shape.batch
     return max(96, DENSE_BYTES // max(row, 1))
