@@ -157,7 +157,7 @@ def ring_plan(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
 
 
 def _steps(mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int) -> list[Step]:
-    """Plan how a rank attends to the keys of another: two steps, so that sending overlaps computing; one for its own."""
+    """Plan how a rank attends to keys of another: two steps, so that sending overlaps computing; one for its own."""
     own = layout.chunks(rank, length)
     if distance == 0:
         needed = _keys_seen(bounds, own, own)
