@@ -196,13 +196,13 @@ class Recorder:
         return self._layers[name]
 
     def _is_window(self, request: AttentionRequest, module: nn.Module) -> bool:
-        """Whether q and k of a call are other parts of the same tensors than those of the layer's call before it.
+        """Whether q and k of a call follow those of the layer's call before it in the same tensors.
 
         So a layer attends within the images or the windows of a sample one by one.
         """
         newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
         self._newest = module, q, k  # held, so that no other tensor takes their memory
-        return newest is not None and newest[0] is module and all(map(_other_part, newest[1:], (q, k)))
+        return newest is not None and newest[0] is module and all(map(_follows, newest[1:], (q, k)))
 
     def _numbered(self, name: str, *, again: bool) -> str:
         """Number the calls of one layer within a forward pass of the model; `again` gives the newest number."""
@@ -648,12 +648,13 @@ def _key_starts(places: SampleSpans, state: _PreviousCall, windows: int, offset:
     return of_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
 
 
-def _other_part(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors with the same batch are different parts of one tensor."""
-    if len(tensor) != len(other) or not tensor.numel() or not other.numel():
+def _follows(rows: Tensor, later: Tensor) -> bool:
+    """Whether the rows of a tensor, (batch, heads, rows, head_dim), are those after others in the same memory."""
+    if rows.shape[:2] != later.shape[:2] or rows.stride() != later.stride() or not later.numel():
         return False
-    both = {each.untyped_storage().data_ptr() for each in (tensor, other)}
-    return len(both) == 1 and tensor.storage_offset() != other.storage_offset()
+    if rows.untyped_storage().data_ptr() != later.untyped_storage().data_ptr():
+        return False
+    return later.storage_offset() == rows.storage_offset() + rows.shape[2] * rows.stride(2)
 
 
 class _Overlap(NamedTuple):
