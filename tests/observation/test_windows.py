@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import SwinConfig, SwinModel
+from transformers import CLIPConfig, CLIPModel, SwinConfig, SwinModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -138,3 +138,15 @@ def test_only_the_next_rows_of_the_same_tensor_follow() -> None:
         assert not _follows(whole[:, :, 2:4], whole[:, :, :2])
         assert not _follows(whole[:, :2], whole[:, 2:])
         assert not _follows(whole[:, :, :2], whole.clone()[:, :, 2:4])
+
+
+@pytest.mark.parametrize(("texts", "pictures"), [(1, 3), (4, 2)])
+def test_the_rows_of_a_model_with_two_inputs_are_samples_of_either(texts: int, pictures: int) -> None:
+    both = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {"vocab_size": 50, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2}
+    config = CLIPConfig(text_config=both | words, vision_config=both | {"image_size": 16, "patch_size": 8})
+    model: Any = CLIPModel(config).eval()
+    with torch.no_grad(), mh.observe(model) as seen:
+        model(input_ids=torch.randint(3, 50, (texts, 6)), pixel_values=torch.randn(pictures, 3, 16, 16))
+    samples = {layer.name.partition(".")[0]: layer.num_samples for layer in seen.layers}
+    assert samples == {"text_model": texts, "vision_model": pictures}

@@ -69,12 +69,13 @@ class Given:
     Attributes:
         ids: (batch, tokens) int64, a copy of the token ids on the CPU, or None.
         tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
-        batch: number of samples; None where it is unknown, as in models that are not from Hugging Face.
+        batches: length of its main input, then those of all inputs; none where the batch is unknown, as in models that
+            are not from Hugging Face.
     """
 
     ids: Tensor | None = None
     tokens: Tensor | None = None
-    batch: int | None = None
+    batches: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -144,10 +145,14 @@ class Inputs:
                 return Given()  # an image or sound encoder: its queries are not the tokens of the model around it
         return Given() if found is None else found
 
-    def batch_of(self, name: str) -> int | None:
-        """Return how many samples the innermost model around a layer was given; None where that is unknown."""
+    def rows_per_sample(self, name: str, rows: int) -> int:
+        """Return how many rows of a batch in a layer belong to each sample of the innermost model around it.
+
+        That is 1 where the model's batch is unknown, or where one of its inputs has as many rows.
+        """
         around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
-        return next((model.given.batch for model in around), None)
+        batch, *others = next((model.given.batches for model in around), ()) or (rows,)
+        return 1 if not self.running or not batch or rows in others or rows % batch else max(rows // batch, 1)
 
     def memory_of(self, name: str) -> Given:
         """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
@@ -224,8 +229,10 @@ def _given(model: _Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Give
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
     # The batch is the first axis in Hugging Face models, which have this attribute; elsewhere it may be another one.
     main = getattr(model.module, "main_input_name", None)
-    whole = None if main is None else bound.get(main, next(iter(bound.values()), None))
-    batch = len(whole) if isinstance(whole, Tensor) and whole.dim() > 1 else None
+    lengths = {key: len(each) for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
+    batches = (
+        () if main is None or not lengths else (lengths.get(main, next(iter(lengths.values()))), *lengths.values())
+    )
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        return Given(None, tokens, batch)
-    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens, batch)
+        return Given(None, tokens, batches)
+    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens, batches)

@@ -306,9 +306,8 @@ class Recorder:
 
     def _windows(self, request: AttentionRequest, name: str) -> int:
         """Return how many rows of a call's batch are windows of one sample of those that the model was given."""
-        batch, rows = self.inputs.batch_of(name), request.shape.batch
-        one_each = request.packed_lengths is not None or request.continued is not None or not self.inputs.running
-        return 1 if one_each or not batch or rows % batch else max(rows // batch, 1)
+        one_each = request.packed_lengths is not None or request.continued is not None
+        return 1 if one_each else self.inputs.rows_per_sample(name, request.shape.batch)
 
     def _add_part(self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord) -> None:
         """Add the queries of this rank, where a sequence is split over ranks; its samples begin with this call."""
