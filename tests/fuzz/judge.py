@@ -132,6 +132,10 @@ def rows_of(call: Call) -> Rows:
         heavy = heavy | (visible & (bias.abs() > FAR)).any(-1)
     if call.sinks is not None:
         sinks = call.sinks.double()[None, :, None]
+        if bias is not None:
+            # A logsumexp of this size absorbs the number of keys, so that the share of an equal sink is undefined.
+            apart = 8 * torch.finfo(torch.float32 if single else torch.float64).eps * bias.abs()
+            over = over | (visible & (bias.abs() > FAR) & ((bias - sinks[..., None]).abs() <= apart))
         sees_one = some & ~over.any(-1)  # where every score overflows to -inf, there may be none
         nan = nan | (sees_one & (sinks.isnan() | (sinks == torch.inf)))
         heavy = heavy | (some & (sinks.abs() > FAR))
