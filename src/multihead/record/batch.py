@@ -341,7 +341,7 @@ class RecordedBatch:
             sample = {}
             for name, measured in whole.items():
                 parts = [
-                    [each[span.sample, :, slice(*span.queries)] for each in measured]
+                    [each[span.sample, :, slice(*span.queries)] for each in (measured.values, measured.counted)]
                     for span in spans[first : first + self.windows]
                 ]
                 sample[name] = Measured(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))

@@ -20,10 +20,12 @@ class Measured(NamedTuple):
     Attributes:
         values: (heads, queries).
         counted: (heads, queries) bool, the queries that count in a summary.
+        chance: (heads or 1, queries), what an even spread over the visible keys gives; None where it was not measured.
     """
 
     values: Tensor
     counted: Tensor
+    chance: Tensor | None = None
 
 
 def check_summary(of: object) -> None:

@@ -288,7 +288,7 @@ def _measured(
     if marks is not None and any(marks[1:]) and "special_mass" in found:
         # special_mass counts the first token too if that is a special token itself.
         both = marks[0] and "first_mass" in found
-        values, counted = found["special_mass"]
+        values, counted, _ = found["special_mass"]
         found[SEPARATOR.name] = Measured(
             (values - found["first_mass"].values if both else values).clamp(min=0), counted
         )
