@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypedDict
 
 from multihead.kinds import MIXED, Kind
@@ -65,9 +65,10 @@ class KindOfPage(TypedDict):
 
 
 def legend(
-    kinds: Iterable[Kind], profiles: Sequence[LayerKinds], lang: str, *, bound: bool = False
+    kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str, *, bound: bool = False
 ) -> list[KindOfPage]:
     """Describe the kinds of a page, in the order of its legend; `bound` if q and k were not kept."""
+    profiles = list(profiles)
     return [
         KindOfPage(
             id=kind.name,
