@@ -173,6 +173,11 @@ def check_kinds(kinds: Sequence[object]) -> None:
         names.add(kind.name)
 
 
+def probes_of(kinds: Sequence[Kind]) -> list[Probe]:
+    """Return the probes that measure some kinds on the texts of a record or a census."""
+    return [kind.probe for kind in kinds if isinstance(kind.probe, Probe) and kind.texts == "given"]
+
+
 def named(kinds: Sequence[Kind]) -> dict[str, Kind]:
     """Return some kinds, and that of a head without any, by name."""
     return {kind.name: kind for kind in (*kinds, MIXED)}

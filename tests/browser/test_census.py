@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import multihead as mh
-from tests.counting.tiny import jsonl, random_texts, saved_bert
+from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -19,7 +21,7 @@ HOSTILE = "<img src=x onerror=alert(1)> </script><script>alert(1)</script> w1 w2
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of a census of hostile texts, and one that compares it with another census."""
+    """The page of a census of hostile texts, one that compares it with another, and one with a layer of even heads."""
     folder = tmp_path_factory.mktemp("census")
     model = saved_bert(folder / "tiny-bert")
     texts = [[HOSTILE] * 3 + random_texts(8), random_texts(8, seed=1, longest=6)]
@@ -28,7 +30,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         mh.census(model, file, out=folder / f"census{place}", threads=1, probes=("entropy", "previous_mass"))
         for place, file in enumerate(files)
     )
-    return {"one": one.report(folder / "one.html"), "two": one.report(folder / "two.html", other)}
+    first = bert()
+    torch.nn.init.zeros_(first.encoder.layer[0].attention.self.query.weight)
+    spread = mh.census(first, files[0], out=folder / "even", tokenizer=tokenizer(), threads=1, probes="entropy")
+    return {
+        "one": one.report(folder / "one.html"),
+        "two": one.report(folder / "two.html", other),
+        "even": spread.report(folder / "even.html"),
+    }
 
 
 @pytest.fixture
@@ -102,12 +111,39 @@ def test_hostile_texts_stay_text(shown: Callable[..., Page]) -> None:
 
 
 @pytest.mark.parametrize("width", [1440, 390])
+def test_chance_is_next_to_every_mean_and_to_nothing_else(shown: Callable[..., Page], width: int) -> None:
+    page = shown("one", width=width)
+    headings = page.locator("#cols th small")
+    assert [re.fullmatch(r"chance [\d.]+", each) is not None for each in headings.all_inner_texts()] == [True, True]
+    assert page.locator("#insp td.level").count() == 3  # a heading and two statistics
+    page.select_option("select[name=of]", "p95")
+    assert (headings.count(), page.locator("#insp td.level").all_inner_texts()) == (0, ["", ""])
+    page.click("#rows th a >> nth=0")
+    assert page.inner_text("#head .card small >> nth=1").startswith("chance ")
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_heads_are_filtered_by_their_kinds(shown: Callable[..., Page], width: int) -> None:
+    page = shown("even", width=width)
+    counts = {name: int(number) for name, number in (each.split() for each in page.locator(".chip").all_inner_texts())}
+    assert (list(counts), sum(counts.values())) == (["broad", "mixed"], 8)
+    assert counts["broad"] >= 4
+    page.click(".chip >> nth=0")
+    assert (page.locator("#rows tr").count(), page.locator("#grid a.dim").count()) == tuple(counts.values())
+    label = page.get_attribute("#grid a[data-i='0']", "aria-label")
+    assert label is not None
+    assert re.fullmatch(r"Layer 0 head 0, broad, entropy ([\d.]+), chance \1", label)
+    page.click("#rows th a >> nth=0")
+    assert page.inner_text("#head .sub") == "broad"
+
+
+@pytest.mark.parametrize("width", [1440, 390])
 def test_a_second_census_is_next_to_the_first_one(shown: Callable[..., Page], width: int) -> None:
     page = shown("two", width=width)
-    ranked = [float(each) for each in page.locator("#rows td:nth-child(2)").all_inner_texts()]
+    ranked = [float(each) for each in page.locator("#rows td:nth-child(3)").all_inner_texts()]
     assert len(ranked) == 8
     assert ranked == sorted(ranked, reverse=True)
-    assert "→" in page.inner_text("#rows td:nth-child(3) >> nth=0")
+    assert "→" in page.inner_text("#rows td:nth-child(4) >> nth=0")
     for each in ("B", "difference", "divergence"):
         page.select_option("select[name=shows]", each)
         assert page.input_value("select[name=shows]") == each

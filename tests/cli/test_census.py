@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import multihead as mh
 from multihead.cli import main
-from tests.counting.tiny import jsonl, random_texts, saved_bert
+from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 
 def run(*args: str, **environment: str) -> Result:
@@ -51,10 +52,27 @@ def test_it_prints_what_was_read_and_the_heads_with_the_largest_means(model: str
     best = found.table(sort="entropy").rows[0]
     row = next(line for line in lines if line.startswith("entropy (nats)"))
     assert f"L{best['layer']} H{best['head']} {best['entropy']:.2f}" in row
+    chance = sum(each["entropy_chance"] for each in found.table().rows) / 8
+    assert re.match(rf"entropy \(nats\) +[\d.]+ +{chance:.2f} ", row)
     assert lines[-1] == f'The table: {out}/heads.parquet. In Python: mh.Census.load("{out}")'
     again = run(model, "--texts", corpus, "--out", out, "--probes", "entropy,previous_mass", "--lang", "zh")
     assert again.stdout.splitlines()[0].startswith("tiny-bert：1 个分片中的 1 个，12 篇文本，")
     assert "本次运行" not in again.stdout  # nothing was left to count
+
+
+def test_it_prints_the_heads_of_each_kind_with_their_chance(corpus: str, tmp_path: Path) -> None:
+    model = bert()
+    for layer in model.encoder.layer:
+        torch.nn.init.zeros_(layer.attention.self.query.weight)
+    model.save_pretrained(tmp_path / "even")
+    tokenizer().save_pretrained(tmp_path / "even")
+    given = (str(tmp_path / "even"), "--texts", corpus, "--out", str(tmp_path / "out"), "--threads", "1")
+    lines = run(*given, "--probes", "entropy").stdout.splitlines()
+    row = next(place for place, line in enumerate(lines) if line.startswith("kind"))
+    assert lines[row].split() == ["kind", "heads", "chance", "largest", "shares"]
+    assert " ".join(lines[row + 2].split()) == "broad 8 100 % L0 H0 100 % L0 H1 100 % L0 H2 100 %"
+    lines = run(*given, "--probes", "entropy", "--lang", "zh").stdout.splitlines()
+    assert any(line.startswith("分散 ") for line in lines)
 
 
 def test_what_cannot_be_read_is_printed_and_the_status_is_1(model: str, corpus: str, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def profile(number: int, **shares: list[float]) -> LayerProfile:
     found = {name: Evidence(values, levels[name], sure, texts) for name, values in means.items()}
     named = kinds(found, heads=heads)
     nothing = Visibility("causal", 0, 0, True, 0, torch.zeros(heads), torch.zeros(heads))
-    return LayerProfile(number, "layer", means, levels, found, named, nothing, False)
+    return LayerProfile(number, "layer", means, levels, found, named, False, nothing)
 
 
 HEADS = [

@@ -15,16 +15,21 @@ import multihead as mh
 from multihead.counting import merge
 from multihead.counting.merge import HEADS, SHARDS, Merged, merged, missing_shards, write_merged
 from multihead.counting.plan import read_plan
-from multihead.counting.shard import parquet_of, schema
+from multihead.counting.shard import OF_CHANCE, completed, parquet_of, read_metadata, schema
 from multihead.errors import InputError
 
 
-def one_row(value: float, *, shard: int, layer: int = 0, count: int = 1) -> pa.Table:
-    """Return the table of a shard with one head, whose queries all have one value."""
+def one_row(
+    value: float, *, shard: int, layer: int = 0, count: int = 1, chance: float | None = 0.25, texts: int | None = 1
+) -> pa.Table:
+    """Return the table of a shard with one head, whose queries all have one value and one chance."""
+    excess = None if chance is None else value - chance
     example = {"value": value, "shard": shard, "text": 0, "position": 0, "token": "", "key": -1, "key_token": ""}
     row = {
         "layer": layer, "name": f"layer{layer}", "head": 0, "statistic": "one", "count": count, "nonfinite": 0,
-        "mean": value, "squares": 0.0, "minimum": value, "maximum": value, "bin_value": [value], "bin_count": [count],
+        "mean": value, "squares": 0.0, "chance": chance, "texts": texts, "excess": excess,
+        "excess_squares": None if chance is None else 0.0, "minimum": value, "maximum": value,
+        "bin_value": [value], "bin_count": [count],
         "examples": [{**example, "start": 0, "tokens": [""], "values": [value]}],
     }  # fmt: skip
     table = pa.Table.from_pylist([row], schema=schema())
@@ -40,6 +45,34 @@ def test_rows_of_two_shards_are_summed() -> None:
     assert (row["minimum"], row["maximum"]) == (1.0, 4.0)
     assert (row["bin_value"], row["bin_count"]) == ([1.0, 4.0], [2, 1])
     assert [each["value"] for each in row["examples"]] == [4.0]
+
+
+def test_chance_is_weighted_by_queries_and_the_excess_by_texts() -> None:
+    found = Merged(1)
+    found.add(one_row(0.5, shard=0, count=3, chance=0.1, texts=3))
+    found.add(one_row(0.9, shard=1, count=1, chance=0.3, texts=1))
+    row = found.table().to_pylist()[0]
+    assert row["chance"] == pytest.approx((3 * 0.1 + 0.3) / 4)
+    assert (row["texts"], row["excess"]) == (4, pytest.approx((3 * 0.4 + 0.6) / 4))
+    assert row["excess_squares"] == pytest.approx(3 * 0.05**2 + 0.15**2)
+
+
+def test_a_shard_of_an_earlier_version_makes_chance_unknown_and_nothing_else() -> None:
+    old = one_row(4.0, shard=1).drop_columns(list(OF_CHANCE))
+    for tables in ([one_row(1.0, shard=0), old], [old, one_row(1.0, shard=0)]):
+        found = Merged(1)
+        for table in tables:
+            found.add(completed(table))
+        row = found.table().to_pylist()[0]
+        assert (row["count"], row["mean"]) == (2, 2.5)
+        assert [row[name] for name in OF_CHANCE] == [None] * 4
+
+
+def test_a_shard_without_a_query_that_counts_leaves_chance_known() -> None:
+    found = Merged(1)
+    found.add(one_row(1.0, shard=0))
+    found.add(one_row(0.0, shard=1, count=0, chance=None, texts=None))
+    assert found.table()["chance"].to_pylist() == [0.25]
 
 
 def test_ties_go_to_the_earlier_shard() -> None:
@@ -69,6 +102,19 @@ class TestAFolder:
         os.utime(copy / HEADS, ns=(0, 0))
         write_merged(copy, read_plan(copy))
         assert (copy / HEADS).stat().st_mtime_ns == 0
+
+    def test_shards_of_an_earlier_version_are_merged_with_those_of_this_one(self, copy: Path, folder: Path) -> None:
+        plan = read_plan(copy)
+        file = plan.shard_file(copy, 1)
+        table = pq.read_table(file)
+        file.write_bytes(parquet_of(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
+        (copy / HEADS).unlink()
+        write_merged(copy, plan)
+        found, expected = pq.read_table(copy / HEADS), pq.read_table(folder / HEADS)
+        others = [name for name in expected.column_names if name not in (*OF_CHANCE, "examples")]  # which hold NaN
+        assert found.schema == expected.schema
+        assert found.select(others) == expected.select(others)
+        assert {found[name].null_count for name in OF_CHANCE} == {len(found)}
 
     def test_no_table_is_written_while_shards_are_missing(self, copy: Path) -> None:
         plan = read_plan(copy)

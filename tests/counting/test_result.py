@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 import multihead as mh
+from multihead.counting.merge import HEADS
+from multihead.counting.shard import OF_CHANCE, parquet_of, read_metadata
 from multihead.errors import ArgumentError, InputError, ProbeError
+from multihead.models.loading import load
 from tests.counting.tiny import jsonl, random_texts
+
+OWN = (
+    mh.kinds.Kind("pointed", mh.probes.PROBES["largest_weight"], above_chance=0.1),
+    mh.kinds.Kind("earlier", mh.probes.offset_mass(-2), above_chance=None, at_least=0.05),
+    mh.kinds.Kind("even", mh.probes.PROBES["entropy"], above_chance=None, of_largest=0.2),
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +57,105 @@ def test_heads_are_found_by_their_numbers(counted: mh.Census) -> None:
     assert [(each.layer, each.head) for each in found] == [(best["layer"], best["head"])]
     with pytest.raises(ProbeError, match=r"^There is no statistic 'nothing' in the record\. "):
         counted.find(nothing=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def observed(model: str, corpus: str) -> mh.Record:
+    """A record of the texts of the census, one after the other."""
+    loaded = load(model)
+    texts = [json.loads(line)["text"] for line in Path(corpus).read_text("utf-8").splitlines()]
+    options = {"probes": (*mh.probes.DEFAULT, "induction_mass", "contribution"), "kinds": OWN}
+    with mh.observe(loaded.model, keep="statistics", tokenizer=loaded.tokenizer, **options) as record, torch.no_grad():
+        for text in texts:
+            loaded.model(**loaded.tokenizer(text, return_tensors="pt"))
+    return record
+
+
+@pytest.fixture(scope="module")
+def census(model: str, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> mh.Census:
+    """The census of the corpus with a kind of one's own."""
+    out = tmp_path_factory.mktemp("kinds") / "out"
+    probes = [name for name in mh.probes.DEFAULT if name != "largest_key"]
+    wanted = (*probes, "induction_mass", "contribution")
+    return mh.census(model, corpus, out=out, shard_bytes=1000, threads=1, probes=wanted, kinds=OWN)
+
+
+class TestKinds:
+    def test_chance_and_its_error_are_those_of_a_record_of_the_same_texts(
+        self, census: mh.Census, observed: mh.Record
+    ) -> None:
+        for mine, record in zip(census.profiles(), observed.profiles(), strict=True):
+            assert mine.evidence.keys() == record.evidence.keys() - {"near_mass", "separator_mass"}
+            assert {"induction_mass", "offset_minus_2_mass"} <= mine.evidence.keys()
+            assert "contribution" not in mine.evidence
+            for name, found in mine.evidence.items():
+                expected = record.evidence[name]
+                for field in ("mean", "chance", "error", "count"):
+                    one, other = getattr(found, field), getattr(expected, field)
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=f"{name} {field}")
+
+    def test_they_are_those_of_a_record_of_the_same_texts(self, census: mh.Census, observed: mh.Record) -> None:
+        found = census.kinds()
+        expected = [each for each in observed.kinds() if each.kind not in ("local", "separator")]
+        assert {each.kind for each in found} >= {"pointed", "earlier", "even"}
+        assert list(map(str, found)) == list(map(str, expected))
+        for one, other in zip(found, expected, strict=True):
+            assert (one.layer, one.head, one.name, one.n) == (other.layer, other.head, other.name, other.n)
+            numbers = (one.share, one.chance, one.error)
+            assert numbers == pytest.approx((other.share, other.chance, other.error), rel=1e-4)
+
+    def test_some_are_chosen_by_name(self, census: mh.Census) -> None:
+        assert {each.kind for each in census.kinds("pointed", "duplicate")} == {"pointed"}
+        with pytest.raises(ArgumentError, match=r"^There is no kind 'late'\. Give some of broad, "):
+            census.kinds("late")
+
+    def test_a_row_of_the_table_has_them_and_the_chance_of_each_mean(
+        self, census: mh.Census, observed: mh.Record
+    ) -> None:
+        for mine, record in zip(census.table().rows, observed.table().rows, strict=True):
+            chances = [name for name in mine if name.endswith("_chance")]
+            assert {"entropy_chance", "offset_minus_2_mass_chance"} <= set(chances)
+            assert "contribution_chance" not in chances
+            assert [mine[name] for name in chances] == pytest.approx([record[name] for name in chances], rel=1e-4)
+            left = [kind for kind in record["kind"].split("+") if kind not in ("local", "separator")]
+            assert mine["kind"] == ("+".join(left) or "mixed")
+        assert "kind" not in census.table(kinds=False).rows[0]
+
+    def test_heads_are_found_by_kinds_of_ones_own(self, census: mh.Census) -> None:
+        named = {(each.layer, each.head) for each in census.kinds("earlier")}
+        least = min(each.share for each in census.kinds("earlier"))
+        assert {(each.layer, each.head) for each in census.find(earlier=(least, None))} >= named
+
+    def test_they_are_added_to_a_census_that_is_loaded(self, census: mh.Census) -> None:
+        loaded = mh.Census.load(census.folder)
+        assert not any(each.kind == "pointed" for each in loaded.kinds())
+        loaded.add_kinds(*OWN)
+        assert loaded.kinds() == census.kinds()
+        with pytest.raises(ArgumentError, match=r"^Two kinds are called pointed\."):
+            loaded.add_kinds(*OWN)
+
+    def test_three_texts_are_too_few(self, model: str, tmp_path: Path) -> None:
+        file = jsonl(tmp_path / "texts.jsonl", random_texts(3))
+        found = mh.census(model, file, out=tmp_path / "out", threads=1, kinds=OWN)
+        assert found.kinds("pointed") == []
+        assert found.kinds("even")  # which needs no standard error
+
+
+def test_tables_of_an_earlier_version_are_read_without_chance(folder: Path, counted: mh.Census, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(folder, tmp_path / "out"))
+    for file in (out / HEADS, *(out / "shards").iterdir()):
+        table = pq.read_table(file)
+        file.write_bytes(parquet_of(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
+    sentence = (
+        "The chance of every statistic is unknown, so no kind can be told from it. Count the corpus again: shards of "
+        "earlier versions lack it, and so do probes without a chance."
+    )
+    for left in (HEADS, "no file"):
+        old = mh.Census.load(out)
+        assert old.table().rows == counted.table(kinds=False).rows
+        with pytest.raises(ProbeError, match=f"^{re.escape(sentence)}$"):
+            old.kinds()
+        (out / left).unlink(missing_ok=True)  # then the shards are merged
 
 
 def test_quantiles_are_between_the_extremes(counted: mh.Census) -> None:

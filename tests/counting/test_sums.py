@@ -22,13 +22,23 @@ def sums_of(heads: int, examples: int) -> LayerSums:
     return LayerSums(heads, name="layer", examples=examples, reading=Reading())
 
 
-def add(sums: LayerSums, batch: Batch, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-    """Add values of statistics, (statistics, heads, tokens) of a packed row; the key is the query's own."""
+def add(
+    sums: LayerSums,
+    batch: Batch,
+    values: torch.Tensor,
+    counted: torch.Tensor | None = None,
+    chance: torch.Tensor | None = None,
+) -> None:
+    """Add values of statistics, (statistics, heads, tokens) of a packed row; the key is the query's own.
+
+    The chance is that of the first statistic, (heads or 1, tokens).
+    """
     sums.reading.batch = batch
     taken = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
+    levels = None if chance is None else chance[None], None
     measured = {
-        name: Measured(value[None], count[None])
-        for name, value, count in zip(("one", "other"), values, taken, strict=False)
+        name: Measured(value[None], count[None], level)
+        for name, value, count, level in zip(("one", "other"), values, taken, levels, strict=False)
     }
     keys = batch.position.expand(1, sums.num_heads, -1)
     sums.add(measured | {"largest_key": Measured(keys, keys >= 0)}, samples=len(batch.texts))
@@ -93,6 +103,37 @@ def test_infinite_and_missing_numbers_are_counted_and_are_in_no_sum() -> None:
     add(sums, batch, values)
     assert (sums.count.tolist(), sums.nonfinite.tolist(), sums.mean.tolist()) == ([2], [2], [2.0])
     assert (sums.maximum.tolist(), sums.strongest.value.tolist()) == ([3.0], [[3.0, 1.0]])
+
+
+@pytest.mark.parametrize("heads", [1, HEADS], ids=["one mask", "a mask per head"])
+def test_chance_is_the_mean_over_the_queries_that_count_and_its_error_that_over_texts(heads: int) -> None:
+    torch.manual_seed(0)
+    sums, texts = sums_of(HEADS, EXAMPLES), []
+    for batch in (batch_of([3, 5], [7, 4]), batch_of([0], [9]), batch_of([1, 2], [1, 30])):
+        values = torch.rand(2, HEADS, batch.num_tokens, dtype=torch.float64)
+        count = torch.rand(2, HEADS, batch.num_tokens) < 0.7
+        count[0, 0, batch.text == 1] = False  # a head may have a text without a query that counts
+        values[0, 1, 0], values[0, 1, 1] = torch.nan, torch.inf  # in no sum
+        level = torch.rand(heads, batch.num_tokens, dtype=torch.float64)
+        add(sums, batch, values.clone(), count, level)
+        for text in batch.texts.tolist():
+            of_text = batch.text == text
+            texts.append([each[..., of_text] for each in (values[0], level.expand(HEADS, -1), count[0])])
+    for head in range(HEADS):
+        whole, means = [], []
+        for values, level, count in texts:
+            taken = count[head] & values[head].isfinite()
+            whole.append(level[head][taken])
+            if bool(taken.any()):
+                means.append((values[head] - level[head])[taken].mean())
+        assert float(sums.chance[head]) == pytest.approx(float(torch.cat(whole).mean()), abs=1e-12)
+        excess = torch.stack(means)
+        assert sums.texts[head] == len(excess) > 2
+        assert float(sums.excess[head]) == pytest.approx(float(excess.mean()), abs=1e-12)
+        assert float(sums.excess_squares[head]) == pytest.approx(float(excess.var() * (len(excess) - 1)), abs=1e-12)
+    unknown = slice(HEADS, None)
+    assert bool(sums.chance[unknown].isnan().all() and sums.excess[unknown].isnan().all())
+    assert bool(sums.mean[unknown].isfinite().all())
 
 
 class TestStrongest:

@@ -18,6 +18,8 @@ from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import PLANS
 from multihead.kernels.plan.bounds import BOUNDS
 from multihead.observation.layer_filter import LayerFilter
+from multihead.observation.measuring import Measuring
+from multihead.record.analysis.chance import error_of_mean
 from tests.counting.tiny import bert
 from tests.families import DECODER, TEXT, family
 
@@ -78,6 +80,52 @@ def test_sums_of_a_batch_are_those_of_its_texts_observed_alone(name: str) -> Non
                 assert found.count[row] == len(alone), statistic
                 total = float(found.mean[row] * found.count[row])
                 assert total == pytest.approx(float(alone.sum()), abs=1e-9), statistic
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chance_and_the_error_of_a_difference_from_it_are_those_of_a_record_of_the_same_texts(name: str) -> None:
+    model, batch = MODELS[name]().double(), texts_of()
+    tally = tallied(model, batch)
+    with mh.observe(model, keep="statistics", probes=PROBES, special_ids=SPECIAL) as record, torch.no_grad():
+        for row, length in zip(batch.ids, batch.lengths.tolist(), strict=True):
+            model(input_ids=row[None, :length], attention_mask=torch.ones(1, length, dtype=torch.int64))
+    for profile in record.profiles():
+        found = tally.layers[profile.number]
+        for at, statistic in enumerate(found.statistics):
+            rows = slice(at * found.num_heads, (at + 1) * found.num_heads)
+            if statistic not in profile.evidence:
+                assert statistic in ("contribution", "largest_score")  # what is no matter of where a query looks
+                assert bool(found.chance[rows].isnan().all())
+                continue
+            expected = profile.evidence[statistic]
+            torch.testing.assert_close(found.chance[rows], expected.chance, rtol=1e-11, atol=1e-13, msg=statistic)
+            error = error_of_mean(found.texts[rows], found.excess_squares[rows])
+            torch.testing.assert_close(error, expected.error, rtol=1e-9, atol=1e-12, msg=statistic)
+
+
+def test_chance_in_single_precision_agrees_with_double() -> None:
+    model, batch = bert(), texts_of()
+    single, double = tallied(model, batch), tallied(model.double(), batch)
+    for number, layer in single.layers.items():
+        torch.testing.assert_close(layer.chance, double.layers[number].chance, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_chance_is_measured_once_for_layers_whose_queries_see_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    measure = Measuring.of_even_spread
+
+    def counted(self: Measuring, *given: Any) -> Any:
+        calls.append(given[-1])
+        return measure(self, *given)
+
+    monkeypatch.setattr(Measuring, "of_even_spread", counted)
+    alternating = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
+    torch.manual_seed(0)
+    options = {**DECODER, **TEXT, "num_hidden_layers": 4, "use_sliding_window": True, **alternating}
+    for model, masks in ((bert(), 1), (t5_encoder(), 1), (hf.Qwen2Model(hf.Qwen2Config(**options)).eval(), 2)):
+        calls.clear()
+        tallied(model, texts_of())
+        assert len(calls) == masks, type(model)
 
 
 def test_the_sums_are_those_of_a_summary_of_the_same_texts() -> None:

@@ -186,7 +186,8 @@ def test_a_padded_batch_is_summed_up_together(options: dict[str, Any], tmp_path:
         for name, sketch in layer.running_summary.statistics.items():
             alone = Sketch.zero(4)
             for sample in other.samples:
-                alone.add(*sample.measured()[name])
+                measured = sample.measured()[name]
+                alone.add(measured.values, measured.counted)
             assert torch.equal(sketch.bins, alone.bins)
             assert torch.equal(sketch.count, alone.count)
     found.save(tmp_path / "run.safetensors")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import multihead as mh
+from multihead.counting.shard import OF_CHANCE, completed
 from multihead.errors import ArgumentError
 from multihead.viewer import write_census_page
 from multihead.viewer.census_page import BINS
@@ -51,6 +53,34 @@ def test_the_page_has_the_numbers_and_the_distribution_of_every_head(
     assert sum(bars) == pytest.approx(1, abs=1e-3)
     middle = low + (high - low) / 2
     assert sum(bars[: BINS // 2]) == pytest.approx(counts[values < middle].sum() / counts.sum(), abs=1e-3)
+
+
+def test_the_page_has_the_chance_of_every_mean_and_the_kinds_of_every_head(
+    counted: tuple[mh.Census, mh.Census], tmp_path: Path
+) -> None:
+    one, _ = counted
+    kind = mh.kinds.Kind("pointed", mh.probes.PROBES["entropy"], above_chance=None, of_largest=0.1)
+    mine = mh.Census.load(one.folder)
+    mine.add_kinds(kind)
+    data = data_of(mine.report(tmp_path / "page.html"))
+    rows = mine.table().rows
+    (run,) = data["runs"]
+    assert run["chance"].keys() == {"entropy", "previous_mass"}
+    for name, levels in run["chance"].items():
+        assert levels == pytest.approx([row[f"{name}_chance"] for row in rows], rel=1e-3)
+    assert ["+".join(each) for each in run["kinds"]] == [row["kind"] for row in rows]
+    assert any("pointed" in each for each in run["kinds"])
+    legend = {each["id"]: each["measured"] for each in data["legend"]}
+    assert (legend["pointed"], legend["previous"], legend["induction"], legend["local"]) == (True, True, False, False)
+
+
+def test_the_page_of_a_census_of_an_earlier_version_has_neither(
+    counted: tuple[mh.Census, mh.Census], tmp_path: Path
+) -> None:
+    one, _ = counted
+    old = replace(one, heads=completed(one.heads.drop_columns(list(OF_CHANCE))))
+    (run,) = data_of(old.report(tmp_path / "page.html"))["runs"]
+    assert (run["chance"], run["kinds"]) == ({}, [])
 
 
 def test_the_examples_are_those_of_the_census_and_their_command_reads_the_text(

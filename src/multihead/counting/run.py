@@ -21,6 +21,7 @@ from multihead.counting.work import Outcome, Report, count_here, usable
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
+from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models.loading import LoadedModel, load
 from multihead.models.pretrained import pretrained_models
 from multihead.observation.layer_filter import LayerFilter
@@ -42,6 +43,7 @@ def census(
     column: str = "text",
     tokens: int | None = None,
     probes: Wanted | Sequence[Wanted] | None = None,
+    kinds: Sequence[Kind] = (),
     layers: Sequence[int | str] | int | str | None = None,
     examples: int = EXAMPLES,
     share: float = 1.0,
@@ -73,6 +75,7 @@ def census(
         tokens: the most tokens of a text, to which longer ones are truncated; by default 512, or fewer if the model
             accepts no more.
         probes: the statistics, by name or as values; None takes those that cost next to nothing.
+        kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
         layers: the layers to measure, as in `observe`; None measures all.
         examples: how many of the strongest examples are kept per head and statistic.
         share: the share of the texts that is read, drawn at random per text.
@@ -91,7 +94,7 @@ def census(
         the census. Its `problems` name the shards and rows that could not be read.
 
     Raises:
-        ArgumentError: an option out of range, or `out` holds another census.
+        ArgumentError: an option out of range, two kinds of one name, or `out` holds another census.
         InputError: there is no text, or `out` cannot be written.
         ModelError: the model reads no text, or its attention cannot be measured.
         MissingPackageError: pyarrow, or Ray, is not installed.
@@ -106,7 +109,10 @@ def census(
     require("pyarrow", purpose="A census", extra="census")
     _check_options(workers, threads, shard, ray, share, examples, batch_tokens)
     names = (texts,) if isinstance(texts, str) else tuple(texts)
+    check_kinds((*KINDS, *kinds))
     wanted = counted_probes(probes)
+    if kinds:
+        wanted = counted_probes((*wanted, *probes_of(kinds)))
     files = find_files(names)
     loaded = _loaded(model, tokenizer, device, dtype)
     shares_model = workers > 1 or ray is not None
@@ -154,7 +160,9 @@ def census(
             progress,
             others=workers - 1,
         )
-    return _finished(plan, folder, outcome, partial=shard is not None)
+    found = _finished(plan, folder, outcome, partial=shard is not None)
+    found.add_kinds(*kinds)
+    return found
 
 
 def _finished(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:

@@ -31,6 +31,9 @@ METADATA = b"multihead"
 NAMED = 20
 """How many broken rows of a shard are named; all are counted."""
 
+OF_CHANCE = "chance", "texts", "excess", "excess_squares"
+"""The columns about chance, null where no query counts or chance is unknown; files of earlier versions lack them."""
+
 _AT_ONCE = 1000  # texts that are tokenized together
 _CHARACTERS = 64  # per token: the rest of a longer text is not even tokenized
 
@@ -242,6 +245,10 @@ def schema() -> Any:
             ("nonfinite", pa.int64()),
             ("mean", pa.float64()),
             ("squares", pa.float64()),
+            ("chance", pa.float64()),
+            ("texts", pa.int64()),
+            ("excess", pa.float64()),
+            ("excess_squares", pa.float64()),
             ("minimum", pa.float64()),
             ("maximum", pa.float64()),
             ("bin_value", pa.list_(pa.float64())),
@@ -249,6 +256,16 @@ def schema() -> Any:
             ("examples", pa.list_(example)),
         ]
     )
+
+
+def completed(table: Any) -> Any:
+    """Return a table of heads with the columns that one of an earlier version lacks, all null."""
+    import pyarrow as pa
+
+    for at, column in enumerate(schema()):
+        if column.name not in table.column_names:
+            table = table.add_column(at, column, pa.nulls(len(table), column.type))
+    return table
 
 
 def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, plan: Plan, index: int) -> bytes:
@@ -269,6 +286,10 @@ def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, 
             "nonfinite": layer.nonfinite.numpy(),
             "mean": layer.mean.numpy(),
             "squares": layer.squares.numpy(),
+            **{
+                name: pa.array(getattr(layer, name).numpy(), mask=none | layer.excess.isnan().numpy())
+                for name in OF_CHANCE
+            },
             "minimum": pa.array(layer.minimum.numpy(), mask=none),
             "maximum": pa.array(layer.maximum.numpy(), mask=none),
             **{

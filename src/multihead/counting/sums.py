@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,25 @@ LARGEST_KEY = PROBES["largest_key"]
 
 BEFORE, AFTER = 24, 8
 """Tokens of a text that are kept around the position of an example."""
+
+
+Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""How many numbers there are, their mean, and the sum of their squared deviations from it: (rows,) each."""
+
+
+def merged_moments(one: Moments, other: Moments) -> Moments:
+    """Return the moments of all numbers of two sets.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    >>> merged_moments(*[(torch.tensor(n), torch.tensor(mean), torch.tensor(0.0)) for n, mean in ((2, 1.0), (1, 4.0))])
+    (tensor(3), tensor(2.), tensor(6.))
+    """
+    (before, mean, squares), (count, new_mean, new_squares) = one, other
+    both = before + count
+    difference = new_mean - mean
+    moved = difference * count / both.clamp(min=1)
+    return both, mean + moved, squares + new_squares + difference * moved * before
 
 
 @dataclass(eq=False)
@@ -119,6 +138,11 @@ class LayerSums(RunningSummary):
         nonfinite: (rows,) int64, how many more queries counted that were NaN or infinite.
         mean: (rows,) float64.
         squares: (rows,) float64, the sum of the squared deviations from the mean.
+        chance: (rows,) float64, what an even spread over the visible keys gives, the mean over the same queries; NaN
+            where it is unknown.
+        texts: (rows,) int64, how many texts have a query that counts.
+        excess: (rows,) float64, the mean over these texts of each one's mean of value - chance; NaN where unknown.
+        excess_squares: (rows,) float64, the sum of the squared deviations of these texts from it.
         minimum: (rows,) float64, inf of none.
         maximum: (rows,) float64, -inf of none.
         negative_bins: (rows, bins) int64, the bins of the negated negative values; None while there are none.
@@ -132,6 +156,10 @@ class LayerSums(RunningSummary):
     nonfinite: Tensor = field(init=False)
     mean: Tensor = field(init=False)
     squares: Tensor = field(init=False)
+    chance: Tensor = field(init=False)
+    texts: Tensor = field(init=False)
+    excess: Tensor = field(init=False)
+    excess_squares: Tensor = field(init=False)
     minimum: Tensor = field(init=False)
     maximum: Tensor = field(init=False)
     negative_bins: Tensor | None = None
@@ -152,7 +180,10 @@ class LayerSums(RunningSummary):
                 *(each[of_name] for each in (self.sums.total, self.sums.count, self.sums.bins))
             )
         self.nonfinite = torch.zeros(rows, dtype=torch.int64)
-        self.mean, self.squares = torch.zeros(2, rows, dtype=torch.float64)
+        self.texts = torch.zeros(rows, dtype=torch.int64)
+        self.mean, self.squares, self.chance, self.excess, self.excess_squares = torch.zeros(
+            5, rows, dtype=torch.float64
+        )
         self.minimum = torch.full((rows,), torch.inf, dtype=torch.float64)
         self.maximum = -self.minimum
         self.strongest = Strongest.none(rows, self.examples)
@@ -174,6 +205,8 @@ class LayerSums(RunningSummary):
         of_batch = Sketch(total, count, self.sums.bins)
         of_batch.add(flat[None], taken[None])
         left_out = ~taken
+        levels = [self._flat_chance(measured[each], like=values[0]) for each in self.statistics]
+        self._add_chance(flat, torch.cat(levels), taken, of_batch)
         self._add_moments(flat, left_out, of_batch)
         flat.masked_fill_(left_out, torch.inf)
         least = flat.amin(-1).double()
@@ -184,19 +217,37 @@ class LayerSums(RunningSummary):
         self.maximum = torch.maximum(self.maximum, flat.amax(-1).double())
         self.strongest.add(flat.view(values.shape), batch, batch.flat(measured[LARGEST_KEY.name].values))
 
-    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: Sketch) -> None:
-        """Merge the sums, the mean and the squares about it with those of a batch, (rows, tokens).
+    def _flat_chance(self, measured: Measured, *, like: Tensor) -> Tensor:
+        """Return the chance of a statistic, (heads, tokens), NaN where it is unknown."""
+        if measured.chance is None:
+            return torch.full_like(like, torch.nan)
+        return self.reading.batch.flat(measured.chance).expand_as(like)
 
-        Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
-        """
-        before, count = self.count, of_batch.count.long()
+    def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: Sketch) -> None:
+        """Merge the chance, and the texts' means of value - chance, with those of a batch, (rows, tokens)."""
+        starts = self.reading.batch.starts.numpy()
+        difference = torch.where(taken, flat.double() - level, 0.0)
+        excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
+        numbers = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))
+        chance = (of_batch.total - excess.sum(-1)) / of_batch.count.clamp(min=1)
+        nothing = torch.zeros_like(chance)
+        before = self.count, self.chance, nothing
+        _, self.chance, _ = merged_moments(before, (of_batch.count.long(), chance, nothing))
+        full, excess = numbers > 0, excess / numbers.clamp(min=1)
+        texts = full.sum(-1)
+        mean = excess.sum(-1) / texts.clamp(min=1)
+        squares = torch.where(full, excess - mean[:, None], 0.0).square().sum(-1)
+        of_texts = self.texts, self.excess, self.excess_squares
+        self.texts, self.excess, self.excess_squares = merged_moments(of_texts, (texts, mean, squares))
+
+    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: Sketch) -> None:
+        """Merge the sums, the mean and the squares about it with those of a batch, (rows, tokens)."""
+        count = of_batch.count.long()
         mean = of_batch.total / of_batch.count.clamp(min=1)
         deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
         squares = torch.linalg.vecdot(deviation, deviation)
-        both = (before + count).clamp(min=1)
-        difference = mean - self.mean
-        self.mean = self.mean + difference * count / both
-        self.squares = self.squares + squares + difference.square() * before * count / both
+        before = self.count, self.mean, self.squares
+        _, self.mean, self.squares = merged_moments(before, (count, mean, squares))
         self.sums.total += of_batch.total
         self.sums.count += of_batch.count
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from multihead.errors import ModelError
+from multihead.functional import attend
 from multihead.kernels.call import AttentionCall
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.kernels.parts import Part
@@ -18,6 +19,7 @@ from multihead.probes.lookups import at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import completed, parts_of, possible
+from multihead.record.analysis.chance import even
 from multihead.record.batch import SampleSpans, moved_together
 from multihead.record.summaries import Measured, occurred_before, queries_that_count
 from multihead.record.token_ids import Ids, among
@@ -133,6 +135,23 @@ class Measuring:
         return {
             probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
         }
+
+    def of_even_spread(self, call: AttentionCall, places: SampleSpans, ids: Ids, layer: nn.Module) -> dict[str, Tensor]:
+        """Measure what an even spread over the visible keys gives, for the probes that have such a number.
+
+        The arguments are those of `together`. It costs as much as one head: it is the same for all heads and layers
+        with one mask.
+
+        Returns:
+            statistic -> (batch, heads or 1, queries).
+        """
+        probes = tuple(each for each in self.probes if each.chance and "values" not in each.needs)
+        request = even(call.request, exact=call.request.shape.dtype == torch.float64)
+        wanted = parts_of(each for each in probes if not each.needs)
+        request = replace(request, origin=call.request.origin, wanted=wanted)
+        spread = AttentionCall(request, attend(request, published=False))
+        found = replace(self, probes=probes).together(spread, places, ids, layer)
+        return {name: each.values for name, each in found.items()}
 
 
 def _of_packed(

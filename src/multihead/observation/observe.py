@@ -12,7 +12,7 @@ from torch import nn
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels.call import listen
-from multihead.kinds import KINDS, Kind, check_kinds
+from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
 from multihead.models.packed import padded
@@ -120,8 +120,7 @@ def recorded(
     check_kinds((*KINDS, *kinds))
     chosen = default_probes() if probes is None else resolved(probes)
     if kinds:
-        of_kinds = [kind.probe for kind in kinds if isinstance(kind.probe, Probe) and kind.texts == "given"]
-        chosen = resolved((*chosen, *of_kinds))
+        chosen = resolved((*chosen, *probes_of(kinds)))
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = names_of(root)

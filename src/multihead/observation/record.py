@@ -353,12 +353,7 @@ class Record:
         >>> [str(each) for each in seen.kinds("broad")]
         ['L0 H0: broad 100 % (chance 100 %)', 'L0 H1: broad 100 % (chance 100 %)']
         """
-        known = {kind.name for kind in self.all_kinds}
-        for name in names:
-            if name not in known:
-                raise ArgumentError(f"There is no kind {name!r}.", f"Give some of {', '.join(sorted(known))}.")
-        found = heads_of_kinds(self.profiles(sample=sample), self.all_kinds)
-        return [each for each in found if not names or each.kind in names]
+        return heads_of_kinds(self.profiles(sample=sample), self.all_kinds, names)
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None

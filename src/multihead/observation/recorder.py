@@ -29,6 +29,7 @@ from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.statistics import from_kernel, of_call, possible, sink_mass, token_parts, without_positions
+from multihead.record.analysis.chance import content_key, visibility_key
 from multihead.record.batch import (
     KeptRows,
     RecordedBatch,
@@ -116,6 +117,7 @@ class Recorder:
     _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # the layer of the newest call, its q and its k
     _pass: int = -1
     _spans: SampleSpans | None = None  # of the previous call in this forward pass
+    _levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance in this forward pass, by the mask
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # of this rank and of all ranks, where a sequence is split
     _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
@@ -184,6 +186,7 @@ class Recorder:
         if self.inputs.passes != self._pass or not self.inputs.running:
             self._pass, self._pass_continues, self._spans, self._newest = self.inputs.passes, False, None, None
             self._counts.clear()
+            self._levels.clear()
 
     def _layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer, an empty one at its first call."""
@@ -245,6 +248,8 @@ class Recorder:
         windows = 1 if state.crosses else self._windows(request, name)
         if layer.running_summary is not None and layer.running_summary.takes_batches:
             measured = self.measuring.together(call, places, ids, module)
+            levels = self._chance(call, places, ids, module)
+            measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
             layer.running_summary.add(measured, samples=len(places.found))
             self.record.add(layer, ())
             return
@@ -270,6 +275,16 @@ class Recorder:
                 alone = without_queries(alone, places.real[span.sample, slice(*span.queries)])
             self._add_sample(layer, sample, alone, start, module, first=first, apart=apart)
             self.record.add(layer, [sample])  # one call
+
+    def _chance(self, call: AttentionCall, places: SampleSpans, ids: Ids, module: nn.Module) -> dict[str, Tensor]:
+        """Return `Measuring.of_even_spread`, measured once in a pass for layers whose queries see the same keys."""
+        request = call.request
+        sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
+        where = (content_key(each) for each in (request.query_start, places.packed_lengths, places.real, ids.queries))
+        key = (sizes, *where, *visibility_key(request))
+        if key not in self._levels:
+            self._levels[key] = self.measuring.of_even_spread(call, places, ids, module)
+        return self._levels[key]
 
     def _add_batch(
         self,

@@ -341,7 +341,7 @@ class RecordedBatch:
         for span in self.places.found:
             rows = slice(*span.queries)
             sample = {}
-            for name, (values, counted) in whole.items():
+            for name, (values, counted, _) in whole.items():
                 sample[name] = Measured(values[span.sample, :, rows], counted[span.sample, :, rows])
             found.append(sample)
         if self.windows == 1:

@@ -125,7 +125,7 @@ class RunningSummary:
             if name in new:
                 self.statistics[name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
         for name, each in measured.items():
-            self.statistics[name].add(*each)
+            self.statistics[name].add(each.values, each.counted)
 
     def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic, or some: (heads,) float64 each; "mean" is exact, the others within 1 %."""

@@ -20,10 +20,12 @@ class Measured(NamedTuple):
     Attributes:
         values: (heads, queries).
         counted: (heads, queries) bool, the queries that count in a summary.
+        chance: (heads or 1, queries), what an even spread over the visible keys gives; None where it was not measured.
     """
 
     values: Tensor
     counted: Tensor
+    chance: Tensor | None = None
 
 
 def check_summary(of: object) -> None:
@@ -65,7 +67,7 @@ def summary(
 def joined(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
     """Join what was measured of the windows of a sample, one after the other."""
     return {
-        name: Measured(*(torch.cat(each, 1) for each in zip(*(one[name] for one in windows), strict=True)))
+        name: Measured(*(torch.cat([one[name][field] for one in windows], 1) for field in range(2)))
         for name in windows[0]
     }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,8 +17,9 @@ from multihead.files import check_writable, write_whole
 from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text, unit_label
 from multihead.probes.probe import SHARE
+from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import Of
-from multihead.viewer.columns import column
+from multihead.viewer.columns import column, legend
 from multihead.viewer.page import allowed, json_in_script, script, static, template, version
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     """Return the numbers of the page: heads in one list, in the order of layers; None where a head has no number."""
     first = runs[0]
     counted = {name for _, name, _ in first.row_of}
+    profiles = [run.profiles() for run in runs]
     columns = [column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
     layers = [{"number": layer.number, "name": visible(layer.name), "heads": layer.num_heads} for layer in first.layers]
     data: dict[str, Any] = {
@@ -100,6 +103,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
         "nats": unit_label("nats", lang),
         "columns": columns,
         "layers": layers,
+        "legend": legend(dict.fromkeys(kind for run in runs for kind in run.all_kinds), chain(*profiles), lang),
     }
     if len(runs) > 1:
         data["divergence"] = _divergences(runs[0], runs[1], _heads(first))
@@ -111,8 +115,10 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
             "command": _command(run),
             "numbers": {each["id"]: _numbers(run, _heads(first), each["id"]) for each in columns},
             "bars": {each["id"]: _bars(run, _heads(first), each["id"], axes[each["id"]]) for each in columns},
+            "chance": _chances(of_run, _heads(first)),
+            "kinds": [names for one in of_run for names in one.kinds] if any(one.evidence for one in of_run) else [],
         }
-        for run in runs
+        for run, of_run in zip(runs, profiles, strict=True)
     ]
     return data
 
@@ -171,6 +177,16 @@ def _numbers(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, 
         }
         found[of] = [known.get(head) for head in heads]
     return found
+
+
+def _chances(profiles: Sequence[LayerKinds], heads: list[tuple[int, int]]) -> dict[str, list[float | None]]:
+    """Return the chance of each mean, per head, of the statistics where it is known."""
+    levels = {one.number: one.chance for one in profiles}
+    names = dict.fromkeys(name for one in profiles for name in one.chance)
+    return {
+        name: [_short(float(levels[layer][name][head])) if name in levels[layer] else None for layer, head in heads]
+        for name in names
+    }
 
 
 def _bars(
@@ -266,6 +282,7 @@ def _render(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
         words=words,
         lead=words["lead two" if len(runs) > 1 else "lead"],
         two=len(runs) > 1,
+        kinds=any(run["kinds"] for run in data["runs"]),
         facts=_facts(runs, data["kept"], lang),
         style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
         script=Markup(source),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypedDict
 
 from multihead.kinds import MIXED, Kind
@@ -10,7 +10,7 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR, statistic
 from multihead.probes.probe import Statistic
-from multihead.record.analysis.highlights import LayerProfile, of_kind
+from multihead.record.analysis.highlights import LayerKinds, of_kind
 
 
 class Column(TypedDict):
@@ -65,9 +65,10 @@ class KindOfPage(TypedDict):
 
 
 def legend(
-    kinds: Iterable[Kind], profiles: Sequence[LayerProfile], lang: str, *, bound: bool = False
+    kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str, *, bound: bool = False
 ) -> list[KindOfPage]:
     """Describe the kinds of a page, in the order of its legend; `bound` if q and k were not kept."""
+    profiles = list(profiles)
     return [
         KindOfPage(
             id=kind.name,
@@ -83,7 +84,7 @@ def legend(
     ]
 
 
-def names_of(profiles: Iterable[LayerProfile]) -> list[str]:
+def names_of(profiles: Iterable[LayerKinds]) -> list[str]:
     """List the statistics of some layers in the order of their columns; separators come after special tokens."""
     names = list(dict.fromkeys(name for one in profiles for name in one.means))
     if SEPARATOR.name in names:

@@ -27,7 +27,6 @@ from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Probe, Statistic
 from multihead.probes.statistics import possible
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import Segment
 from multihead.scores.bias import values_of, with_values
 
 BLOCKS = 8
@@ -99,7 +98,7 @@ def chance(
         places = _seen_keys(sample)
     except MaskError:  # the class of the mask is not defined here
         return {}
-    inputs = {"ids": _content(sample.text.ids), "special_keys": _content(marks)}
+    inputs = {"ids": content_key(sample.text.ids), "special_keys": content_key(marks)}
     keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
     missing = [each for each in wanted if keys[each] not in known]
     if missing:
@@ -150,6 +149,12 @@ def standard_error(units: Tensor) -> Tensor:
     return _standard_error(units.mT, torch.ones_like(units.mT, dtype=torch.bool))
 
 
+def error_of_mean(count: Tensor, squares: Tensor) -> Tensor:
+    """Return the standard error of means of `count` independent numbers with some sum of squares about the mean."""
+    error = (squares / ((count - 1) * count).clamp(min=1)).sqrt()
+    return error.masked_fill(count < FEWEST, torch.inf)
+
+
 def stands_out(excess: Tensor, error: Tensor, least: float) -> Tensor:
     """Return where a difference from chance is at least `least` and more than `ERRORS` standard errors: bool.
 
@@ -163,9 +168,7 @@ def _standard_error(units: Tensor, full: Tensor) -> Tensor:
     """Return the standard error of the mean of the units that are full, (heads, units) each."""
     count = full.sum(-1)
     mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
-    squares = (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1)
-    error = (squares / ((count - 1) * count).clamp(min=1)).sqrt()
-    return error.masked_fill(count < FEWEST, torch.inf)
+    return error_of_mean(count, (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1))
 
 
 def _measured(
@@ -174,7 +177,7 @@ def _measured(
     """Measure an even spread: (heads or 1, queries) float64 each; probes that lack an input are left out."""
     windows = any(segment.apart for segment in sample.segments)  # each is a call of its own
     requests = [
-        _even(segment, 0 if windows else segment.key_start, exact=sample.num_keys < EXACT_KEYS)
+        even(segment.request, 0 if windows else segment.key_start, exact=sample.num_keys < EXACT_KEYS)
         for segment in sample.segments
     ]
     first = [int(each) for request in requests for each in first_keys(request, bounds_of(request)) if each >= 0]
@@ -198,12 +201,16 @@ def _measured(
     return {name: torch.cat([each[name].expand(heads, -1) for each in parts], -1) for name in parts[0]}
 
 
-def _even(segment: Segment, before: int, *, exact: bool) -> AttentionRequest:
-    """Return a call whose scores are all 0 where it sees a key, with `before` hidden keys before its own.
+def even(request: AttentionRequest, before: int = 0, *, exact: bool) -> AttentionRequest:
+    """Return a call whose scores are all 0 where another one sees a key.
 
     It has one head, unless heads see different keys.
+
+    Args:
+        request: the other call.
+        before: how many hidden keys are added before its own.
+        exact: whether it is computed in float64, where the device has it; otherwise in float32.
     """
-    request = segment.request
     mask, shape = request.mask, request.shape
     if before:  # the keys that a cache has dropped come back, and are hidden
         mask = mask.after_dropping(-before) & Documents((before, shape.key_length))
@@ -216,8 +223,8 @@ def _even(segment: Segment, before: int, *, exact: bool) -> AttentionRequest:
     start = before + int(request.query_start)
     request = replace(request, mask=mask, shape=shape, query_start=start, bias=bias)
     shape = shape._replace(num_heads=seen(request, slice(0, 1), slice(0, 1)).shape[1])
-    q = torch.zeros(1, shape.num_heads, shape.query_length, 1, dtype=dtype, device=shape.device)
-    k = torch.zeros(1, 1, shape.key_length, 1, dtype=dtype, device=shape.device)
+    q = torch.zeros(shape.batch, shape.num_heads, shape.query_length, 1, dtype=dtype, device=shape.device)
+    k = torch.zeros(shape.batch, 1, shape.key_length, 1, dtype=dtype, device=shape.device)
     return AttentionRequest(q, k, k, shape, mask, 1.0, start, bias)
 
 
@@ -238,27 +245,28 @@ def _seen_keys(sample: SampleRecord) -> tuple[object, ...]:
     intervals = sample.intervals()
     if intervals is not None:
         windows = tuple(each.key_start for each in sample.segments if each.apart)
-        return sample.num_keys, windows, *map(_content, (*intervals, sample.positions))
+        return sample.num_keys, windows, *map(content_key, (*intervals, sample.positions))
     return tuple(
         (
             *(each.key_start, each.query_start, each.num_queries, each.key_stop, each.apart),
-            *(_content(each.request.mask), _hidden(each)),
+            *visibility_key(each.request),
         )
         for each in sample.segments
     )
 
 
-def _hidden(segment: Segment) -> object:
-    """Return what identifies the keys that a bias hides."""
-    bias = segment.request.bias
-    return None if bias is None else (type(bias), _content(values_of(bias) == -torch.inf))
+def visibility_key(request: AttentionRequest) -> tuple[object, object]:
+    """Return what identifies the keys that a mask and a bias hide, for calls of one shape and `query_start`."""
+    bias = request.bias
+    hidden = None if bias is None else (type(bias), content_key(values_of(bias) == -torch.inf))
+    return content_key(request.mask), hidden
 
 
-def _content(value: object) -> object:
+def content_key(value: object) -> object:
     """Return what identifies a value, equal for tensors of equal elements."""
     if isinstance(value, Tensor):
         numbers = value.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.blake2b(numbers.data).digest()
     if isinstance(value, Mask):
-        return type(value), *map(_content, value.values().values())
-    return tuple(map(_content, value)) if isinstance(value, (tuple, list)) else value
+        return type(value), *map(content_key, value.values().values())
+    return tuple(map(content_key, value)) if isinstance(value, (tuple, list)) else value

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED, NEAR, Kind
 from multihead.locale.escaping import visible
 from multihead.locale.texts import section
@@ -39,8 +40,8 @@ MOST_FINDINGS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class LayerProfile:
-    """One layer of a record as the report and the terminal read it.
+class LayerKinds:
+    """The means of one layer's heads, the chance of each, and the kinds that these decide about.
 
     Attributes:
         number: the layer's number.
@@ -53,7 +54,6 @@ class LayerProfile:
         evidence: statistic -> its mean, its chance and how sure the difference is, for the same statistics, and for the
             share of attention near the query, which is no statistic of a record.
         kinds: per head, the names of one or more kinds, the most specific first.
-        visibility: what the queries may see.
         crosses: whether the keys are another text than the queries (cross-attention).
     """
 
@@ -63,7 +63,6 @@ class LayerProfile:
     chance: dict[str, Tensor]
     evidence: dict[str, Evidence]
     kinds: tuple[tuple[str, ...], ...]
-    visibility: Visibility
     crosses: bool
 
     def row(self, head: int) -> dict[str, str | float]:
@@ -73,6 +72,17 @@ class LayerProfile:
         """
         chances = {f"{name}{CHANCE}": float(values[head]) for name, values in self.chance.items()}
         return {"kind": "+".join(self.kinds[head]), **chances}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProfile(LayerKinds):
+    """One layer of a record as the report and the terminal read it.
+
+    Attributes:
+        visibility: what the queries may see.
+    """
+
+    visibility: Visibility
 
 
 @dataclass(frozen=True)
@@ -106,10 +116,20 @@ class HeadKind:
         return f"L{self.layer} H{self.head}: {self.kind} {share} (chance {chance})"
 
 
-def heads_of_kinds(profiles: Sequence[LayerProfile], among: Sequence[Kind]) -> list[HeadKind]:
-    """List the heads of each kind, kind after kind, the largest share first."""
+def heads_of_kinds(
+    profiles: Sequence[LayerKinds], among: Sequence[Kind], names: Collection[str] = ()
+) -> list[HeadKind]:
+    """List the heads of each kind, or of some, kind after kind, the largest share first.
+
+    Raises:
+        ArgumentError: there is no such kind.
+    """
+    known = {kind.name for kind in among}
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"There is no kind {name!r}.", f"Give some of {', '.join(sorted(known))}.")
     found = []
-    for kind in among:
+    for kind in (each for each in among if not names or each.name in names):
         for place, head, share, level in sorted(_heads_of(kind, profiles), key=lambda each: (-each[2], *each[:2])):
             one = profiles[place]
             measured = of_kind(kind, one.evidence)
@@ -265,7 +285,7 @@ def _profile(
     named = kinds(found, heads=layer.num_heads, crosses=crosses, among=among)
     means.pop(NEAR.name, None)  # it is no statistic of the record
     chances = {name: found[name].chance for name in means if name in found}
-    return LayerProfile(layer.number, layer.name, means, chances, found, named, seen[0], crosses)
+    return LayerProfile(layer.number, layer.name, means, chances, found, named, crosses, seen[0])
 
 
 def _measured(
@@ -288,7 +308,7 @@ def _measured(
     if marks is not None and any(marks[1:]) and "special_mass" in found:
         # special_mass counts the first token too if that is a special token itself.
         both = marks[0] and "first_mass" in found
-        values, counted = found["special_mass"]
+        values, counted, _ = found["special_mass"]
         found[SEPARATOR.name] = Measured(
             (values - found["first_mass"].values if both else values).clamp(min=0), counted
         )
@@ -362,7 +382,7 @@ def _tokens(value: float) -> str:
 
 
 def _heads_of(
-    topic: Kind | None, profiles: Sequence[LayerProfile], near: Collection[str] = ()
+    topic: Kind | None, profiles: Sequence[LayerKinds], near: Collection[str] = ()
 ) -> Iterator[tuple[int, int, float, float]]:
     """List the heads that a finding may be about: index of the layer, head, number, chance.
 

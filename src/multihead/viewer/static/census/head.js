@@ -1,10 +1,11 @@
 // The page of one head: the distributions of its statistics, and its strongest examples painted over their texts.
 import { paint, tone } from '../shared/colour.js';
 import { $, el, NBSP, translate } from '../shared/dom.js';
+import { kindTags } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { withUnit } from '../shared/statistics.js';
 import { setText } from '../shared/tokens.js';
-import { columnOf, D, layerOf, longName, state, summarised, TWO } from './record.js';
+import { columnOf, D, kindsOf, layerOf, longName, state, summarised, TWO } from './record.js';
 
 const writer = id => columnOf(id).format === 'share' ? value => +(value * 100).toFixed(1) + NBSP + '%' : value => String(+value.toPrecision(3));
 
@@ -23,9 +24,10 @@ export function distribution(id, i) {
 
 function card(id, i, choose) {
   const one = summarised(id, 0, 'mean'), rest = ['median', 'p95', 'max'].map(of => translate(`of short.${of}`, { n: summarised(id, 0, of).text(i) }));
+  const chance = new Set(D.runs.map((_, run) => summarised(id, run, 'mean').level(i)).filter(Boolean));
   const values = D.runs.map((_, run) => summarised(id, run, 'mean').text(i)).join(' → ');
   return el('button', { className: 'card', 'aria-pressed': String(state.id === id), onclick: () => choose(id) },
-    el('b', {}, el('span', { textContent: withUnit(one) }), el('span', { textContent: values })), ...distribution(id, i), el('small', { textContent: rest.join(translate('join.comma')) }));
+    el('b', {}, el('span', { textContent: withUnit(one) }), el('span', { textContent: values })), ...distribution(id, i), el('small', { textContent: [...chance, ...rest].join(translate('join.comma')) }));
 }
 
 async function copy(command, box) {
@@ -71,8 +73,9 @@ export function headPage(i, choose) {
   const label = withUnit(summarised(state.id)), sides = el('div', { className: 'sides' }, ...D.runs.map((_, run) => side(run, i)));
   sides.style.setProperty('--sides', D.runs.length);
   const apart = TWO ? [el('p', { className: 'sub', textContent: translate('apart', { n: D.divergence[''][i]?.toFixed(3) ?? '–' }) })] : [];
+  const kinds = D.runs.map((_, run) => kindsOf(i, run)).map((named, run) => named.length ? [el('p', { className: 'sub' }, TWO ? `${'AB'[run]}: ` : '', kindTags(named))] : []).flat();
   $('head').replaceChildren(
-    el('div', { className: 'hh' }, el('div', {}, el('a', { className: 'back', href: '#', textContent: translate('back to all') }), el('h1', { textContent: longName(i) }), el('p', { className: 'path', textContent: layerOf(i).name }), ...apart)),
+    el('div', { className: 'hh' }, el('div', {}, el('a', { className: 'back', href: '#', textContent: translate('back to all') }), el('h1', { textContent: longName(i) }), el('p', { className: 'path', textContent: layerOf(i).name }), ...kinds, ...apart)),
     el('section', {}, el('h2', { textContent: translate('distributions') }), el('p', { className: 'note', textContent: translate(TWO ? 'distributions note two' : 'distributions note') }), el('div', { className: 'cards' }, ...D.columns.map(one => card(one.id, i, choose)))),
     el('section', {}, el('h2', { textContent: translate('strongest', { label }) }), el('p', { className: 'note', textContent: translate('strongest note') }), sides));
 }

@@ -3,6 +3,7 @@ import { dark, palette, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { helpButton } from '../shared/help.js';
+import { kindChips, kindNames, kindTags } from '../shared/kinds.js';
 import { neighbour } from '../shared/keys.js';
 import { applied, fitted } from '../shared/layout.js';
 import { ramp } from '../shared/legend.js';
@@ -11,7 +12,7 @@ import { definitions, numberRows, withUnit } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
 import { returnTo, showView } from '../shared/views.js';
 import { distribution, headPage } from './head.js';
-import { addressOf, D, HEADS, indexOf, layerOf, longName, numbered, shortName, shownStatistic, state, summarised, tableStatistics, TWO, WIDEST } from './record.js';
+import { addressOf, D, HEADS, indexOf, kindsOf, layerOf, longName, numbered, shortName, shownStatistic, state, summarised, tableStatistics, TWO, WIDEST } from './record.js';
 
 let shownHead = -1;
 const ends = one => Math.max(1e-9, ...one.values.filter(known).map(Math.abs));
@@ -29,12 +30,20 @@ function choices() {
 }
 
 function cell(one, i, end, wide) {
-  const value = one.values[i], box = el('span', { className: known(value) ? 'cell' : 'cell none' });
+  const value = one.values[i], [kind] = kindsOf(i), box = el('span', { className: known(value) ? 'cell' : 'cell none', ...(kind && { k: kind }) });
   if (!known(value)) return box;
   if (state.shows === 'difference') paint(box, .5 - value / end / 2, 'apart');
   else paint(box, tone('linear', value, end));
   if (wide) box.append(one.number(i));
   return box;
+}
+
+function chips() {
+  kindChips($('chips'), HEADS.map((_, i) => kindsOf(i)), state.kind, kind => { state.kind = kind; chips(); dim(); headsTable(); });
+}
+
+function dim() {
+  for (const a of $('grid').querySelectorAll('a')) a.classList.toggle('dim', !!state.kind && !kindsOf(+a.dataset.i).includes(state.kind));
 }
 
 function grid() {
@@ -48,13 +57,14 @@ function grid() {
     if (l % perColumn === 0) rows.push(heading(!l));
     const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name }, (size < 30 || phone ? '' : 'L') + layer.number));
     for (let h = 0; h < layer.heads; h++) {
-      const i = indexOf(l, h), link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': `${longName(i)}, ${one.label} ${one.text(i)}`, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, size >= 34));
+      const i = indexOf(l, h), link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': [longName(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)].filter(Boolean).join(', '), onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, size >= 34));
       link.dataset.i = i;
       row.append(el('span', { role: 'gridcell' }, link));
     }
     rows.push(row);
   });
   box.replaceChildren(...rows);
+  dim();
   if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
   const signed = state.shows === 'difference';
   const marks = el('div', { className: 'ticks' }, ...(signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => {
@@ -68,18 +78,19 @@ function grid() {
 function inspect(i) {
   state.lit = i;
   for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
-  $('insp').replaceChildren(el('h3', { textContent: longName(i) }), el('p', { className: 'path', textContent: layerOf(i).name }), ...distribution(state.id, i),
+  $('insp').replaceChildren(el('h3', {}, longName(i), kindTags(kindsOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), ...distribution(state.id, i),
     el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(D.columns.map(one => summarised(one.id)), i))));
 }
 
 function headsTable() {
-  const statistics = tableStatistics(), described = i => ({ l: HEADS[i].number, h: HEADS[i].h, kinds: [], path: layerOf(i).name, role: '', aligned: false });
-  table({ kinds: HEADS.map(() => []), statistics, link: i => el('a', { href: addressOf(i), textContent: shortName(i) }), path: i => layerOf(i).name, passes: i => fits($('filter').value, statistics, i, described(i)),
+  const statistics = tableStatistics(), described = i => ({ l: HEADS[i].number, h: HEADS[i].h, kinds: kindsOf(i), path: layerOf(i).name, role: '', aligned: false });
+  table({ kinds: HEADS.map((_, i) => kindsOf(i)), statistics, link: i => el('a', { href: addressOf(i), textContent: shortName(i) }), path: i => layerOf(i).name, passes: i => (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, statistics, i, described(i)),
     order: state.order, reorder: order => { state.order = order; }, why: unmatched($('filter').value, statistics, [], HEADS.map((_, i) => described(i))), marks: () => [] });
 }
 
 function overview() {
   choices();
+  chips();
   grid();
   inspect(state.lit);
   headsTable();
@@ -132,8 +143,8 @@ addEventListener('beforeprint', () => { showRows(true); headsTable(); });
 addEventListener('afterprint', () => { showRows(false); headsTable(); });
 
 palette();
-definitions($('defs'), D.columns.map(one => [one.id, one.label]), []);
+definitions($('defs'), D.columns.map(one => [one.id, one.label]), HEADS.some((_, i) => kindsOf(i).length) ? D.legend : []);
 const press = (names, key) => [names, translate('press.' + key)];
-$('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'neighbour'), press(['Enter'], 'open'), press(['Esc'], 'back'), press(['?'], 'help')], [[translate('shows.divergence'), translate('divergence words')]]));
+$('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'neighbour'), press(['Enter'], 'open'), press(['Esc'], 'back'), press(['?'], 'help')], [[translate('shows.divergence'), translate('divergence words')], [translate('chance', { n: '' }).trim(), translate('chance why')]]));
 overview();
 route();

@@ -1,26 +1,30 @@
 // The census that the page shows: its heads, and their statistics as they are summarised.
 import { NBSP, translate } from '../shared/dom.js';
+import { addLegend } from '../shared/kindlist.js';
 import { known } from '../shared/numbers.js';
 import { statistic } from '../shared/statistics.js';
 
 export const D = JSON.parse(document.getElementById('data').textContent);
 export const TWO = D.runs.length > 1;
+addLegend(D.legend);
 
 // The choice of the reader: the statistic, how it is summarised over queries, which census or difference the grid shows,
-// the order of the table, and the head in the inspector.
-export const state = { id: D.columns[0].id, of: 'mean', shows: 'A', order: TWO ? '-divergence' : 'head', lit: 0 };
+// one kind of head or all, the order of the table, and the head in the inspector.
+export const state = { kind: '', id: D.columns[0].id, of: 'mean', shows: 'A', order: TWO ? '-divergence' : 'head', lit: 0 };
 
 export const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h, number: layer.number })));
 export const WIDEST = Math.max(...D.layers.map(layer => layer.heads));
 export const indexOf = (l, h) => HEADS.findIndex(head => head.l === l && head.h === h);
 export const numbered = (number, h) => HEADS.findIndex(head => head.number === number && head.h === h);
 export const layerOf = i => D.layers[HEADS[i].l];
+export const kindsOf = (i, run = 0) => D.runs[run].kinds[i] ?? [];  // none where chance is unknown
 export const shortName = i => `L${HEADS[i].number}${NBSP}H${HEADS[i].h}`;
 export const longName = i => translate('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
 export const addressOf = i => `#L${HEADS[i].number}H${HEADS[i].h}/${state.id}`;
 
 export const columnOf = id => D.columns.find(one => one.id === id);
-export const summarised = (id, run = 0, of = state.of) => statistic(columnOf(id), D.runs[run].numbers[id][of]);
+// Chance is that of the mean.
+export const summarised = (id, run = 0, of = state.of) => statistic(columnOf(id), D.runs[run].numbers[id][of], undefined, of === 'mean' ? D.runs[run].chance[id] : undefined);
 const nats = { id: 'divergence', label: translate('divergence label'), unit: D.nats, format: '.3f' };
 
 // The statistic that the cells of the grid show, and whether its sign is shown: a difference.
@@ -40,7 +44,7 @@ export function tableStatistics() {
   if (!TWO) return first;
   const both = first.map(one => {
     const other = summarised(one.id, 1);
-    return { ...one, number: i => `${one.number(i)}${NBSP}→${NBSP}${other.number(i)}` };
+    return { ...one, chance: [...one.chance, ...other.chance], number: i => `${one.number(i)}${NBSP}→${NBSP}${other.number(i)}` };
   });
   return [statistic(nats, D.divergence['']), ...both];
 }
