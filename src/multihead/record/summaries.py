@@ -66,10 +66,11 @@ def summary(
 
 def joined(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
     """Join what was measured of the windows of a sample, one after the other."""
-    return {
-        name: Measured(*(torch.cat([one[name][field] for one in windows], 1) for field in range(2)))
-        for name in windows[0]
-    }
+    found = {}
+    for name in windows[0]:
+        values = torch.cat([one[name].values for one in windows], 1)
+        found[name] = Measured(values, torch.cat([one[name].counted for one in windows], 1))
+    return found
 
 
 def queries_that_count(
