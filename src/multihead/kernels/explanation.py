@@ -8,8 +8,7 @@ from html import escape
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, Work
 from multihead.kernels.choose import KERNELS, choose
-from multihead.kernels.plan.bounds import bounds_of
-from multihead.kernels.plan.tiles import seen_share
+from multihead.kernels.plan.bounds import bounds_of, seen_share
 from multihead.kernels.sequence_split import RankWork, split
 
 

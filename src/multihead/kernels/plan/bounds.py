@@ -123,6 +123,12 @@ def key_bounds(
     return bounds
 
 
+def seen_share(bounds: KeyBounds, *, keys: int) -> float:
+    """Return the share of the score matrix within the bounds, 0 to 1."""
+    cells = bounds.start.numel() * keys
+    return float((bounds.stop - bounds.start).sum()) / cells if cells else 0.0
+
+
 @lru_cache(maxsize=256)
 def _of_one_query(start: int, stop: int, device: torch.device) -> KeyBounds:
     """Return the bounds of one query."""
