@@ -111,8 +111,7 @@ class _Registration(MetaPathFinder):
 
 
 def _register() -> None:
-    for module in ("multihead.kernels.native.operator", "multihead.kernels.places"):
-        import_module(module)
+    import_module("multihead.kernels.native.operator")
 
 
 if "torch" in sys.modules:

@@ -18,7 +18,7 @@ from torch import Tensor
 from multihead.kernels import reference
 from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import dense, without_tensors, working_dtype
-from multihead.kernels.double_backward import differentiable_gradients
+from multihead.kernels.reference import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.kernels.places import places_of_tokens
+from multihead.kernels.native.operator import places_of_tokens
 from multihead.kernels.sequence_split import SequenceSplit, reject_in_split
 from multihead.masks import Documents, Lengths, Mask
 from multihead.tensors.tracing import intercepted, jit_traced, readable, traced

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import seen
-from multihead.kernels.first_keys import first_keys
+from multihead.kernels.dense_tile import first_keys, seen
 from multihead.kernels.nonfinite import without_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds

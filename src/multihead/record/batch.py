@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multihead.errors import ModelError
 from multihead.kernels.call import Attended, AttentionCall, AttentionRequest
-from multihead.kernels.first_keys import first_seen
+from multihead.kernels.dense_tile import first_seen
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of

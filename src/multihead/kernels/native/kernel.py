@@ -10,7 +10,6 @@ from torch import Tensor
 
 from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import dense, tensors_seen_by, without_tensors
-from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.native import library
 from multihead.kernels.native.call import (
     WHOLE,
@@ -25,6 +24,7 @@ from multihead.kernels.native.call import (
 )
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import wanted_of
+from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.tracing import intercepted, recorded, traced, transformed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.first_keys import first_keys, first_seen
+from multihead.kernels.dense_tile import first_keys, first_seen
 from multihead.kernels.native.call import Job, below_autograd, blocks, forward, key_sums, operands
 from multihead.kernels.parts import Part
 from multihead.masks.base import KeyBounds
