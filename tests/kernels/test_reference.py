@@ -15,7 +15,7 @@ from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import reference
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.kernels.slow_paths import strict
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 from tests import oracle
 from tests.kernel_names import needs_native
 

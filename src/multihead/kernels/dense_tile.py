@@ -14,7 +14,7 @@ from multihead.masks import Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
 from multihead.scores.bias import bias_tile, values_of, with_values
-from multihead.scores.softcap import softcapped
+from multihead.scores.terms import softcapped
 from multihead.tensors.tracing import intercepted
 
 

@@ -15,7 +15,7 @@ from multihead.kernels.plan.rectangles import Rectangle, rectangles
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import bias_tile, values_of
-from multihead.scores.sinks import with_sinks
+from multihead.scores.terms import with_sinks
 from multihead.tensors.tracing import traced
 
 HANDLES_NONFINITE = False

@@ -20,8 +20,7 @@ from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_pa
 from multihead.layer.sharding import LayerPart, ShardableLayer, local_heads
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
-from multihead.scores.bias import Bias
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias
 
 _FULL = Full()
 

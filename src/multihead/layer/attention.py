@@ -39,7 +39,7 @@ from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
-from multihead.scores.softcap import check_softcap
+from multihead.scores.terms import check_softcap
 from multihead.tensors.tracing import intercepted
 
 _FULL = Full()

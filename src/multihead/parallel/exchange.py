@@ -20,7 +20,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, RankError
 from multihead.masks import Mask
 from multihead.parallel.layout import Layout, Range
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 
 V = TypeVar("V")
 _Change = Callable[[Tensor, "Ranks", Layout], Tensor]

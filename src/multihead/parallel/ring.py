@@ -29,9 +29,8 @@ from multihead.parallel.exchange import Ranks, Transfer, by_token, of_ranges
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measured
 from multihead.parallel.plan import Piece, RingPlan, Step
-from multihead.scores.bias import Bias, bias_tile, values_of, with_values
-from multihead.scores.relative import RelativeBias
-from multihead.scores.sinks import with_sinks
+from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with_values
+from multihead.scores.terms import with_sinks
 from multihead.tensors.shapes import AttentionShape
 
 Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k, v and the values of the bias

@@ -26,8 +26,7 @@ from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, kept
 from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.token_ids import Ids
-from multihead.scores.bias import Bias, dense_bias
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias, dense_bias
 
 CUTTING = RLock()
 """Held while samples are cut out, because several threads may read a record."""

@@ -24,9 +24,7 @@ from multihead.layer import MultiHeadAttention
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import ALiBi
-from multihead.scores.learned import LearnedBias
-from multihead.scores.t5 import T5Bias
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
 from tests import drawing
 from tests.export.running import all_of, assert_same, assert_within, evaluated, ran
 

@@ -15,10 +15,8 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.export.onnx import to_model
 from multihead.layer import MultiHeadAttention
-from multihead.scores.alibi import ALiBi
-from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import RelativeBias, offsets
-from multihead.scores.t5 import T5Bias
+from multihead.scores.bias import RelativeBias, offsets
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
 from tests.export.running import assert_same, ran
 
 BIASES = [

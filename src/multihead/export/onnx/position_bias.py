@@ -7,10 +7,8 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.export.onnx.context import Context
-from multihead.scores.alibi import ALiBi
-from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import RelativeBias
-from multihead.scores.t5 import T5Bias, buckets_of
+from multihead.scores.bias import RelativeBias
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, buckets_of
 
 
 def position_bias(context: Context) -> str | None:

@@ -13,8 +13,7 @@ from multihead.kernels.call import AttentionRequest, DropoutPlace
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
-from multihead.scores.bias import Bias, values_of, with_values
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias, values_of, with_values
 
 # A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
 DENSE_BYTES = 8 << 20
