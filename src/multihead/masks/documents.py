@@ -19,7 +19,7 @@ from multihead.masks.counts import (
     shape_of,
     shown,
 )
-from multihead.masks.full import Full
+from multihead.masks.distance import Full
 from multihead.masks.place import CallSize, Span
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.counts import shown
-from multihead.masks.full import Full
+from multihead.masks.distance import Full
 from multihead.masks.place import CallSize, Extent, Place, Span
 
 AXES = ("batch", "heads", "queries", "keys")
