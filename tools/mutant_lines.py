@@ -77,7 +77,7 @@ FUZZED = (
            "elif request.origin is not None and request.origin.real is not None:", "elif request is None:",
            ("tests/observation/test_recorder.py",)),
     Mutant("position bias", "one of a user is taken to depend on the distance only", "layer/arguments.py",
-           'getattr(part.position_bias, "of_distance", False)', "True", ("tests/layer/test_positions.py",)),
+           'getattr(part.position_bias, "of_distance", False)', "True", ("tests/layer/test_steps.py",)),
 )
 MUTANTS = (
     Mutant("native kernel", "sums over blocks of queries are overwritten", "kernels/native/call.py",
@@ -181,8 +181,8 @@ MUTANTS = (
     Mutant("sinks", "a key of 0 replaces the learned sink", "layer/attention.py",
            "sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))", "sinks = zero",
            _layer("alone")),
-    Mutant("gates", "one gate per head has no effect", "layer/gates.py",
-           "return output * gates[:, None, None].to(output.dtype)", "return output", ("tests/layer/test_gates.py",)),
+    Mutant("gates", "one gate per head has no effect", "layer/steps.py",
+           "return output * gates[:, None, None].to(output.dtype)", "return output", ("tests/layer/test_steps.py",)),
     Mutant("gates", "gates per query are used on packed tokens", "layer/arguments.py",
            "(self.head_gates is None or self.head_gates.dim() == 1)", "True", _layer("padded or packed")),
     Mutant("extra keys", "positions are not shifted by the learned key", "layer/attention.py",
@@ -196,7 +196,7 @@ MUTANTS = (
            "return 0 if self._progress is None else self._progress.position",
            "return 0 if self._progress is None else self._progress.start",
            ("tests/layer/cache/test_cache.py", "tests/layer/cache/test_decoding.py")),
-    Mutant("cache", "padding of a ragged step is stored", "layer/cache/buffer_ops.py",
+    Mutant("cache", "padding of a ragged step is stored", "layer/cache/buffers.py",
            "slots = slots.where(real, buffer.shape[2] - 1)", "slots = slots + 0",
            ("tests/layer/cache/test_buffers.py",)),
     Mutant("cache", "a window drops a key too early", "layer/cache/buffers.py",

@@ -30,11 +30,10 @@ from multihead.kernels.native import eager
 from multihead.kernels.quantised import expand
 from multihead.layer.arguments import LayerCall, Widths, check_is_cache, check_takes_positions, dtype_of
 from multihead.layer.cache import KeyValueCache
-from multihead.layer.gates import gate, prepend
 from multihead.layer.heads import head_counts, head_dim_of
 from multihead.layer.packing import NO_PADDING, Packing, Side
-from multihead.layer.positions import extend, find_start, map_lengths, normalise, rotate
 from multihead.layer.qk_norm import QKNorm
+from multihead.layer.steps import extend, find_start, gate, map_lengths, normalise, prepend, rotate
 from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.rotary import Rotary

@@ -1,4 +1,4 @@
-"""Positions of queries and keys: the first query's, rotation by positions, and the keys that a cache adds."""
+"""The steps of a layer's call around its attention: positions, rotation, the cache, gates, the learned key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from multihead.errors import DtypeError, ShapeError
 from multihead.kernels import sequence_split
 from multihead.layer.arguments import LayerCall
 from multihead.layer.cache import KeyValueCache
@@ -105,3 +106,49 @@ def extend(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tenso
     call.mask = padding.hide(call.mask, memory.lengths, memory.k.shape[2])
     call.scales = memory.scales
     return memory.k, memory.v
+
+
+def gate(output: Tensor, gates: Tensor) -> Tensor:
+    """Multiply the output of each head by its gate.
+
+    Args:
+        output: (batch, heads, queries, value_dim).
+        gates: (heads,), or broadcasting to (batch, heads, queries).
+
+    Raises:
+        ShapeError, DtypeError: the gates are neither.
+
+    Source: gates on heads, arXiv:1905.09418 and arXiv:1905.10650.
+
+    >>> gate(torch.ones(1, 2, 1, 3), torch.tensor([1.0, 0.0]))[0, :, 0]
+    tensor([[1., 1., 1.],
+            [0., 0., 0.]])
+    """
+    heads = output.shape[1]
+    if not isinstance(gates, Tensor):
+        raise DtypeError(
+            f"head_gates is a {type(gates).__name__}.", f"Give a tensor with one factor per head: ({heads},)."
+        )
+    if gates.dim() == 1 and gates.shape[0] == heads:
+        return output * gates[:, None, None].to(output.dtype)
+    sizes = tuple(output.shape[:3])
+    if gates.dim() != 3 or any(given not in (1, size) for given, size in zip(gates.shape, sizes, strict=True)):
+        raise ShapeError(
+            f"head_gates has shape {tuple(gates.shape)}, and there are {heads} heads.",
+            f"Give one factor per head: shape ({heads},), or one that broadcasts to (batch, heads, queries) = {sizes}.",
+        )
+    return output * gates[..., None].to(output.dtype)
+
+
+def prepend(key: Tensor, x_heads: Tensor) -> Tensor:
+    """Insert one learned row before all others in each sample.
+
+    Args:
+        key: (kv_heads, dim).
+        x_heads: (batch, kv_heads, keys, dim).
+
+    Returns:
+        (batch, kv_heads, 1 + keys, dim).
+    """
+    row = key[None, :, None].expand(x_heads.shape[0], -1, -1, -1)
+    return torch.cat([row.to(x_heads.dtype), x_heads], 2)
