@@ -23,12 +23,10 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     """Compute the output and the weights of a call, both differentiable.
 
     Under dropout the weights are those after it, and the output is computed from these same weights. The call is then
-    published without dropout, because statistics are those of the weights before it.
+    published without dropout, because statistics are those of the weights before it. Without dropout, the averaged
+    weights of one head, or 1 MiB of them, are held at a time besides the result, in the backward pass too.
 
-    Args:
-        request: a checked call without softcap and sinks, with as many key/value heads as query heads.
-        average: whether the weights are averaged over the heads; without dropout, the weights of one head, or 1 MiB of
-            them, are held at a time besides the result, in the backward pass too.
+    The request has no softcap and no sinks, and as many key/value heads as query heads.
 
     Returns:
         the output (batch, heads, queries, value_dim), and the weights (batch, heads, queries, keys), or
@@ -75,11 +73,7 @@ class LastWeights:
         self._request, self._weights = None, weights
 
     def weights(self) -> Tensor | None:
-        """Return the stored weights, or those of the stored call before dropout.
-
-        Returns:
-            (batch, heads, queries, keys), in the dtype of q; None if nothing is stored.
-        """
+        """Return the stored weights, or those of the stored call before dropout: (batch, heads, queries, keys)."""
         if self._request is None:
             return self._weights
         return _weights(self._request)[0].to(self._request.q.dtype)

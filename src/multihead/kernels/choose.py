@@ -228,13 +228,7 @@ _CAUSAL = Causal()
 
 
 def slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
-    """Return in one sentence that PyTorch's kernel was measured to be faster for such a request, or None.
-
-    Args:
-        request: the call.
-        bounds: its plan.
-        set_name: the instruction set that the native kernel would use.
-    """
+    """Return in one sentence that PyTorch's kernel was measured to be faster for such a request, or None."""
     lost = LOST.get((set_name, request.shape.dtype))  # the only cost per call where the native kernel always won
     if lost is None:
         return None

@@ -66,11 +66,7 @@ def scores(
 
 
 def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-    """Return which cells of a tile are visible: those that the mask shows and no bias of -inf hides.
-
-    Returns:
-        bool, broadcasting to (batch, heads, queries, keys).
-    """
+    """Return the cells that the mask shows and no bias of -inf hides: bool, as (batch, heads, queries, keys)."""
     shape = request.shape
     place = Place.of(
         shape.query_length,

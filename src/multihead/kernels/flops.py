@@ -54,12 +54,8 @@ for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward
 def _cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | None) -> int:
     """Count the cells that may be seen, over batch and heads; all of them where tensors hold no values.
 
-    Args:
-        q: (batch, heads, queries, head_dim).
-        k: (batch, kv_heads, keys, head_dim).
-        start: (batch or 1, queries), the first key that a query may see.
-        stop: (batch or 1, queries), one past the last one.
-        seen: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible; None = all.
+    Each query sees the keys [start, stop), (batch or 1, queries), of which `seen`, (batch or 1, heads or 1, queries or
+    1, keys or 1) bool, keeps some.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     if traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, seen)):

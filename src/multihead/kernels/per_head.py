@@ -43,16 +43,10 @@ def suits(request: AttentionRequest, *, need_weights: bool) -> bool:
 
 
 def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-    """Attend, publish the call, and return the output and the weights after dropout.
+    """Attend, publish the call, and return the output (batch, heads, queries, value_dim) and the weights after dropout.
 
-    Args:
-        request: a call that `suits` accepts, with as many key/value heads as heads.
-        need_weights: whether to return the weights.
-        average: whether to average them over the heads.
-
-    Returns:
-        the output (batch, heads, queries, value_dim); the weights (batch, queries, keys) if averaged, else
-        (batch, heads, queries, keys), or None.
+    The request is one that `suits` accepts, with as many key/value heads as heads. The weights are
+    (batch, heads, queries, keys), or their average over the heads (batch, queries, keys), or None if not needed.
     """
     request = replace(request, wanted=wanted_parts())
     keep = None

@@ -82,14 +82,10 @@ def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:
 
 
 def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a softmax whose rows may be empty: weights 0 and logsumexp -inf there, and no NaN in any gradient.
+    """Compute weights (batch, heads, queries, keys) and logsumexp (batch, heads, queries) of masked scores.
 
-    Args:
-        cells: (batch, heads, queries, keys), scores, -inf where hidden.
-        sinks: (heads,) logits that take weight, or None.
-
-    Returns:
-        weights (batch, heads, queries, keys) and logsumexp (batch, heads, queries).
+    Hidden scores are -inf. The weights of a row without visible cells are 0, its logsumexp is -inf, and no gradient of
+    it is NaN. Sinks are logits (heads,) that take weight.
     """
     empty = (cells == -torch.inf).all(-1, keepdim=True)  # (batch, heads, queries, 1)
     if cells.shape[-1] == 0:
@@ -133,7 +129,7 @@ def differentiable_gradients(
     of_output: Tensor | None,
     of_logsumexp: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of q, k, v, bias and sinks so that they can be differentiated again.
+    """Compute the gradients of q, k, v, bias and sinks, where required, so that they can be differentiated again.
 
     Args:
         kernel: name of the kernel that computed the call, for the warning.
@@ -141,9 +137,6 @@ def differentiable_gradients(
         bounds: the key interval of each query.
         of_output: gradient of the output, or None.
         of_logsumexp: gradient of the logsumexp, or None.
-
-    Returns:
-        the gradients of q, k, v, bias and sinks; None for each that does not require one.
 
     Raises:
         ArgumentError: the call has dropout, whose random choice cannot be repeated.

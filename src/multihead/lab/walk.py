@@ -345,7 +345,7 @@ def _sdpa_difference(sizes: Sizes, inputs: list[Step], attention: list[Step]) ->
 
 @dataclass(frozen=True)
 class Chapter:
-    """One numbered chapter of the walk: its part and the tensors it shows; its texts are `walk.chapter` in the locale."""
+    """One numbered chapter of the walk: its part and the tensors it shows; its texts are `walk.chapter` in a locale."""
 
     part: str
     name: str

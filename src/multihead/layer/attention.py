@@ -314,11 +314,7 @@ class MultiHeadAttention(nn.Module):
         return q, k, v, terms
 
     def _tokens(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Check a call and drop its padding.
-
-        Returns:
-            x, memory and values, (batch, length, features) each, or (1, tokens, features) where there is padding.
-        """
+        """Check a call and drop its padding: x, memory, values, (batch, length, features) or (1, tokens, features)."""
         x, packing, cache = call.x, call.packing, call.cache
         memory = values = x
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
@@ -377,11 +373,7 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _terms(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, AttentionArguments]:
-        """Add what the layer has of its own: position bias, learned key, sinks.
-
-        Returns:
-            k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys, value_head_dim), and the other terms.
-        """
+        """Add position bias, learned key and sinks to k, v (batch, kv_heads, keys, dim) and the terms of the call."""
         part, mask, bias, start = call.part, call.mask, call.bias, call.start
         if part.position_bias is not None:
             queries, keys = map_lengths(q, k, v)

@@ -16,14 +16,7 @@ from multihead.tensors.shapes import AttentionShape, resolved_query_start
 
 
 def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
-    """Find the position of the first query among the keys, (batch, heads, length, head_dim) both.
-
-    Args:
-        call: the call.
-        q: the queries.
-        k: the keys.
-        matters: whether the layer uses it, for the mask may not.
-    """
+    """Find the position of the first query among the keys, where the layer (`matters`) or the mask uses it."""
     matters = matters or call.mask.uses_positions
     if call.cache is not None and call.query_start is None and (call.within or matters):
         call.start = call.cache.query_start
@@ -32,16 +25,7 @@ def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
 
 
 def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
-    """Return the position of the first query among the keys, where it matters.
-
-    Args:
-        query_start: the argument of the call.
-        q: (batch, heads, queries, head_dim).
-        keys: number of keys.
-
-    Raises:
-        ArgumentError: it is missing, or out of range.
-    """
+    """Return the position of the first query of q (batch, heads, queries, head_dim) among the keys."""
     sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": keys}
     start = resolved_query_start(query_start, uses_positions=True, device=q.device, **sizes)
     if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as an int it would be rejected
@@ -109,16 +93,9 @@ def extend(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tenso
 
 
 def gate(output: Tensor, gates: Tensor) -> Tensor:
-    """Multiply the output of each head by its gate.
+    """Multiply the output of each head, (batch, heads, queries, value_dim), by its gate.
 
-    Args:
-        output: (batch, heads, queries, value_dim).
-        gates: (heads,), or broadcasting to (batch, heads, queries).
-
-    Raises:
-        ShapeError, DtypeError: the gates are neither.
-
-    Source: gates on heads, arXiv:1905.09418 and arXiv:1905.10650.
+    Gates are (heads,), or broadcast to (batch, heads, queries). Source: arXiv:1905.09418 and arXiv:1905.10650.
 
     >>> gate(torch.ones(1, 2, 1, 3), torch.tensor([1.0, 0.0]))[0, :, 0]
     tensor([[1., 1., 1.],
@@ -141,14 +118,6 @@ def gate(output: Tensor, gates: Tensor) -> Tensor:
 
 
 def prepend(key: Tensor, x_heads: Tensor) -> Tensor:
-    """Insert one learned row before all others in each sample.
-
-    Args:
-        key: (kv_heads, dim).
-        x_heads: (batch, kv_heads, keys, dim).
-
-    Returns:
-        (batch, kv_heads, 1 + keys, dim).
-    """
+    """Insert one learned row (kv_heads, dim) before all others in each sample: (batch, kv_heads, 1 + keys, dim)."""
     row = key[None, :, None].expand(x_heads.shape[0], -1, -1, -1)
     return torch.cat([row.to(x_heads.dtype), x_heads], 2)

@@ -110,11 +110,7 @@ class _TransformersLayer(NamedTuple):
     rows: str
 
     def plan(self, ranks: int) -> dict[str, Any]:
-        """Return how its modules are split, as PyTorch's `parallelize_module` reads it.
-
-        Raises:
-            ArgumentError: it has other parameters, or its heads cannot be divided.
-        """
+        """Return how its modules are split, as PyTorch's `parallelize_module` reads it, or raise an ArgumentError."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
         head_dim = _head_dim(self.module)
@@ -144,8 +140,7 @@ class _TransformersLayer(NamedTuple):
 def _layer_of(name: str, module: nn.Module) -> _TransformersLayer | None:
     """Return a module as a layer that may be split, or None where it is no attention layer of transformers.
 
-    Raises:
-        ArgumentError: it projects queries, keys and values together, in another order than that of heads.
+    Raises an ArgumentError if it projects queries, keys and values together, and not head by head.
     """
 
     def linear(each: str) -> bool:

@@ -126,8 +126,7 @@ class RingPlan:
     def first_keys(self, request: AttentionRequest) -> Tensor:
         """Return the first key that some query of each sample sees: (batch or 1,), -1 for none.
 
-        Args:
-            request: a call on part of the sequence, with the bias of the whole sequence.
+        The request is a call on part of the sequence, with the bias of the whole sequence.
         """
         shape = request.shape._replace(query_length=self.length, key_length=self.length)
         return first_keys(replace(request, shape=shape, mask=self.mask, query_start=0), self.bounds)
@@ -137,14 +136,7 @@ _PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)
 
 
 def ring_plan(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
-    """Plan the ring of one rank, once per mask, length and layout.
-
-    Args:
-        mask: the mask of the whole sequence.
-        length: number of tokens of the whole sequence.
-        layout: which tokens each rank holds.
-        rank: the rank.
-    """
+    """Plan the ring of one rank, given the mask and the length of the whole sequence; equal plans are made once."""
     of_mask = mask.cache_key()
     key = None if of_mask is None else (of_mask, length, layout, rank)
     known = None if key is None else _PLANS.entries.get(key)
@@ -307,14 +299,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(strategy: Strategy, shape: AttentionShape, planned: RingPlan, ranks: int) -> Traffic:
-    """Return what a rank sends.
-
-    Args:
-        strategy: how the ranks compute the attention.
-        shape: the sizes of a rank's call.
-        planned: its plan as a ring.
-        ranks: how many ranks there are.
-    """
+    """Return what a rank sends, given the sizes of its call and its plan as a ring."""
     own = bytes_of_keys(shape, shape.key_length)
     others = ranks - 1
     if strategy == "gather":  # keys and values to each other rank, and their gradients back

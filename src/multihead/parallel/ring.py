@@ -323,15 +323,9 @@ class _Backward:
 
 
 def merge(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
-    """Add a part with other keys to an attention, in place.
+    """Add a part with other keys to an output (batch, heads, queries, value_dim) and its logsumexp, in place.
 
     With l the logsumexp of a part and L that of both, each part counts exp(l - L).
-
-    Args:
-        output: (batch, heads, queries, value_dim).
-        logsumexp: (batch, heads, queries).
-        part: the output of the part.
-        part_logsumexp: its logsumexp.
     """
     total = torch.logaddexp(logsumexp, part_logsumexp)
     empty = total == -torch.inf
@@ -357,12 +351,7 @@ def part_of_bias(bias: Bias, length: int, rows: Range, keys: Range) -> Bias:
 
 
 def part_of_dropout(request: AttentionRequest, **place: int) -> DropoutPart | None:
-    """Return what a part of a call with dropout drops; None without dropout.
-
-    Args:
-        request: the whole call, with its seed.
-        place: where the part starts, as in `DropoutPlace`.
-    """
+    """Return what a part of a call drops, which starts at `place` as in `DropoutPlace`; None without dropout."""
     return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
 
 

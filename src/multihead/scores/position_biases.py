@@ -193,20 +193,11 @@ class LearnedBias(nn.Module):
 
 
 def buckets_of(distances: Tensor, *, num_buckets: int, max_distance: int, both_ways: bool) -> Tensor:
-    """Return the bucket of each distance.
+    """Return the bucket of each distance (key position - query position, tokens), int64 from 0 to num_buckets - 1.
 
     Half of the buckets hold one distance each, the others grow logarithmically up to max_distance, and the last one
     holds all larger distances. With both_ways, half of all buckets are for keys after the query; without, those keys
     share bucket 0.
-
-    Args:
-        distances: int64, key position - query position, any shape.
-        num_buckets: number of buckets.
-        max_distance: distance from which on all keys share the last bucket, tokens.
-        both_ways: whether keys after the query have their own buckets.
-
-    Returns:
-        int64, from 0 to num_buckets - 1, shaped as distances.
 
     Source: arXiv:1910.10683, section 2.1, and its published code, whose float32 logarithm decides at bucket edges.
 

@@ -40,16 +40,11 @@ def check_sinks_fit(sinks: object, shape: AttentionShape) -> None:
 
 
 def with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add each head's sink to an attention that was computed without it.
+    """Add each head's sink (heads,) to output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
 
     With L the logsumexp over the keys and s the sink, the weights of the keys are multiplied by
     exp(L) / (exp(L) + exp(s)) = sigmoid(L - s), and so is the output. A query that sees no key is unchanged: 0, -inf.
     The others are NaN where a sink is NaN or inf.
-
-    Args:
-        output: (batch, heads, queries, value_dim).
-        logsumexp: (batch, heads, queries).
-        sinks: (heads,).
 
     Source: GPT-OSS, arXiv:2508.10925; the identity is L' = log(exp(L) + exp(s)).
     """

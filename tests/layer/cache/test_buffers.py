@@ -275,5 +275,5 @@ class TestCounts:
         with pytest.raises(ShapeError) as refused:
             counts_of((1, 2, 3), batch=2, limit=3, device=torch.device("cpu"))
         assert str(refused.value) == (
-            "lengths has shape (3,), and the batch has 2 samples. Give one number per sample: shape (2,)."
+            "lengths has shape (3,), and the batch has 2 samples. Give one length per sample: shape (2,)."
         )

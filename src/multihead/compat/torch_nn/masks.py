@@ -162,11 +162,7 @@ def padding_of(nested: Tensor) -> Tensor:
 
 
 def nested_like(nested: Tensor, samples: list[Tensor]) -> Tensor:
-    """Build a nested tensor of samples with the lengths of another, so that the two can be added.
-
-    Args:
-        nested: the other nested tensor, of layout strided or jagged.
-        samples: (length, features) each.
+    """Build a nested tensor of samples (length, features) with the lengths of another, so that the two can be added.
 
     >>> x = torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged)
     >>> (x + nested_like(x, [torch.ones(1, 4), torch.ones(3, 4)])).is_nested

@@ -150,15 +150,9 @@ def _merged(context: Context, attended: str) -> str:
 
 
 def normalised(context: Context, q: str, k: str) -> tuple[str, str]:
-    """Normalise queries and keys by the layer's `qk_norm`, in float32 as the layer does.
+    """Normalise q and k, (batch, length, heads * head_dim), by the layer's `qk_norm`, in float32 as the layer does.
 
-    Args:
-        context: context of the export.
-        q: (batch, queries, heads * head_dim).
-        k: (batch, keys, kv_heads * head_dim).
-
-    Raises:
-        ArgumentError: the layer's `qk_norm` is a module that is not ours.
+    Raises an ArgumentError if `qk_norm` is a module that is not ours.
     """
     layer, norms = context.layer, context.layer.qk_norm
     if norms is None:
@@ -186,15 +180,9 @@ def normalised(context: Context, q: str, k: str) -> tuple[str, str]:
 
 
 def _divided(context: Context, x: str, parts: int, weight: Tensor, eps: float, *, factors: Tensor | None = None) -> str:
-    """Divide each part of the features by the root of its mean square, and multiply by the weight.
+    """Divide each of equal parts of the features by the root of its mean square, and multiply by the weight.
 
-    Args:
-        context: context of the export.
-        x: (batch, length, features).
-        parts: number of equal parts of the features.
-        weight: (features / parts,).
-        eps: added to the mean square.
-        factors: (parts, 1), a further factor for each part.
+    x is (batch, length, features), the weight (features / parts,), and the factors of each part (parts, 1).
     """
     graph = context.graph
     dtype = torch.float64 if context.dtype == torch.float64 else torch.float32
@@ -222,16 +210,7 @@ def _by_hand(context: Context, x: str, weight: Tensor, eps: float) -> str:
 
 
 def rotated(context: Context, q: str, k: str) -> tuple[str, str]:
-    """Rotate queries and keys by the layer's `rotary`.
-
-    Args:
-        context: context of the export.
-        q: (batch, queries, heads * head_dim).
-        k: (batch, keys, kv_heads * head_dim).
-
-    Raises:
-        ArgumentError: the layer is float64, which the operator RotaryEmbedding does not support.
-    """
+    """Rotate q and k, (batch, length, heads * head_dim), by the layer's `rotary`; the operator rejects float64."""
     layer, spec = context.layer, context.spec
     if layer.rotary is None:
         return q, k

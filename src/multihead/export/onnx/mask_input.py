@@ -126,13 +126,10 @@ def _some_of_lengths(context: Context, counts: str) -> str:
 
 
 def position_bias(context: Context) -> str | None:
-    """Add the position bias, computed in the graph for any size, or stored as a constant if the module is not ours.
+    """Return the position bias, (batch or 1, heads, queries, keys) in the layer's dtype, or None.
 
-    Returns:
-        (batch or 1, heads, queries, keys), in the layer's dtype; None where the layer has no position bias.
-
-    Raises:
-        ArgumentError: the layer's `position_bias` is a module that is not ours, and sizes may change.
+    It is computed in the graph for any size, or stored as a constant if the module is not ours; then an ArgumentError
+    is raised if sizes may change.
     """
     module = context.layer.position_bias
     if module is None:

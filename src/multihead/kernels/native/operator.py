@@ -163,12 +163,9 @@ if library.absence() is None:  # loading the library registered the operators
 
 
 def places_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
-    """Return the indices of the tokens of a padded batch when it is flattened: (tokens,) int64.
+    """Return the indices, (tokens,) int64, of the tokens of a padded batch when its (batch, length) are flattened.
 
-    Args:
-        lengths: (batch,), tokens per sample.
-        length: of the padded batch.
-        left: whether the padding is on the left.
+    Sample i has `lengths[i]` tokens; `left` means that the padding comes before them.
     """
     column = torch.arange(length, device=lengths.device)
     inside = column >= (length - lengths)[:, None] if left else column < lengths[:, None]  # (batch, length)

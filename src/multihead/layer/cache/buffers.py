@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -12,23 +12,17 @@ from torch import Tensor
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.kernels.quantised import Scales, quantise
 from multihead.layer.cache.positions import Progress
+from multihead.tensors.shapes import numbers_per_sample
 from multihead.tensors.tracing import runs_backward, traced
 
 # A buffer is (batch, kv_heads, slots + 1, dim): padding is written as zeros to the last slot, which is never read.
 
 
 def write(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
-    """Write new tokens to slots that differ from sample to sample, in place or into a copy.
+    """Write new tokens (batch, kv_heads, new, dim) to slots (batch, new) of a buffer (batch, kv_heads, slots + 1, dim).
 
-    Args:
-        buffer: (batch, kv_heads, slots + 1, dim).
-        new: (batch, kv_heads, new, dim).
-        slots: (batch, new), the slot of each token; (batch, 1) for one token.
-        real: (batch, new) bool, False = padding; None = all are real.
-        copy: whether to write into a new tensor, as gradients through the buffer need.
-
-    Returns:
-        the buffer that holds the new tokens.
+    It is written in place, or a new tensor is returned (`copy`), as gradients through the buffer need. Tokens where
+    `real`, (batch, new) bool, is False are padding; None = all are real.
     """
     if real is not None:
         new = new.masked_fill(~real[:, None, :, None], 0)
@@ -42,13 +36,9 @@ def write(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = N
 
 
 def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots: int) -> Tensor:
-    """Copy the slots [first, stop) to the beginning of a new buffer, which is 0 after them.
+    """Copy the slots [first, stop), one or (batch,) each, to the beginning of a new buffer, which is 0 after them.
 
-    Args:
-        buffer: (batch, kv_heads, slots + 1, dim).
-        first: the first slot to copy; a tensor (batch,) has one per sample.
-        stop: one past the last slot to copy; a tensor (batch,) has one per sample.
-        slots: number of slots of the new buffer, without the one for padding.
+    Both are (batch, kv_heads, slots + 1, dim): the last slot is for padding, and `slots` does not count it.
 
     >>> buffer = torch.arange(4.0).view(1, 1, 4, 1)
     >>> copy_slots(buffer, 1, 3, slots=3).flatten()
@@ -71,34 +61,11 @@ def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots
 def counts_of(
     counts: Sequence[int] | Tensor, *, batch: int, limit: int, device: torch.device, name: str = "lengths"
 ) -> Tensor:
-    """Check token counts per sample and return them as int64 (batch,).
+    """Check token counts per sample, of at most `limit`, and return them as int64 (batch,).
 
-    Args:
-        counts: integers, one per sample.
-        batch: number of samples.
-        limit: the largest count that is allowed, tokens.
-        device: device of the result.
-        name: name of the argument, for the errors.
-
-    Raises:
-        ArgumentError: a count is not an integer, is negative, or exceeds the limit.
-        ShapeError: there is not one count per sample.
+    The errors, ArgumentError or ShapeError, name the argument `name`.
     """
-    if not isinstance(counts, (Tensor, Iterable)):
-        raise ArgumentError(f"{name} is {counts!r}.", f"Give one integer per sample: {batch} of them.")
-    integers = (
-        not counts.is_floating_point() and counts.dtype != torch.bool
-        if isinstance(counts, Tensor)
-        else all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
-    )
-    if not integers:
-        raise ArgumentError(f"{name} is {counts!r}.", "Give integers, one per sample.")
-    checked = torch.as_tensor(counts, dtype=torch.int64, device=device)
-    if tuple(checked.shape) != (batch,):
-        raise ShapeError(
-            f"{name} has shape {tuple(checked.shape)}, and the batch has {batch} samples.",
-            f"Give one number per sample: shape ({batch},).",
-        )
+    checked = numbers_per_sample(name, counts, batch).to(device)
     if traced() or not batch:
         return checked
     smallest, largest = (int(edge) for edge in checked.aminmax())
@@ -182,12 +149,7 @@ class Buffers:
         return copied
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Reject new keys and values that do not fit each other, or differ from those held in sizes, dtype or device.
-
-        Raises:
-            ShapeError: a size differs.
-            DtypeError: the dtype or device differs.
-        """
+        """Reject new keys and values that do not fit each other, or differ from those held in size, dtype or device."""
         form = None
         if not torch.compiler.is_compiling():  # a graph must not depend on the step before
             form = k.shape, v.shape, k.dtype, v.dtype, k.device, v.device
@@ -349,12 +311,7 @@ def _slots(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
-    """Reject keys or values whose sizes, dtype or device differ from those in the cache.
-
-    Raises:
-        ShapeError: a size differs.
-        DtypeError: the dtype or device differs.
-    """
+    """Reject keys or values whose sizes, dtype or device differ from those in the cache."""
     shape, size = new.shape, held.shape
     if len(shape) != 4 or shape[0] != size[0] or shape[1] != size[1] or shape[3] != size[3]:
         raise ShapeError(
@@ -370,11 +327,7 @@ def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> Non
 
 
 def reject_gradient(k: Tensor, v: Tensor) -> None:
-    """Reject keys and values in int8 where a gradient would flow.
-
-    Raises:
-        ArgumentError: one of them requires a gradient.
-    """
+    """Reject keys and values in int8 where a gradient would flow."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise ArgumentError(
             'A gradient flows through a cache with dtype="int8", which rounds keys and values.',
