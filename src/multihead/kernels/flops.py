@@ -23,7 +23,6 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = No
     return 2 * _cells(q, k, *call[:3]) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)
 def backward_flops(
     output: Tensor,
     logsumexp: Tensor,
@@ -40,8 +39,9 @@ def backward_flops(
     return 2 * _cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-if library.absence() is None:  # else the operator does not exist
+if library.absence() is None:  # else the operators do not exist
     register_flop_formula(torch.ops.multihead.attention, get_raw=True)(forward_flops)
+    register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)(backward_flops)
 
 
 # PyTorch counts its fused kernels of other devices, but not those that the kernel "sdpa" calls.
