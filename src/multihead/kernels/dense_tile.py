@@ -82,6 +82,11 @@ def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = 
     return shown
 
 
+def hidden_cells(request: AttentionRequest) -> Tensor | None:
+    """Return the hidden cells, bool (batch or 1, heads or 1, queries, keys), or None where all are visible."""
+    return None if request.mask.hides_nothing and request.bias is None else ~seen(request)
+
+
 def tensors_seen_by(request: AttentionRequest) -> tuple[Tensor, ...]:
     """Return the tensors that `seen` reads, which a backward pass that calls it saves.
 

@@ -50,7 +50,8 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
     hidden = ~seen(request, rows, keys)
     cells = scores(request, rows, keys, hidden=hidden)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
-    if _has_gradients(request) or traced():  # one of a hidden weight may overflow, and 0 * inf is NaN
+    if traced() or (torch.is_grad_enabled() and request.requires_grad):
+        # The gradient of a hidden weight may overflow, and 0 * inf is NaN.
         weights = weights.masked_fill(hidden, 0)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
     grouped = dropped.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, keys)
@@ -65,13 +66,7 @@ def _at_once(request: AttentionRequest) -> bool:
     Autograd would save them all anyway, dropout is drawn for all of them, and in a graph or a transform the keys that a
     block sees are unknown.
     """
-    return request.dropout > 0 or _has_gradients(request) or traced()
-
-
-def _has_gradients(request: AttentionRequest) -> bool:
-    bias = None if request.bias is None else values_of(request.bias)
-    tensors = (request.q, request.k, request.v, bias, request.sinks)
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return request.dropout > 0 or traced() or (torch.is_grad_enabled() and request.requires_grad)
 
 
 def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:

@@ -29,7 +29,7 @@ from multihead.parallel.exchange import Ranks, Transfer, by_token, of_ranges
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measured
 from multihead.parallel.plan import Piece, RingPlan, Step
-from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with_values
+from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
 from multihead.scores.terms import with_sinks
 from multihead.tensors.shapes import AttentionShape
 
@@ -340,14 +340,6 @@ def terms_of(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, bias: Te
     if bias is not None and ring.request.bias is not None:
         part = part_of_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
     return Terms(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
-
-
-def part_of_bias(bias: Bias, length: int, rows: Range, keys: Range) -> Bias:
-    """Return the bias of a rectangle of the map of a sequence with `length` tokens."""
-    if isinstance(bias, RelativeBias):
-        return bias.part(length, rows, keys)
-    shape = AttentionShape(0, 0, 1, length, length, 0, 0, bias.dtype, bias.device)
-    return bias_tile(bias, shape, slice(*rows), slice(*keys))
 
 
 def part_of_dropout(request: AttentionRequest, **place: int) -> DropoutPart | None:

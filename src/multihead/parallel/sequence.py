@@ -45,8 +45,8 @@ from multihead.parallel.plan import (
     visible_rectangle,
     work_per_rank,
 )
-from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout, terms_of
-from multihead.scores.bias import values_of, with_values
+from multihead.parallel.ring import Ring, part_of_dropout, terms_of
+from multihead.scores.bias import part_of_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import outside_of_graphs, runs_backward, traced
 

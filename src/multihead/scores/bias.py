@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.tensors.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape, kind_of
 from multihead.tensors.tracing import traced
 
 
@@ -38,13 +38,8 @@ class RelativeBias:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
-            given = (
-                f"a {self.values.dtype} tensor"
-                if isinstance(self.values, Tensor)
-                else f"a {type(self.values).__name__}"
-            )
             raise DtypeError(
-                f"RelativeBias was given {given}, and it is added to floating point scores.",
+                f"RelativeBias was given {kind_of(self.values)}, and it is added to floating point scores.",
                 "Give a floating point tensor (batch, heads, queries + keys - 1).",
             )
         if self.values.dim() != 3:
@@ -96,9 +91,8 @@ def check_bias_fits(bias: object, shape: AttentionShape) -> None:
         return
     sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        given = f"a {bias.dtype} tensor" if isinstance(bias, Tensor) else f"a {type(bias).__name__}"
         raise DtypeError(
-            f"bias is {given}, and it is added to floating point scores.",
+            f"bias is {kind_of(bias)}, and it is added to floating point scores.",
             "Give a floating point tensor; to hide keys, give a mask, for example mask=masks.Keep(t).",
         )
     if bias.device != shape.device:
@@ -153,10 +147,21 @@ def shifted(bias: Bias, queries: int, keys: int) -> Tensor:
     return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))
 
 
+def part_of_bias(bias: Bias, queries: int, rows: tuple[int, int], keys: tuple[int, int]) -> Bias:
+    """Return the bias, a view of the same kind, between ranges [first, stop) of the queries and of the keys."""
+    if isinstance(bias, RelativeBias):
+        return bias.part(queries, rows, keys)
+    return _part_of_tensor(bias, slice(*rows), slice(*keys))
+
+
 def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
     """Slice a tile of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
     if isinstance(bias, RelativeBias):
         return bias.tile(shape.query_length, shape.key_length, rows=queries, columns=keys)
+    return _part_of_tensor(bias, queries, keys)
+
+
+def _part_of_tensor(bias: Tensor, queries: slice, keys: slice) -> Tensor:
     if bias.shape[2] > 1:
         bias = bias[:, :, queries]
     if bias.shape[3] > 1:

@@ -200,6 +200,15 @@ def numbers_per_sample(name: str, numbers: object, batch: int) -> Tensor:
     return found
 
 
+def kind_of(value: object) -> str:
+    """Describe a value for an error: a tensor by its dtype, anything else by its type.
+
+    >>> kind_of(torch.zeros(2)), kind_of([0.0])
+    ('a torch.float32 tensor', 'a list')
+    """
+    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def either_heads(counts: Sequence[int]) -> str:
     """List head counts, for an error.
 

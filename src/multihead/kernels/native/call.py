@@ -13,7 +13,7 @@ from multihead.kernels.call import AttentionRequest, DropoutPlace
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
-from multihead.scores.bias import Bias, RelativeBias, values_of, with_values
+from multihead.scores.bias import Bias, RelativeBias, part_of_bias, values_of, with_values
 
 # A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
 DENSE_BYTES = 8 << 20
@@ -126,10 +126,8 @@ def _of_rows(bias: Bias, rows: Rows, request: AttentionRequest) -> Bias:
     """Slice the bias of some queries."""
     if rows.rows.stop is None:  # WHOLE, whose identity a compiler does not keep
         return bias
-    if isinstance(bias, RelativeBias):
-        whole = request.shape.query_length, request.shape.key_length
-        return bias.part(whole[0], (rows.rows.start, rows.rows.stop), (0, whole[1]))
-    return bias[:, :, rows.rows] if bias.shape[2] > 1 else bias
+    queries, keys = request.shape.query_length, request.shape.key_length
+    return part_of_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
 
 
 def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
