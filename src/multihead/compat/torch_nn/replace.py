@@ -125,7 +125,15 @@ def _become(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
         let_bypass(module)
 
 
-class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+class _WithDropIn(nn.Module):
+    """A module of PyTorch whose attention is replaced when it is made; the module is the next base class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        replace(self, inplace=True)
+
+
+class TransformerEncoderLayer(_WithDropIn, nn.TransformerEncoderLayer):
     """nn.TransformerEncoderLayer with the drop-in as `self_attn` and the same arguments.
 
     >>> import torch
@@ -133,12 +141,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     torch.Size([3, 5, 16])
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        replace(self, inplace=True)
 
-
-class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(_WithDropIn, nn.TransformerDecoderLayer):
     """nn.TransformerDecoderLayer with the drop-in as `self_attn` and `multihead_attn`, and the same arguments.
 
     >>> import torch
@@ -147,12 +151,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     torch.Size([3, 5, 16])
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        replace(self, inplace=True)
 
-
-class TransformerEncoder(nn.TransformerEncoder):
+class TransformerEncoder(_WithDropIn, nn.TransformerEncoder):
     """nn.TransformerEncoder with the drop-in as its attention, and the same arguments.
 
     In eval without gradients a padded batch is packed before the first layer, as by the original: padding is not
@@ -164,12 +164,8 @@ class TransformerEncoder(nn.TransformerEncoder):
     torch.Size([3, 5, 16])
     """
 
-    def __init__(self, encoder_layer: nn.TransformerEncoderLayer, *args: Any, **kwargs: Any) -> None:
-        super().__init__(encoder_layer, *args, **kwargs)
-        replace(self, inplace=True)
 
-
-class Transformer(nn.Transformer):
+class Transformer(_WithDropIn, nn.Transformer):
     """nn.Transformer with the drop-in as the attention of encoder and decoder, and the same arguments.
 
     >>> import torch
@@ -177,7 +173,3 @@ class Transformer(nn.Transformer):
     >>> model(torch.randn(3, 5, 16), torch.randn(3, 4, 16)).shape
     torch.Size([3, 4, 16])
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        replace(self, inplace=True)
