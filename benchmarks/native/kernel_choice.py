@@ -23,9 +23,9 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import sdpa
 from multihead.kernels.call import AttentionRequest
+from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, Measured, class_of
 from multihead.kernels.native import kernel as native_kernel
 from multihead.kernels.native import library
-from multihead.kernels.native_vs_sdpa import CLASSES, MEASURED, TRAINING, Measured, class_of
 from multihead.kernels.plan.bounds import bounds_of
 
 TARGET = Path(__file__).resolve().parents[2] / "src" / "multihead" / "kernels" / "measured.json"

@@ -122,8 +122,7 @@ sys.meta_path.append(_Moved())
 
 
 def _register() -> None:
-    for module in ("multihead.kernels.native.operator", "multihead.kernels.places"):
-        import_module(module)
+    import_module("multihead.kernels.native.operator")
 
 
 if "torch" in sys.modules:

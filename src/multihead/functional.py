@@ -39,8 +39,7 @@ from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING
 from multihead.scores.bias import Bias, check_bias_fits
-from multihead.scores.sinks import check_sinks_fit
-from multihead.scores.softcap import check_softcap
+from multihead.scores.terms import check_sinks_fit, check_softcap
 from multihead.tensors.shapes import FURTHEST, AttentionShape, resolved_query_start
 from multihead.tensors.tracing import traced, transformed
 

@@ -26,8 +26,7 @@ from benchmarks.native.definition import defined, defined_gradients
 from benchmarks.native.rows import Row
 from benchmarks.resume import read_rows
 from multihead import masks
-from multihead.kernels import native_vs_sdpa
-from multihead.kernels.native_vs_sdpa import CLASSES, TRAINING, Measured, class_of
+from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, Measured, class_of
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.place import Place
 from tests.kernel_names import needs_native
@@ -249,4 +248,4 @@ def test_the_table_of_the_rules_is_written_as_it_is_read() -> None:
     table = kernel_choice.updated([old, other], new)
     assert table == [other, new]
     assert [Measured(**row) for row in json.loads(kernel_choice.written(table))] == table
-    assert kernel_choice.TARGET.read_text(encoding="utf-8") == kernel_choice.written(native_vs_sdpa.MEASURED)
+    assert kernel_choice.TARGET.read_text(encoding="utf-8") == kernel_choice.written(MEASURED)

@@ -12,8 +12,7 @@ from rich.cells import cell_len
 
 from multihead.cli import COMMANDS, main
 from multihead.errors import MultiheadError
-from multihead.lab.chapters import CHAPTERS
-from multihead.lab.walk import walk
+from multihead.lab.walk import CHAPTERS, walk
 from multihead.locale.texts import text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -183,7 +183,7 @@ LAYER(X, cache=CACHE)
             MaskError,
             "Keep was given the axes ('queries', 'keys'). Name them in a string: Keep(t, \"batch keys\").",
         ),
-        (lambda: CACHE.crop(1.5), ArgumentError, "length is 1.5. Give one integer per sample: 2 of them."),  # type: ignore[arg-type]
+        (lambda: CACHE.crop(1.5), ArgumentError, "length is 1.5. Give one length per sample: 2 integers."),  # type: ignore[arg-type]
         (
             lambda: CACHE.reorder("ab"),  # type: ignore[arg-type]
             ArgumentError,

@@ -12,7 +12,7 @@ from torch import Tensor
 import multihead as mh
 from multihead import masks
 from multihead.errors import MultiheadError
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 from tests import oracle
 from tests.drawing import Sizes
 from tests.fuzz.draw import Draw, Mismatch

@@ -11,7 +11,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ShapeError
 from multihead.kernels.batch_dims import BatchDims
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 
 LEADING = [(), (6,), (2, 3), (1, 2, 3)]
 

@@ -20,7 +20,7 @@ from multihead.kernels import flex, reference
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.slow_paths import strict
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 from tests.agreeing import assert_within_budget
 from tests.drawing import Drawn, calls
 

@@ -10,8 +10,7 @@ import torch
 
 from multihead import attention, masks
 from multihead.errors import ArgumentError
-from multihead.lab.chapters import CHAPTERS
-from multihead.lab.walk import Walk, walk
+from multihead.lab.walk import CHAPTERS, Walk, walk
 from multihead.layer.heads import merge_heads, split_heads
 
 SIZES: list[dict[str, Any]] = [
@@ -262,3 +261,14 @@ def test_every_step_is_shown_in_one_chapter_of_its_part() -> None:
     assert sorted([*shown, "wrong_position", "wrong_head"]) == sorted(step.name for step in steps)
     for chapter in CHAPTERS:
         assert {steps[name].part for name in chapter.steps} == {chapter.part}
+
+
+def test_a_walk_has_every_tensor_that_the_chapters_tell_of_in_their_order() -> None:
+    shown = [step for chapter in CHAPTERS for step in chapter.steps]
+    assert len(shown) == len(set(shown))
+    assert [step.name for step in walk().steps if step.name in shown] == shown
+
+
+def test_the_split_is_told_before_the_attention() -> None:
+    parts = [chapter.part for chapter in CHAPTERS]
+    assert parts == sorted(parts, key=("split", "attention").index)

@@ -15,10 +15,8 @@ from multihead import masks
 from multihead.layer.qk_norm import QKNorm
 from multihead.masks.base import And, Or
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import ALiBi
-from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import RelativeBias
-from multihead.scores.t5 import T5Bias
+from multihead.scores.bias import RelativeBias
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
 from tests.drawing import Draw, Sizes, interval_leaves, trees
 
 WAYS = ("alone", "unbatched", "padded", "packed", "cached", "across", "across cached")

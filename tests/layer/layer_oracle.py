@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 from tests import oracle
 from tests.layer.layer_drawing import LayerCase, Leaves
 

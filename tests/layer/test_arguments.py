@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.kernels.call import AttentionCall, listen
 from multihead.layer.packing import Packing
 from multihead.scores import ALiBi, RelativeBias, T5Bias
-from multihead.scores.relative import offsets
+from multihead.scores.bias import offsets
 
 
 class Calls:

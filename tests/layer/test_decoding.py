@@ -19,9 +19,7 @@ from multihead.kernels.call import AttentionCall, listen
 from multihead.layer.cache import KeyValueCache, buffers
 from multihead.layer.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import ALiBi
-from multihead.scores.learned import LearnedBias
-from multihead.scores.t5 import T5Bias
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
 from tests import oracle
 from tests.layer.cache.stepping import of_rows
 

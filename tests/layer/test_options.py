@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError
-from multihead.scores.relative import RelativeBias, offsets
+from multihead.scores.bias import RelativeBias, offsets
 from tests import oracle
 
 EMBED, HEADS, KV_HEADS, DIM = 24, 4, 2, 6

@@ -27,7 +27,7 @@ USERS = {
     "census": ("cli/census.py",),
     "census page": ("viewer/census_page.py", "viewer/static/census/*.js", "viewer/static/[cs]*/*.html"),
     "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html", TEMPLATE),
-    "walk": ("cli/walk.py", "lab/chapters.py"),
+    "walk": ("cli/walk.py", "lab/walk.py"),
 }
 
 _JS_STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'( \+)?")

@@ -12,8 +12,7 @@ import pytest
 
 from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED
-from multihead.lab.chapters import CHAPTERS
-from multihead.lab.walk import walk
+from multihead.lab.walk import CHAPTERS, walk
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
 from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR

@@ -1,4 +1,4 @@
-"""The check of a mask of one's own: ours pass, and each claim that is wrong is named with the first cell."""
+"""The tools for masks of one's own: ours pass the check, a wrong claim is named with its first cell; pictures."""
 
 from __future__ import annotations
 
@@ -88,3 +88,14 @@ def test_a_claim_is_checked_where_the_first_query_is_not_at_position_zero() -> N
 def test_a_bare_tensor_is_no_mask() -> None:
     with pytest.raises(MaskError, match=r"Give masks\.Keep\(t\)"):
         masks.check(torch.ones(2, 2, dtype=torch.bool))  # type: ignore[arg-type]
+
+
+def test_a_picture_has_a_row_a_query_and_a_column_a_key() -> None:
+    assert masks.picture(masks.Window(2), queries=2, keys=3, query_start=1) == "■ ■ ·\n· ■ ■"
+
+
+def test_samples_and_heads_are_drawn_side_by_side() -> None:
+    assert masks.picture(masks.Lengths((1, 2)), queries=1, keys=2) == "■ ·   ■ ■"
+    heads = masks.Keep(torch.tensor([True, False]), "heads")
+    assert masks.picture(heads, queries=1, keys=2) == "■ ■   · ·"
+    assert masks.picture(masks.Causal(), queries=1, keys=2, query_start=torch.tensor([0, 1])) == "■ ·   ■ ■"

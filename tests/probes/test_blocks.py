@@ -15,7 +15,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.masks.place import Place
 from multihead.probes import blocks as module
 from multihead.probes.blocks import Blocks, CancelledError, blocks
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 
 QUERIES, KEYS, HEADS, START = 150, 170, 4, 20
 DRAWN = torch.Generator().manual_seed(5)

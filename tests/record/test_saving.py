@@ -26,7 +26,7 @@ from multihead.masks.leading_keys import LeadingKeys
 from multihead.observation.record import Record
 from multihead.record import saving
 from multihead.record.texts import Text
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 from tests.families import batch_of, family
 from tests.models.test_families import decoded
 from tests.observation.recorded import Tokenizer, asked, ids, read, same

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.errors import InputError
 from multihead.masks.base import UnknownMask
 from multihead.record.serialization import Tensors, read_bias, read_mask, written_bias, written_mask
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 
 
 def test_a_mask_is_read_as_it_was_written() -> None:

@@ -47,7 +47,7 @@ def test_the_tests_import_the_broken_copy_and_fail() -> None:
     softcap = next(each for each in MUTANTS if each.part == "softcap")
     verdict = mutants.judged(softcap)
     assert verdict.outcome == "caught"
-    assert verdict.test.startswith("tests/scores/test_softcap.py::")
+    assert verdict.test.startswith("tests/scores/test_terms.py::")
     same = softcap._replace(replacement=softcap.text)
     assert mutants.judged(same).outcome == "survived"
 

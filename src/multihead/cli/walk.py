@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from multihead.cli.tensor_view import Notes
-    from multihead.lab.chapters import Chapter
-    from multihead.lab.walk import Step, Walk
+    from multihead.lab.walk import Chapter, Step, Walk
 
 INDENT = 3
 MAX_TERMS = 4  # longest sum that is written out
@@ -145,7 +144,7 @@ class _Printer:
 
     def print(self, part: str) -> None:
         """Print the title, the chapters of one part or of both, and the commands to try next."""
-        from multihead.lab.chapters import CHAPTERS
+        from multihead.lab.walk import CHAPTERS
 
         self._print_text(self._text("title"), style="bold")
         self._print_text(self._text("intro", **self.fields))

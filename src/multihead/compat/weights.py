@@ -11,7 +11,7 @@ from torch.nn.functional import dropout
 
 from multihead.functional import attend
 from multihead.kernels.call import AttentionRequest, listeners
-from multihead.kernels.dense_tile import seen, without_autocast, without_tensors, working_dtype
+from multihead.kernels.dense_tile import hidden_cells, seen, without_autocast, without_tensors, working_dtype
 from multihead.kernels.nonfinite import without_nonfinite
 from multihead.kernels.per_head import CELLS
 from multihead.kernels.plan.bounds import bounds_of
@@ -23,12 +23,10 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     """Compute the output and the weights of a call, both differentiable.
 
     Under dropout the weights are those after it, and the output is computed from these same weights. The call is then
-    published without dropout, because statistics are those of the weights before it.
+    published without dropout, because statistics are those of the weights before it. Without dropout, the averaged
+    weights of one head, or 1 MiB of them, are held at a time besides the result, in the backward pass too.
 
-    Args:
-        request: a checked call without softcap and sinks, with as many key/value heads as query heads.
-        average: whether the weights are averaged over the heads; without dropout, the weights of one head, or 1 MiB of
-            them, are held at a time besides the result, in the backward pass too.
+    The request has no softcap and no sinks, and as many key/value heads as query heads.
 
     Returns:
         the output (batch, heads, queries, value_dim), and the weights (batch, heads, queries, keys), or
@@ -75,11 +73,7 @@ class LastWeights:
         self._request, self._weights = None, weights
 
     def weights(self) -> Tensor | None:
-        """Return the stored weights, or those of the stored call before dropout.
-
-        Returns:
-            (batch, heads, queries, keys), in the dtype of q; None if nothing is stored.
-        """
+        """Return the stored weights, or those of the stored call before dropout: (batch, heads, queries, keys)."""
         if self._request is None:
             return self._weights
         return _weights(self._request)[0].to(self._request.q.dtype)
@@ -93,7 +87,7 @@ def _weights(request: AttentionRequest, *, average: bool = False) -> tuple[Tenso
         q, k, bias = request.q, request.k, request.bias
         bias = None if bias is None else dense_bias(bias, request.shape)
         if traced():  # torch.func and torch.jit.trace take no such autograd.Function; a compiler decides what to keep
-            weights = _softmax(q, k, bias, _hidden(request), request.scale, slice(None))
+            weights = _softmax(q, k, bias, hidden_cells(request), request.scale, slice(None))
             weights = weights.mean(1) if average else weights
         else:
             weights = _Weights.apply(q, k, bias, without_tensors(request), average)  # type: ignore[no-untyped-call]
@@ -122,7 +116,7 @@ class _Weights(torch.autograd.Function):
         ctx.request, ctx.average = request, average
         batch, heads, queries, _ = q.shape
         result = q.new_zeros((batch, 1 if average else heads, queries, k.shape[2]), dtype=working_dtype(q.dtype))
-        hidden = _hidden(request)
+        hidden = hidden_cells(request)
         for some in _steps(q, k):
             weights = _softmax(q, k, bias, hidden, request.scale, some)
             if average:
@@ -137,7 +131,7 @@ class _Weights(torch.autograd.Function):
         request, heads, dtype = ctx.request, q.shape[1], d_weights.dtype
         dq, dk = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
         dbias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
-        hidden = _hidden(request)
+        hidden = hidden_cells(request)
         with without_autocast(q.device):
             for some in _steps(q, k):
                 weights = _softmax(q, k, bias, hidden, request.scale, some)
@@ -167,11 +161,6 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, s
     hidden = _of_heads(hidden, heads)
     # The lowest finite number has the weight 0 next to any score. With -inf a row without keys would be 0 / 0.
     return scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1).masked_fill(hidden, 0)
-
-
-def _hidden(request: AttentionRequest) -> Tensor | None:
-    """Return which cells are hidden: bool, (batch or 1, heads or 1, queries, keys); None where all are visible."""
-    return None if request.mask.hides_nothing and request.bias is None else ~seen(request)
 
 
 def _steps(q: Tensor, k: Tensor) -> list[slice]:

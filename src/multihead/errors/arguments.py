@@ -62,16 +62,7 @@ OF_CONSTRUCTORS = {
 
 
 def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> None:
-    """Reject keywords that a function does not have.
-
-    Args:
-        function: the function that was called; its last parameter collects unknown keywords.
-        unknown: the unknown keywords, at least one.
-        elsewhere: the names that other libraries use, and what to use here.
-
-    Raises:
-        ArgumentError: always.
-    """
+    """Reject the keywords that a function does not have, by naming what to use here for those of other libraries."""
     name = next(iter(unknown))
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ours = [each.name for each in inspect.signature(function).parameters.values() if each.kind not in kinds]
@@ -103,11 +94,7 @@ def check_integer(name: str, value: object, *, least: int = 1) -> None:
 
 
 def reject_scripting(module: object) -> NoReturn:
-    """Reject torch.jit.script, which calls `__prepare_scriptable__` of every module before it compiles one.
-
-    Raises:
-        ArgumentError: always.
-    """
+    """Reject torch.jit.script, which calls `__prepare_scriptable__` of every module before it compiles one."""
     kind = type(module)
     raise ArgumentError(
         f"torch.jit.script cannot compile {kind.__module__}.{kind.__qualname__}: its masks and the choice of its "

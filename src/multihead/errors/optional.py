@@ -10,13 +10,8 @@ from multihead.errors import MissingPackageError
 def require(*packages: str, purpose: str, extra: str | None) -> None:
     """Check that packages are installed, before they are imported where they are used.
 
-    Args:
-        packages: names that are imported, such as "onnx".
-        purpose: what needs them, the subject of the error message.
-        extra: the extra of multihead that installs them; None if there is none and pip installs them by name.
-
-    Raises:
-        MissingPackageError: a package is not installed.
+    The purpose, which needs them, is the subject of the error message. The extra of multihead installs them; where it
+    is None, pip installs them by name.
 
     >>> require("torch", purpose="Attention", extra=None)
     """

@@ -30,11 +30,7 @@ class BatchDims(NamedTuple):
         return BatchDims(tuple(q.shape[:-3]))
 
     def flatten(self, name: str, tensor: Tensor) -> Tensor:
-        """Flatten the leading dimensions: (*leading, ...) -> (batch, ...).
-
-        Raises:
-            ShapeError: the tensor has other leading dimensions than q.
-        """
+        """Flatten (*leading, ...) to (batch, ...); a ShapeError where the leading dimensions are not those of q."""
         count = len(self.sizes)
         if tuple(tensor.shape[:count]) != self.sizes:
             raise ShapeError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from multihead.kernels.parts import Part
 from multihead.kernels.quantised import Scales, expand
 from multihead.masks import Mask
-from multihead.scores.bias import Bias
+from multihead.scores.bias import Bias, values_of
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import runs_backward
 from multihead.tensors.undo import Undo
@@ -141,6 +141,14 @@ class AttentionRequest:
         dtype = self.shape.dtype
         k, v = expand(self.k, self.scales.k, dtype), expand(self.v, self.scales.v, dtype)
         return replace(self, k=k, v=v, scales=None)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether some input requires a gradient."""
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        bias = None if self.bias is None else values_of(self.bias)
+        return any(tensor is not None and tensor.requires_grad for tensor in (bias, self.sinks))
 
     @property
     def packed_lengths(self) -> Tensor | None:

@@ -8,8 +8,7 @@ from html import escape
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, Work
 from multihead.kernels.choose import KERNELS, choose
-from multihead.kernels.plan.bounds import bounds_of
-from multihead.kernels.plan.tiles import seen_share
+from multihead.kernels.plan.bounds import bounds_of, seen_share
 from multihead.kernels.sequence_split import RankWork, split
 
 
@@ -59,12 +58,9 @@ class Explanation:
 
 
 def explained(request: AttentionRequest, *, kernel: str | None = None, waits: str | None = None) -> Explanation:
-    """Plan a request and choose its kernel without computing anything, and without sending anything to other ranks.
+    """Plan a request and choose its kernel, without computing anything or sending anything to other ranks.
 
-    Args:
-        request: the call.
-        kernel: the name of the kernel that must run, or None.
-        waits: why the host waits for the device besides the attention itself, or None.
+    `waits` says why the host waits for the device besides the attention itself, or is None.
     """
     sequence = sequence_split.active
     if sequence is not None:

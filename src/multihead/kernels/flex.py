@@ -18,12 +18,11 @@ from torch import Tensor
 from multihead.kernels import reference
 from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import dense, without_tensors, working_dtype
-from multihead.kernels.double_backward import differentiable_gradients
+from multihead.kernels.reference import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
-from multihead.scores.bias import values_of
-from multihead.scores.relative import RelativeBias
-from multihead.scores.sinks import with_sinks
+from multihead.scores.bias import RelativeBias, values_of
+from multihead.scores.terms import with_sinks
 from multihead.tensors.tracing import constant_in_graphs, traced, transformed
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = No
     return 2 * _cells(q, k, *call[:3]) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)
 def backward_flops(
     output: Tensor,
     logsumexp: Tensor,
@@ -40,8 +39,9 @@ def backward_flops(
     return 2 * _cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-if library.absence() is None:  # else the operator does not exist
+if library.absence() is None:  # else the operators do not exist
     register_flop_formula(torch.ops.multihead.attention, get_raw=True)(forward_flops)
+    register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)(backward_flops)
 
 
 # PyTorch counts its fused kernels of other devices, but not those that the kernel "sdpa" calls.
@@ -54,12 +54,8 @@ for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward
 def _cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | None) -> int:
     """Count the cells that may be seen, over batch and heads; all of them where tensors hold no values.
 
-    Args:
-        q: (batch, heads, queries, head_dim).
-        k: (batch, kv_heads, keys, head_dim).
-        start: (batch or 1, queries), the first key that a query may see.
-        stop: (batch or 1, queries), one past the last one.
-        seen: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible; None = all.
+    Each query sees the keys [start, stop), (batch or 1, queries), of which `seen`, (batch or 1, heads or 1, queries or
+    1, keys or 1) bool, keeps some.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     if traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, seen)):

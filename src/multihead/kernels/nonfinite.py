@@ -17,14 +17,11 @@ ROWS = 256  # queries per step where cells must be read: the memory stays O(keys
 
 
 def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[AttentionRequest, Tensor | None]:
-    """Replace non-finite entries by zero and return the query rows that must become NaN.
+    """Replace non-finite entries by zero; return the rows to make NaN, (batch, heads, queries) bool, or None.
 
-    0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward.
-    Usually norms, which read the tensors once, show that all entries are finite; where values cannot be read, entries
-    are replaced in any case.
-
-    Returns:
-        the request, with finite entries, and (batch, heads, queries) bool, the rows that become NaN, or None.
+    0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward. Usually
+    norms, which read the tensors once, show that all entries are finite; where values cannot be read, entries are
+    replaced in any case.
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()

@@ -36,10 +36,7 @@ PART_FAMILIES: dict[str, tuple[type, str]] = {
 
 
 def check_part(part: object) -> None:
-    """Reject what is not in the vocabulary.
-
-    Raises:
-        ArgumentError: the part is unknown, or its argument has the wrong type.
+    """Reject a part that is not in the vocabulary, or whose argument has the wrong type.
 
     >>> check_part("entropy")
     >>> check_part(("offset_mass", -5))

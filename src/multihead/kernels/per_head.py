@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multihead.kernels.call import Attended, AttentionCall, AttentionRequest, listeners, publish, wanted_parts
-from multihead.kernels.dense_tile import seen, without_autocast
+from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import traced
@@ -37,22 +37,17 @@ def suits(request: AttentionRequest, *, need_weights: bool) -> bool:
         return False
     if shape.dtype not in (torch.float32, torch.float64):
         return False
-    if not request.dropout and (_needs_grad(request) or not request.mask.hides_nothing or shape.key_length > KEYS):
+    trains = torch.is_grad_enabled() and request.requires_grad
+    if not request.dropout and (trains or not request.mask.hides_nothing or shape.key_length > KEYS):
         return False
     return _finite(request)
 
 
 def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-    """Attend, publish the call, and return the output and the weights after dropout.
+    """Attend, publish the call, and return the output (batch, heads, queries, value_dim) and the weights after dropout.
 
-    Args:
-        request: a call that `suits` accepts, with as many key/value heads as heads.
-        need_weights: whether to return the weights.
-        average: whether to average them over the heads.
-
-    Returns:
-        the output (batch, heads, queries, value_dim); the weights (batch, queries, keys) if averaged, else
-        (batch, heads, queries, keys), or None.
+    The request is one that `suits` accepts, with as many key/value heads as heads. The weights are
+    (batch, heads, queries, keys), or their average over the heads (batch, queries, keys), or None if not needed.
     """
     request = replace(request, wanted=wanted_parts())
     keep = None
@@ -63,7 +58,7 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
         keep = torch.empty(size, dtype=torch.bool).bernoulli_(1 - request.dropout)
     arguments = (request.q, request.k, request.v, _bias_of(request), keep, request, need_weights, average)
     with without_autocast(request.shape.device):
-        if _needs_grad(request):
+        if torch.is_grad_enabled() and request.requires_grad:
             output, weights = _ByHead.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             output, weights = _forward(*arguments)
@@ -89,7 +84,7 @@ class _ByHead(torch.autograd.Function):
         request, heads = ctx.request, q.shape[1]
         dq, dk, dv = (torch.zeros_like(tensor, memory_format=torch.preserve_format) for tensor in (q, k, v))
         dbias = torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
-        hidden = _hidden(request)
+        hidden = hidden_cells(request)
         for tile in _tiles(request):
             weights = _weights(request, hidden, tile)  # (samples, heads, queries, keys), before dropout
             factor = None if keep is None else _factor(request, keep[tile])
@@ -127,7 +122,7 @@ def _forward(
     if need_weights:
         sizes = (batch, queries, k.shape[2]) if average else (batch, heads, queries, k.shape[2])
         returned = q.new_zeros(sizes)
-    hidden = _hidden(request)
+    hidden = hidden_cells(request)
     for tile in _tiles(request):
         weights = _weights(request, hidden, tile)
         if keep is not None:
@@ -164,16 +159,11 @@ def _factor(request: AttentionRequest, kept: Tensor) -> Tensor:
 
 def _logsumexp(request: AttentionRequest) -> Tensor:
     """Compute the logsumexp, (batch, heads, queries), for listeners."""
-    logsumexp, hidden = request.q.new_empty(request.q.shape[:3]), _hidden(request)
+    logsumexp, hidden = request.q.new_empty(request.q.shape[:3]), hidden_cells(request)
     with torch.no_grad():
         for tile in _tiles(request):
             logsumexp[tile] = _scores(request, hidden, tile).logsumexp(-1)
     return logsumexp
-
-
-def _hidden(request: AttentionRequest) -> Tensor | None:
-    """Return the hidden cells, bool (batch or 1, heads or 1, queries, keys), or None where all are visible."""
-    return None if request.mask.hides_nothing and request.bias is None else ~seen(request)
 
 
 def _slice(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:
@@ -196,11 +186,6 @@ def _tiles(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
 
 def _bias_of(request: AttentionRequest) -> Tensor | None:
     return None if request.bias is None else dense_bias(request.bias, request.shape)
-
-
-def _needs_grad(request: AttentionRequest) -> bool:
-    tensors = (request.q, request.k, request.v, _bias_of(request))
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _finite(request: AttentionRequest) -> bool:

@@ -23,13 +23,10 @@ class Scales(NamedTuple):
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows (..., dim) to int8, each with a scale of its own.
+    """Round rows (..., dim) to int8, each with a float32 scale of its own (..., 1).
 
     The rounding error of an element is at most half its scale, which is the largest absolute value of the row / 127.
     A row with NaN or infinity gets the scale NaN, and is NaN as a whole when it is expanded.
-
-    Returns:
-        the integers (..., dim), and the scales (..., 1) in float32.
 
     >>> quantise(torch.tensor([[0.5, -1.0, 0.0], [0.0, 0.0, 0.0]]))
     (tensor([[  64, -127,    0],

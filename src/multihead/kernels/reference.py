@@ -1,13 +1,18 @@
-"""The kernel that materialises the weights, for any dtype and option; in float64 the oracle of the tests."""
+"""The kernel that materialises the weights, for any dtype and option, and second derivatives of the fused kernels."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from multihead.errors import ArgumentError
 from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import scores, seen, working_dtype
+from multihead.kernels.nonfinite import restore_nan, without_nonfinite
+from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of
 from multihead.tensors.tracing import traced
@@ -45,7 +50,8 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
     hidden = ~seen(request, rows, keys)
     cells = scores(request, rows, keys, hidden=hidden)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
-    if _has_gradients(request) or traced():  # one of a hidden weight may overflow, and 0 * inf is NaN
+    if traced() or (torch.is_grad_enabled() and request.requires_grad):
+        # The gradient of a hidden weight may overflow, and 0 * inf is NaN.
         weights = weights.masked_fill(hidden, 0)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
     grouped = dropped.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, keys)
@@ -60,13 +66,7 @@ def _at_once(request: AttentionRequest) -> bool:
     Autograd would save them all anyway, dropout is drawn for all of them, and in a graph or a transform the keys that a
     block sees are unknown.
     """
-    return request.dropout > 0 or _has_gradients(request) or traced()
-
-
-def _has_gradients(request: AttentionRequest) -> bool:
-    bias = None if request.bias is None else values_of(request.bias)
-    tensors = (request.q, request.k, request.v, bias, request.sinks)
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return request.dropout > 0 or traced() or (torch.is_grad_enabled() and request.requires_grad)
 
 
 def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:
@@ -77,14 +77,10 @@ def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:
 
 
 def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a softmax whose rows may be empty: weights 0 and logsumexp -inf there, and no NaN in any gradient.
+    """Compute weights (batch, heads, queries, keys) and logsumexp (batch, heads, queries) of masked scores.
 
-    Args:
-        cells: (batch, heads, queries, keys), scores, -inf where hidden.
-        sinks: (heads,) logits that take weight, or None.
-
-    Returns:
-        weights (batch, heads, queries, keys) and logsumexp (batch, heads, queries).
+    Hidden scores are -inf. The weights of a row without visible cells are 0, its logsumexp is -inf, and no gradient of
+    it is NaN. Sinks are logits (heads,) that take weight.
     """
     empty = (cells == -torch.inf).all(-1, keepdim=True)  # (batch, heads, queries, 1)
     if cells.shape[-1] == 0:
@@ -119,3 +115,45 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     widest = max(keys.stop - keys.start for keys in spans)
     outputs = shape.batch * shape.num_heads * shape.query_length * (shape.value_dim + 1) * shape.dtype.itemsize
     return Work(shape.batch * shape.num_heads * cells, size * ROWS * widest + 2 * outputs)
+
+
+def differentiable_gradients(
+    kernel: str,
+    request: AttentionRequest,
+    bounds: KeyBounds,
+    of_output: Tensor | None,
+    of_logsumexp: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of q, k, v, bias and sinks, where required, so that they can be differentiated again.
+
+    Args:
+        kernel: name of the kernel that computed the call, for the warning.
+        request: the call, with the tensors that autograd saved.
+        bounds: the key interval of each query.
+        of_output: gradient of the output, or None.
+        of_logsumexp: gradient of the logsumexp, or None.
+
+    Raises:
+        ArgumentError: the call has dropout, whose random choice cannot be repeated.
+    """
+    if request.dropout:
+        raise ArgumentError(
+            f"Kernel {kernel!r} has no second derivative with dropout, and create_graph=True requires one.",
+            "Set dropout to 0, or give kernel='reference'.",
+        )
+    warn_of_slow_path(
+        f"Kernel {kernel!r} has no second derivative, and create_graph=True requires one: "
+        "the reference kernel computes the call again, and holds queries x keys.",
+        "Give kernel='reference' to compute the call only once.",
+    )
+    bias = None if request.bias is None else values_of(request.bias)
+    tensors = (request.q, request.k, request.v, bias, request.sinks)
+    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    with torch.enable_grad():
+        cleaned, bad_rows = without_nonfinite(replace(request, wanted=frozenset()), bounds)
+        attended = attend(cleaned, bounds)
+        attended = attended if bad_rows is None else restore_nan(attended, bad_rows)
+        pairs = ((attended.output, of_output), (attended.logsumexp, of_logsumexp))
+        outputs, gradients = zip(*((out, of) for out, of in pairs if of is not None), strict=True)
+        results = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
+    return tuple(next(results) if tensor is not None and tensor.requires_grad else None for tensor in tensors)

@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 
 from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import seen, tensors_seen_by, without_tensors, working_dtype
-from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.plan.rectangles import Rectangle, rectangles
+from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import bias_tile, values_of
-from multihead.scores.sinks import with_sinks
+from multihead.scores.terms import with_sinks
 from multihead.tensors.tracing import traced
 
 HANDLES_NONFINITE = False

@@ -40,11 +40,7 @@ class SequenceSplit(Protocol):
         ...
 
     def whole(self, shape: AttentionShape) -> AttentionShape:
-        """Return the sizes of the call on the whole sequence, which masks and biases must fit.
-
-        Raises:
-            ArgumentError: the call cannot be split.
-        """
+        """Return the sizes of the whole sequence, which masks and biases must fit; an ArgumentError if it has none."""
         ...
 
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
@@ -93,9 +89,7 @@ def split(sequence: SequenceSplit | None) -> Iterator[None]:
 def reject_in_split(name: str, remedy: str) -> None:
     """Raise an error where the sequence is split and a call uses something that needs all of its tokens.
 
-    Args:
-        name: what the call uses, as the subject of a sentence.
-        remedy: what to do instead, a whole sentence.
+    `name` is the subject of its first sentence, and `remedy` its second sentence.
     """
     if active is not None:
         raise ArgumentError(f"{name} cannot be used in context_parallel, where a rank has part of the tokens.", remedy)

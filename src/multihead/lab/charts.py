@@ -38,14 +38,9 @@ class Bar:
 
 
 def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, label: str) -> str:
-    """Draw groups of horizontal bars from 0 to 100 %; each bar is named at its end, with its number.
+    """Draw groups of horizontal bars from 0 to 100 % as SVG; each bar is named at its end, with its number.
 
-    Args:
-        groups: the name of each group, and its bars.
-        label: a description of the chart for screen readers.
-
-    Returns:
-        The SVG element.
+    The label describes the chart to screen readers.
 
     >>> svg = bars([("noise 1", [Bar("long", "c0", 0.5), Bar("short", "c1", 0.25, 0.1)])], label="")
     >>> svg.count("<rect"), svg.count("50 % long")
@@ -90,18 +85,9 @@ def chart(
     level: tuple[float, str] | None = None,
     logarithmic: bool = False,
 ) -> str:
-    """Draw curves of shares from 0 to 100 %; each curve is named at its end, so colours are never the only key.
+    """Draw curves of shares from 0 to 100 % as SVG; each is named at its end, so colours are never the only key.
 
-    Args:
-        curves: the curves.
-        label: a description of the chart for screen readers.
-        x_label: the name of the x axis.
-        x_ticks: the ticks of the x axis.
-        level: a value and its name, drawn as a dashed horizontal line.
-        logarithmic: whether the x axis is logarithmic.
-
-    Returns:
-        The SVG element.
+    The label describes the chart to screen readers; `level` is a value and its name, drawn as a dashed horizontal line.
 
     >>> svg = chart([Curve("2 heads", "c1", [0, 1], [0, 1], [0, 1], [0, 1])], label="", x_label="step", x_ticks=[0, 1])
     >>> svg.count("<polyline")

@@ -25,19 +25,7 @@ _IN_SCRIPT = (
 
 
 def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
-    """Write the page atomically.
-
-    Args:
-        answers: the results of the lab.
-        path: the file to write; an existing one is replaced.
-        lang: "en" or "zh".
-
-    Returns:
-        The path.
-
-    Raises:
-        ArgumentError: lang is not "en" or "zh".
-    """
+    """Write the page atomically, in English ("en") or Chinese ("zh"), and return its path."""
     write_whole(path, page(answers, lang=lang))
     return Path(path)
 

@@ -303,10 +303,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_named(name: str) -> Task:
-    """Find a task by its name.
-
-    Raises:
-        ArgumentError: there is no task of this name.
+    """Find a task by its name, or raise an ArgumentError.
 
     >>> task_named("two").chance
     0.015625

@@ -144,9 +144,5 @@ def shape(sizes: Sequence[int]) -> str:
 
 @cache
 def language(lang: str) -> Phrases:
-    """Return the lab's texts in a language.
-
-    Raises:
-        ArgumentError: lang is not "en" or "zh".
-    """
+    """Return the lab's texts in a language, "en" or "zh"."""
     return Phrases(lang, section(lang, "common", "lab"))

@@ -231,14 +231,7 @@ def compare(
 
 @contextmanager
 def workers(number: int) -> Iterator[Executor | None]:
-    """Start processes that train in parallel; they start once, which takes seconds, and are used for every task.
-
-    Args:
-        number: number of processes; 1 yields None, and models are trained in this process.
-
-    Raises:
-        ArgumentError: number is less than 1.
-    """
+    """Yield processes that train in parallel, or None for one: they start once, which takes seconds, for every task."""
     if number < 1:
         raise ArgumentError(f"The number of workers is {number}.", "Give at least 1.")
     if number == 1:

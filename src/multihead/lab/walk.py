@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 
-__all__ = ["MAX_VALUES", "Sizes", "Step", "Walk", "walk"]
+__all__ = ["CHAPTERS", "MAX_VALUES", "Chapter", "Sizes", "Step", "Walk", "walk"]
 
 # About 30 tensors are stored, in float64: one gigabyte if each has this many values.
 MAX_VALUES = 2**22
@@ -341,3 +341,35 @@ def _sdpa_difference(sizes: Sizes, inputs: list[Step], attention: list[Step]) ->
     mask = torch.where(seen, added, -torch.inf)  # (batch, heads, queries, keys)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return float((merge_heads(theirs) - found["concat"]).abs().max())
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One numbered chapter of the walk: its part and the tensors it shows; its texts are `walk.chapter` in a locale."""
+
+    part: str
+    name: str
+    steps: tuple[str, ...]
+
+
+CHAPTERS = (
+    Chapter("split", "x", ("x",)),
+    Chapter("split", "grouped", ("grouped",)),
+    Chapter("split", "by_head", ("by_head",)),
+    Chapter("split", "flat", ("flat",)),
+    Chapter("split", "back", ("unflat", "ungrouped", "merged")),
+    Chapter("split", "wrong", ("wrong",)),
+    Chapter("attention", "inputs", ("inputs",)),
+    Chapter("attention", "projections", ("w_q", "w_k", "w_v", "w_o")),
+    Chapter("attention", "qkv", ("q", "k", "v")),
+    Chapter("attention", "qkv_heads", ("q_heads", "k_heads", "v_heads")),
+    Chapter("attention", "scores", ("scores",)),
+    Chapter("attention", "scaled", ("scaled",)),
+    Chapter("attention", "bias", ("slopes", "bias", "biased")),
+    Chapter("attention", "lengths", ("lengths", "lengths_per_head")),
+    Chapter("attention", "masked", ("masked",)),
+    Chapter("attention", "weights", ("weights",)),
+    Chapter("attention", "z", ("z",)),
+    Chapter("attention", "concat", ("concat",)),
+    Chapter("attention", "output", ("output",)),
+)

@@ -20,8 +20,7 @@ from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_pa
 from multihead.layer.sharding import LayerPart, ShardableLayer, local_heads
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
-from multihead.scores.bias import Bias
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias
 
 _FULL = Full()
 
@@ -138,13 +137,10 @@ class LayerCall:
     # ---- checks
 
     def check_inputs(self, widths: Widths) -> tuple[Tensor, Tensor, Tensor]:
-        """Check mask, x, memory, values and lengths, and add a batch of one where there is none.
+        """Check the inputs, and return x, memory and values, (batch, length, features) each.
 
-        Returns:
-            x, memory and values, (batch, length, features) each: x for a missing memory, memory for missing values.
-
-        Raises:
-            ShapeError, DtypeError, MaskError, ArgumentError: the first one that does not fit.
+        Where there is no batch, one of 1 is added. A missing memory is x, missing values are the memory. Raises the
+        error of the first input that does not fit.
         """
         check_is_mask(self.mask)
         _check_tensors(self.x, self.memory, self.values)

@@ -30,16 +30,15 @@ from multihead.kernels.native import eager
 from multihead.kernels.quantised import expand
 from multihead.layer.arguments import LayerCall, Widths, check_is_cache, check_takes_positions, dtype_of
 from multihead.layer.cache import KeyValueCache
-from multihead.layer.gates import gate, prepend
 from multihead.layer.heads import head_counts, head_dim_of
 from multihead.layer.packing import NO_PADDING, Packing, Side
-from multihead.layer.positions import extend, find_start, map_lengths, normalise, rotate
 from multihead.layer.qk_norm import QKNorm
+from multihead.layer.steps import extend, find_start, gate, map_lengths, normalise, prepend, rotate
 from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
-from multihead.scores.softcap import check_softcap
+from multihead.scores.terms import check_softcap
 from multihead.tensors.tracing import intercepted
 
 _FULL = Full()
@@ -315,11 +314,7 @@ class MultiHeadAttention(nn.Module):
         return q, k, v, terms
 
     def _tokens(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Check a call and drop its padding.
-
-        Returns:
-            x, memory and values, (batch, length, features) each, or (1, tokens, features) where there is padding.
-        """
+        """Check a call and drop its padding: x, memory, values, (batch, length, features) or (1, tokens, features)."""
         x, packing, cache = call.x, call.packing, call.cache
         memory = values = x
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
@@ -378,11 +373,7 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _terms(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, AttentionArguments]:
-        """Add what the layer has of its own: position bias, learned key, sinks.
-
-        Returns:
-            k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys, value_head_dim), and the other terms.
-        """
+        """Add position bias, learned key and sinks to k, v (batch, kv_heads, keys, dim) and the terms of the call."""
         part, mask, bias, start = call.part, call.mask, call.bias, call.start
         if part.position_bias is not None:
             queries, keys = map_lengths(q, k, v)

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.tensors.shapes import either_heads
 from multihead.tensors.tracing import untraced
 
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
@@ -19,12 +20,6 @@ MOST_COUNTS_LISTED = 12
 def head_counts(embed_dim: int) -> tuple[int, ...]:
     """List every number of heads that divides a width evenly, smallest first.
 
-    Args:
-        embed_dim: the width to divide, in columns, at least 1.
-
-    Raises:
-        ArgumentError: if ``embed_dim`` is below 1.
-
     >>> head_counts(6)
     (1, 2, 3, 6)
     """
@@ -34,19 +29,7 @@ def head_counts(embed_dim: int) -> tuple[int, ...]:
 
 
 def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> int:
-    """Return the width of each head.
-
-    Args:
-        embed_dim: the width to divide, in columns.
-        num_heads: number of heads.
-        name: name of the width in the error.
-
-    Returns:
-        The columns of one head.
-
-    Raises:
-        ArgumentError: if either is below 1, or the heads do not divide the width; the
-            error lists the head counts that fit.
+    """Return the columns of each head, or raise an ArgumentError with the head counts that fit the width `name`.
 
     >>> head_dim_of(512, 8)
     64
@@ -157,8 +140,5 @@ def _listed(embed_dim: int, num_heads: int) -> str:
     """List the head counts that fit, only the nearest ones if there are many."""
     counts = head_counts(embed_dim)
     nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
-    words = [str(count) for count in sorted(nearest)]
-    if len(words) == 1:
-        return f"{words[0]} head"
-    heads = f"{', '.join(words[:-1])} or {words[-1]} heads"
+    heads = either_heads(sorted(nearest))
     return heads if len(nearest) == len(counts) else f"{heads} (the nearest that fit)"

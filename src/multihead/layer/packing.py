@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.kernels.places import places_of_tokens
+from multihead.kernels.native.operator import places_of_tokens
 from multihead.kernels.sequence_split import SequenceSplit, reject_in_split
 from multihead.masks import Documents, Lengths, Mask
+from multihead.tensors.shapes import numbers_per_sample
 from multihead.tensors.tracing import intercepted, jit_traced, readable, traced
 
 Side = Literal["right", "left"]
@@ -57,36 +58,12 @@ class Packing:
     ) -> Packing:
         """Find the tokens of a padded batch.
 
-        Args:
-            lengths: tokens of each sample, (batch,) ints or an integer tensor. On an accelerator the host waits for a
-                tensor, since the number of tokens depends on it; ints do not make it wait.
-            batch: number of samples.
-            length: padded length.
-            device: where the batch is.
-            name: name of the lengths in the errors.
-            side: on which side of the tokens the padding is.
-
-        Raises:
-            ArgumentError: a length is no integer, negative, or above the padded length, or there is no such side.
-            ShapeError: there is not one length per sample.
+        On an accelerator the host waits for a tensor of lengths, since the number of tokens depends on it; ints do not
+        make it wait. Raises an ArgumentError or ShapeError, with `name`, where the lengths do not fit.
         """
         if side not in ("right", "left"):
             raise ArgumentError(f"padding_side is {side!r}.", 'Give "right" or "left".')
-        if isinstance(lengths, Tensor):
-            whole, where = not lengths.is_floating_point() and lengths.dtype != torch.bool, lengths.device
-        else:
-            if not isinstance(lengths, Iterable):
-                raise ArgumentError(f"{name} is {lengths!r}.", f"Give one length per sample: {batch} integers.")
-            lengths, where = tuple(lengths), torch.device("cpu")
-            whole = all(isinstance(number, int) and not isinstance(number, bool) for number in lengths)
-        if not whole:
-            raise ArgumentError(f"{name} is {lengths!r}.", "Give integers, one per sample.")
-        counts = torch.as_tensor(lengths, dtype=torch.int64, device=where)
-        if tuple(counts.shape) != (batch,):
-            raise ShapeError(
-                f"{name} has shape {tuple(counts.shape)}, and the batch has {batch} samples.",
-                f"Give one length per sample: shape ({batch},).",
-            )
+        counts = numbers_per_sample(name, lengths, batch)
         if batch and readable(counts.device) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
             wrong = int(counts.min()) if int(counts.min()) < 0 else int(counts.max())
             raise ArgumentError(
@@ -237,15 +214,9 @@ class Padding(NamedTuple):
         together: bool,
         side: Side = "right",
     ) -> Padding:
-        """Find the padding of x and memory, which may be the same tensor.
+        """Find the padding of x and memory, (batch, length, features) each, which may be the same tensor.
 
-        Args:
-            x: (batch, queries, features).
-            memory: (batch, keys, features).
-            lengths: (batch,) tokens of each sample of x, or None.
-            memory_lengths: (batch,) tokens of each sample of memory, or None.
-            together: whether the attention can take all samples in one row.
-            side: on which side of the tokens the padding is.
+        `together` says whether the attention can take all samples in one row.
         """
         if memory is x:
             lengths = memory_lengths if lengths is None else lengths
@@ -273,11 +244,7 @@ class Padding(NamedTuple):
     def of_rank(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
         """Find the padding among the tokens of a rank, (batch, tokens, features), where a sequence is split over ranks.
 
-        Args:
-            sequence: the split.
-            x: (batch, tokens of this rank, features).
-            lengths: (batch,) tokens of each whole sample.
-            side: on which side of the tokens the padding is.
+        The lengths, (batch,), are those of each whole sample.
         """
         if side != "right":
             reject_in_split(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
@@ -308,8 +275,7 @@ class Padding(NamedTuple):
     def drop(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Drop the padding before the projections: NaN in it must not reach a parameter's gradient.
 
-        Returns:
-            (1, tokens, features) each where there is padding, and what was passed where there is none.
+        Returns (1, tokens, features) each where there is padding, and what was passed where there is none.
         """
         if self.packed:
             return x, memory, values
@@ -326,18 +292,11 @@ class Padding(NamedTuple):
     def place(
         self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, fresh: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Unpack projected tokens into a right-padded batch, unless the attention takes them packed.
+        """Unpack q, k and v, (1, tokens, width), into a right-padded batch, unless the attention takes them packed.
 
-        Args:
-            x: (1, tokens, features), from which the queries are projected.
-            q: (1, tokens, width).
-            memory: (1, tokens, features), from which keys and values are projected.
-            k: (1, tokens, width).
-            v: (1, tokens, width).
-            fresh: whether this call projected k and v; those of a cache have their places already.
-
-        Raises:
-            ShapeError: a projection gathers tokens of other processes, whose padding is not known here.
+        x and memory are what they were projected from. Where a cache holds k and v (not `fresh`), those have their
+        places already. Raises a ShapeError if a projection gathers tokens of other processes, whose padding is not
+        known here.
         """
         if self.rows is not None and q.shape[1] != x.shape[1]:
             raise _other_tokens("q_proj", x, q)
@@ -351,10 +310,8 @@ class Padding(NamedTuple):
     def hide(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
         """Join a mask with the padding: padded keys are hidden, padded queries see nothing.
 
-        Args:
-            mask: the caller's mask.
-            key_lengths: (batch,), number of keys of each sample that are no padding, where they come from a cache.
-            keys: number of keys, where they come from a cache.
+        Where the keys come from a cache, key_lengths, (batch,), counts those that are no padding, and `keys` all of
+        them.
         """
         if self.documents is not None:
             return mask & self.documents

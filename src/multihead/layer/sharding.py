@@ -155,10 +155,7 @@ class LocalHeads:
     def own(self, per_head: Tensor, *, axis: int = 0, name: str) -> Tensor:
         """Slice a tensor of all query heads to those of this process; its gradient is summed over the processes.
 
-        Args:
-            per_head: of size num_heads on `axis`, or 1 where all heads share it.
-            axis: the axis of the heads.
-            name: name of the tensor in the error.
+        The size of `axis` is num_heads, or 1 where all heads share it. `name` is for the error.
         """
         if self.group is None:
             return per_head
@@ -231,10 +228,8 @@ class HeldHeads(NamedTuple):
 def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
     """Return the heads of this process; None where the projections of the layer are not split over processes.
 
-    Args:
-        layer: an attention layer, whose projections are called q_proj and k_proj if they are split; or one of
-            transformers that `parallelize` split, which has the heads as `held_heads`.
-        head_dim: width of a head.
+    The projections of the layer are called q_proj and k_proj if they are split; a layer of transformers that
+    `parallelize` split has the heads as `held_heads`.
     """
     known: HeldHeads | None = layer.__dict__.get("held_heads")
     if known is not None:
@@ -252,17 +247,10 @@ def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
 def heads_of_rank(
     layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Slice what belongs to single heads to those of this rank, in a layer of transformers that `parallelize` split.
+    """Slice k, v and sinks to the heads of this rank, in a layer of transformers that `parallelize` split.
 
-    Args:
-        layer: the layer.
-        q: (batch, heads, queries, head_dim), of this rank.
-        k: (batch, kv_heads, keys, head_dim), of this rank; of all heads where there are fewer of them than ranks.
-        v: (batch, kv_heads, keys, value_dim), likewise.
-        sinks: (heads of this rank,), a DTensor, or None.
-
-    Returns:
-        k, v and sinks of this rank.
+    q is (batch, heads, queries, head_dim) of this rank. k and v are (batch, kv_heads, keys, dim), of this rank, or of
+    all heads where there are fewer of them than ranks. The sinks are a DTensor (heads of this rank,), or None.
 
     Raises:
         ModelError: the layer does not compute the heads of this rank. One that divides its features by a number of
@@ -282,11 +270,7 @@ def heads_of_rank(
 
 
 def check_divides(name: str, heads: int, kv_heads: int, ranks: int) -> None:
-    """Check that the heads of a layer divide by a number of ranks, and its key/value heads by it or it by them.
-
-    Raises:
-        ArgumentError: they do not; it has the numbers that would.
-    """
+    """Check that the heads of a layer divide by a number of ranks, and its key/value heads by it or it by them."""
     fitting = [n for n in head_counts(heads) if kv_heads % n == 0 or n % kv_heads == 0]
     if ranks not in fitting:
         raise ArgumentError(
@@ -300,11 +284,7 @@ def local_heads(
 ) -> LocalHeads | None:
     """Return the heads that the projections of this process hold; None where they hold all heads.
 
-    Args:
-        layer: the layer.
-        q: (batch, queries, width), the output of q_proj.
-        k: (batch, keys, width), or None where a cache holds the projected keys.
-        v: (batch, keys, width), or None.
+    q, k and v are the outputs of the projections, (batch, length, width); k and v are None where a cache holds them.
 
     Raises:
         ArgumentError, ShapeError: the widths are no multiples of the heads, the heads of q, k and v do not belong
@@ -415,12 +395,7 @@ def _reject_per_head_parameters(layer: ShardableLayer) -> None:
 
 
 def check_splittable(layer: ShardableLayer, processes: int) -> None:
-    """Check that no part of a layer needs the heads of all processes together.
-
-    Args:
-        layer: the layer.
-        processes: how many processes share its heads.
-    """
+    """Check that no part of a layer needs the heads of all processes together."""
     found = None
     if layer.merge == "mean":
         found = 'merge="mean" averages all heads'

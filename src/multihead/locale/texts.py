@@ -22,11 +22,7 @@ LANGUAGES = ("en", "zh")
 
 
 def check_language(lang: str) -> None:
-    """Reject a language that has no texts.
-
-    Raises:
-        ArgumentError: lang is not one of `LANGUAGES`.
-    """
+    """Reject a language that is not one of `LANGUAGES`."""
     if lang not in LANGUAGES:
         languages = " or ".join(f'"{each}"' for each in LANGUAGES)
         raise ArgumentError(f'lang is "{lang}", and must be {languages}.', f"Give {languages}.")
@@ -35,14 +31,7 @@ def check_language(lang: str) -> None:
 def text(key: str, lang: str, /, **values: object) -> str:
     """Return a text with its placeholders filled in.
 
-    Args:
-        key: the page or command and the name of the text, such as "look.tokens".
-        lang: one of `LANGUAGES`.
-        **values: a value for each placeholder.
-
-    Raises:
-        ArgumentError: lang is not one of `LANGUAGES`.
-        KeyError: there is no such text, or a value is missing.
+    The key is the page or command and the name of the text; a text or a placeholder that is missing is a KeyError.
 
     >>> text("look.tokens", "en", n=3), text("look.tokens", "zh", n=3)
     ('3 tokens', '3 个词元')
@@ -67,11 +56,6 @@ def section(lang: str, *names: str) -> Mapping[str, str]:
 
 def statistic_label(name: str, lang: str, default: str) -> str:
     """Return the label of a statistic; in English, or for a user-defined statistic, the one of its definition.
-
-    Args:
-        name: the name of the statistic, such as "previous_mass".
-        lang: one of `LANGUAGES`.
-        default: the label of its definition.
 
     >>> statistic_label("entropy", "zh", "entropy"), statistic_label("late_mass", "zh", "late")
     ('熵', 'late')

@@ -30,6 +30,7 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 from multihead.errors import MaskError
 from multihead.masks.counts import shown
 from multihead.masks.place import CallSize, Extent, Place, Span
+from multihead.tensors.shapes import kind_of
 from multihead.tensors.tracing import constant_in_graphs
 
 _REGISTERED: dict[str, type[Mask]] = {}
@@ -232,9 +233,8 @@ class Mask:
         """
         cells = self.visible(place.positions, place.columns)
         if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
-            given = f"a {cells.dtype} tensor" if isinstance(cells, Tensor) else f"a {type(cells).__name__}"
             raise MaskError(
-                f"{type(self).__name__}.visible returned {given}.",
+                f"{type(self).__name__}.visible returned {kind_of(cells)}.",
                 "Return a bool tensor that broadcasts to (batch, heads, queries, keys), True = may be seen.",
             )
         everywhere = place.everywhere()

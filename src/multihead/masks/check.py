@@ -1,4 +1,4 @@
-"""Check by brute force that everything a mask says about itself agrees with which keys it shows."""
+"""For the author of a mask: draw it, and check that what it says about itself agrees with the keys it shows."""
 
 from __future__ import annotations
 
@@ -83,3 +83,22 @@ def _claims(mask: Mask, place: Place, start: int, visible: Tensor) -> Iterator[t
         yield "lookback", visible & (columns > positions - mask.lookback)
     if mask.hides_nothing:
         yield "hides_nothing", torch.ones_like(visible)
+
+
+def picture(mask: Mask, *, queries: int = 5, keys: int = 5, query_start: int | Tensor = 0) -> str:
+    """Draw a mask, samples (or heads) side by side.
+
+    Args:
+        mask: any mask.
+        queries: how many queries to draw.
+        keys: how many keys to draw.
+        query_start: position of the first query among the keys.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(masks.Causal(), queries=2, query_start=3))
+    ■ ■ ■ ■ ·
+    ■ ■ ■ ■ ■
+    """
+    seen = mask.tile(Place.of(queries, keys, query_start=query_start)).flatten(0, 1)
+    drawn = [[" ".join("■" if cell else "·" for cell in row) for row in sample] for sample in seen.tolist()]
+    return "\n".join("   ".join(line) for line in zip(*drawn, strict=True))

@@ -93,15 +93,9 @@ def check_rows(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
 
 
 def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool = False) -> None:
-    """Check that no count exceeds the number of keys, wherever its values can be read.
+    """Check that no count, or no sum of a row (`summed`), exceeds the number of keys, where values can be read.
 
     In a graph, and on an accelerator where reading would make the host wait, intervals are clamped instead.
-
-    Args:
-        mask: the mask, for the error.
-        counts: its counts.
-        size: the call.
-        summed: whether the counts of a row are added up (documents).
     """
     if size.more_keys_later or 0 in shape_of(counts) or (isinstance(counts, Tensor) and not readable(counts.device)):
         return

@@ -19,7 +19,7 @@ from multihead.masks.counts import (
     shape_of,
     shown,
 )
-from multihead.masks.full import Full
+from multihead.masks.distance import Full
 from multihead.masks.place import CallSize, Span
 
 
@@ -105,14 +105,10 @@ class Documents(Mask):
 
 
 def document_of(positions: Tensor, lengths: Tensor) -> Tensor:
-    """Return the index of the document that each position lies in.
+    """Return the index of the document that each position lies in, -1 outside all documents.
 
-    Args:
-        positions: (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n), int64.
-        lengths: (documents,) or (batch, documents), int64, tokens.
-
-    Returns:
-        int64, of the positions' shape with the batch of the lengths; -1 outside all documents.
+    Positions are (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n), and so is the result; lengths, in tokens, are
+    (documents,) or (batch, documents).
     """
     ends = lengths.cumsum(-1)
     rows = len(ends) if ends.dim() == 2 and len(positions) == 1 else len(positions)  # either may be 0

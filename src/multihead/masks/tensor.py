@@ -12,8 +12,9 @@ from torch import Tensor
 from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.counts import shown
-from multihead.masks.full import Full
+from multihead.masks.distance import Full
 from multihead.masks.place import CallSize, Extent, Place, Span
+from multihead.tensors.shapes import kind_of
 
 AXES = ("batch", "heads", "queries", "keys")
 
@@ -28,9 +29,8 @@ class _TensorMask(Mask):
     def __init__(self, tensor: Tensor, axes: str | None = None) -> None:
         name = type(self).__name__
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-            given = f"a {tensor.dtype} tensor" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
             raise MaskError(
-                f"{name} takes a boolean tensor, and was given {given}.",
+                f"{name} takes a boolean tensor, and was given {kind_of(tensor)}.",
                 "Compare its values, for example masks.Keep(t != 0); an additive mask is a bias: attention(bias=t).",
             )
         if not isinstance(axes, str | None):

@@ -27,8 +27,8 @@ from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.models.huggingface import NAME, installed
 from multihead.models.lazy_mask import LazyMask
 from multihead.models.pretrained import is_within, pretrained_models
-from multihead.scores.relative import RelativeBias, offsets
-from multihead.scores.t5 import buckets_of
+from multihead.scores.bias import RelativeBias, offsets
+from multihead.scores.position_biases import buckets_of
 from multihead.tensors.tracing import traced
 from multihead.tensors.undo import Undo
 

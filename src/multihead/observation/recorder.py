@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels import sequence_split
 from multihead.kernels.call import Attended, AttentionCall, AttentionRequest
-from multihead.kernels.first_keys import first_keys
+from multihead.kernels.dense_tile import first_keys
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit

@@ -20,7 +20,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, RankError
 from multihead.masks import Mask
 from multihead.parallel.layout import Layout, Range
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 
 V = TypeVar("V")
 _Change = Callable[[Tensor, "Ranks", Layout], Tensor]
@@ -41,11 +41,7 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of(mesh: Any) -> Ranks:
-        """Read them from a DeviceMesh of one dimension, or from a process group.
-
-        Raises:
-            ArgumentError: it is neither.
-        """
+        """Read them from a DeviceMesh of one dimension, or from a process group."""
         if not (dist.is_available() and dist.is_initialized()):
             raise ArgumentError(
                 "torch.distributed is not initialised, so there are no ranks.",
@@ -76,11 +72,7 @@ class Ranks(NamedTuple):
 
 @contextmanager
 def errors_of_ranks(doing: str) -> Iterator[None]:
-    """Raise what a process group raises as a RankError.
-
-    Args:
-        doing: what this rank is doing, for "Rank 0 of 4 was ...".
-    """
+    """Raise what a process group raises as a RankError: "Rank 0 of 4 was {doing}"."""
     try:
         yield
     except RuntimeError as error:
@@ -95,17 +87,10 @@ def errors_of_ranks(doing: str) -> Iterator[None]:
 
 
 def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
-    """Check that all ranks make the same call, in one message of a fixed size.
+    """Check that all ranks make the same call, in one message of a fixed size, and return the int64 number of rank 0.
 
     It precedes all messages whose sizes depend on the call: with other sizes, gloo ends a process without an error.
-
-    Args:
-        ranks: the ranks.
-        call: what must be equal on all of them, by name, as `described` takes it.
-        number: an int64 that is sent along.
-
-    Returns:
-        the number of rank 0.
+    `call` is what must be equal on all ranks, by name, as `described` takes it.
 
     Raises:
         RankError: a value differs, on all ranks; or a rank is missing.
@@ -177,17 +162,9 @@ def gather(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
 
 
 def heads_for_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    """Exchange all heads of a rank's tokens for all tokens of its heads.
+    """Exchange all heads of a rank's tokens, (batch, heads, tokens of this rank, dim), for all tokens of its heads.
 
-    Args:
-        x: (batch, heads, tokens of this rank, dim); heads is a multiple of the number of ranks.
-        ranks: the ranks.
-        layout: which tokens each rank holds.
-
-    Returns:
-        (batch, heads of this rank, tokens of the sequence, dim).
-
-    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    The heads are a multiple of the number of ranks. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     return _Exchange.apply(x, ranks, layout, _to_tokens, _to_heads)  # type: ignore[no-any-return, no-untyped-call]
 

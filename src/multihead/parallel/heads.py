@@ -1,15 +1,14 @@
-"""Split the heads of layers over ranks (tensor parallelism)."""
+"""Split the heads of layers over ranks (tensor parallelism), also those of transformers."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from multihead.errors import ArgumentError
 from multihead.layer import MultiHeadAttention
-from multihead.layer.sharding import check_divides, check_splittable
-from multihead.parallel import hugging_face
+from multihead.layer.sharding import Group, HeldHeads, check_divides, check_splittable
 from multihead.parallel.exchange import Ranks
 
 M = TypeVar("M", bound=nn.Module)
@@ -56,7 +55,7 @@ def parallelize(module: M, mesh: Any) -> M:
     for name, each in module.named_modules():
         if isinstance(each, MultiHeadAttention):
             plans[name] = _plan(name, each, ranks.size)
-        elif (found := hugging_face.layer_of(name, each)) is not None:
+        elif (found := _layer_of(name, each)) is not None:
             plans[name] = found.plan(ranks.size)
     if not plans:
         raise ArgumentError(
@@ -67,7 +66,7 @@ def parallelize(module: M, mesh: Any) -> M:
     for name, plan in plans.items():
         layer = module.get_submodule(name)
         if not isinstance(layer, MultiHeadAttention):
-            hugging_face.prepare(layer, mesh, ranks)
+            _prepare(layer, mesh, ranks)
         parallelize_module(layer, mesh, plan)
     return module
 
@@ -83,3 +82,114 @@ def _plan(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
     if layer.num_kv_heads % ranks == 0:
         plan |= {"k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
     return plan if layer.out_proj is None else plan | {"out_proj": RowwiseParallel()}
+
+
+_SEPARATE = ("q_proj", "k_proj", "v_proj")
+_OUTPUTS = ("o_proj", "dense")
+_TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv")  # projections to queries, keys and values at once
+_NORMS = ("q_norm", "k_norm")
+# Model types whose fused q/k/v projection is ordered head by head, so that the heads of a rank are consecutive columns.
+# Others have the columns of all queries first: a rank would get queries and no keys.
+_BY_HEADS = {"gpt_neox": "query_key_value"}
+_INSTEAD = "Split the sequence instead, with context_parallel."
+
+
+class _TransformersLayer(NamedTuple):
+    """An attention layer of transformers that may be split.
+
+    Attributes:
+        name: its name in the model.
+        module: the layer.
+        columns: the projections that are split by columns.
+        rows: the output projection, which is split by rows.
+    """
+
+    name: str
+    module: nn.Module
+    columns: tuple[str, ...]
+    rows: str
+
+    def plan(self, ranks: int) -> dict[str, Any]:
+        """Return how its modules are split, as PyTorch's `parallelize_module` reads it, or raise an ArgumentError."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+        head_dim = _head_dim(self.module)
+        norms, others = [], []
+        for name, parameter in self.module.named_parameters():
+            owner = name.rpartition(".")[0]
+            if owner in _NORMS and parameter.shape == (head_dim,):
+                norms.append(owner)
+            elif owner not in (*self.columns, self.rows) and name != "sinks":
+                others.append(name)
+        if others or not isinstance(head_dim, int):
+            raise ArgumentError(
+                f"{self.name} has {others[0] if others else 'no head_dim'}, which parallelize cannot split by heads.",
+                _INSTEAD,
+            )
+        heads, kv_heads = _heads(self.module)
+        check_divides(self.name, heads, kv_heads, ranks)
+        plan: dict[str, Any] = {each: ColwiseParallel() for each in self.columns}
+        plan[self.rows] = RowwiseParallel()
+        # A norm of single heads takes (batch, tokens, heads of this rank, head_dim), and its gradient is summed.
+        plan |= {each: SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
+        if kv_heads % ranks:  # fewer than ranks: they stay whole
+            plan = {name: style for name, style in plan.items() if not name.startswith(("k_", "v_"))}
+        return plan
+
+
+def _layer_of(name: str, module: nn.Module) -> _TransformersLayer | None:
+    """Return a module as a layer that may be split, or None where it is no attention layer of transformers.
+
+    Raises an ArgumentError if it projects queries, keys and values together, and not head by head.
+    """
+
+    def linear(each: str) -> bool:
+        return isinstance(getattr(module, each, None), nn.Linear)
+
+    if not hasattr(module, "config"):
+        return None
+    rows = next((each for each in _OUTPUTS if linear(each)), None)
+    if rows is not None and all(linear(each) for each in _SEPARATE):
+        return _TransformersLayer(name, module, _SEPARATE, rows)
+    together = next((each for each in _TOGETHER if isinstance(getattr(module, each, None), nn.Module)), None)
+    if together is None:
+        return None
+    if rows is not None and _BY_HEADS.get(getattr(module.config, "model_type", "")) == together:
+        return _TransformersLayer(name, module, (together,), rows)
+    raise ArgumentError(
+        f"{name} projects queries, keys and values together, by {together}, and not head by head: a rank cannot have "
+        "the columns of its heads alone.",
+        _INSTEAD,
+    )
+
+
+def _prepare(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
+    """Store which heads a rank has, before the projections of a layer are split, and split its sinks.
+
+    The hooks read it: layers of transformers know their projections only, and not which heads these return.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    heads, kv_heads = _heads(module)
+    of_rank: Any = HeldHeads.of(ranks.rank, ranks.size, heads, kv_heads)
+    module.held_heads, module.held_group = of_rank, Group(mesh, 0)  # type: ignore[assignment]
+    sinks = module._parameters.get("sinks")  # noqa: SLF001 - most layers have none
+    if sinks is not None:
+        module.register_parameter("sinks", nn.Parameter(distribute_tensor(sinks.detach(), mesh, [Shard(0)])))
+
+
+def _head_dim(module: nn.Module) -> Any:
+    return getattr(module, "head_dim", getattr(module, "head_size", None))
+
+
+def _heads(module: nn.Module) -> tuple[int, int]:
+    """Return how many query heads and key/value heads a layer has, before it is split."""
+
+    def count(name: str) -> int:
+        projection: Any = module.get_submodule(name)
+        return int(projection.out_features // _head_dim(module))
+
+    if hasattr(module, "q_proj"):
+        return count("q_proj"), count("k_proj")
+    heads = count("query_key_value") // 3
+    return heads, heads

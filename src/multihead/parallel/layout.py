@@ -60,11 +60,7 @@ class Layout(NamedTuple):
         return torch.cat(ordered, dim)
 
     def check_length(self, length: int) -> None:
-        """Check that all chunks of a sequence have the same number of tokens.
-
-        Raises:
-            ShapeError: they do not.
-        """
+        """Check that all chunks of a sequence have the same number of tokens."""
         if length % self.parts or not length:
             lower, upper = length // self.parts * self.parts, (length // self.parts + 1) * self.parts
             fitting = f"{lower} or {upper}" if lower else str(upper)

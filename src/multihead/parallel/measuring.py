@@ -23,15 +23,10 @@ _KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance
 
 @torch.no_grad()
 def measured(request: AttentionRequest, attended: Attended, first_key: Tensor | int) -> dict[Part, Tensor]:
-    """Return the parts that a request wants: those that its kernel measured, and the others measured now.
+    """Return the parts that a request wants, (batch, heads, queries) each: those of its kernel, others measured now.
 
-    Args:
-        request: a call on some of the keys, with the position of its first query among them.
-        attended: its result.
-        first_key: (batch or 1,), the first key of each sample, counted from the first key of the call.
-
-    Returns:
-        (batch, heads, queries) each, of the weights among these keys alone.
+    The request is a call on some of the keys. first_key is (batch or 1,), or one for all, counted from the first of
+    these keys.
     """
     wanted = _with_companions(request.wanted)
     known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY}
@@ -64,14 +59,7 @@ class MergedParts:
         self.largest_key = torch.full_like(self.logsumexp, -1, dtype=torch.int64)
 
     def add(self, at: slice, first_key: int, logsumexp: Tensor, parts: dict[Part, Tensor]) -> None:
-        """Add a part of the keys.
-
-        Args:
-            at: which queries.
-            first_key: the position of its first key.
-            logsumexp: (batch, heads, those queries), of the part.
-            parts: what `measured` returned of it.
-        """
+        """Add what `measured` returned of a part of the keys, with the queries, first key and logsumexp of the part."""
         before, added = self.logsumexp[:, :, at], logsumexp.double()
         total = torch.logaddexp(before, added)
         empty = total == -torch.inf
@@ -112,11 +100,7 @@ class MergedParts:
         self.largest_score[:, :, at] = torch.maximum(score, best)
 
     def results(self, logsumexp: Tensor) -> dict[Part, Tensor]:
-        """Return the wanted parts: (batch, heads, queries) each.
-
-        Args:
-            logsumexp: (batch, heads, queries) over all keys, a learned sink included, which takes weight from them.
-        """
+        """Return the wanted parts, (batch, heads, queries) each, given the logsumexp over all keys and the sink."""
         wide = logsumexp.double()
         empty, bad = wide == -torch.inf, wide.isnan()
         log_share = (self.logsumexp - wide).masked_fill(empty, 0)

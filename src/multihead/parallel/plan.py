@@ -1,23 +1,25 @@
-"""What a ring computes and sends: the parts of the attention map in which a query of one rank sees a key of another."""
+"""What a ring computes and sends, and how many bytes each strategy sends."""
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.first_keys import first_keys
+from multihead.kernels.dense_tile import first_keys, working_dtype
 from multihead.kernels.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Extent, Place
 from multihead.parallel.exchange import described
 from multihead.parallel.layout import Layout, Range
+from multihead.tensors.shapes import AttentionShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +126,7 @@ class RingPlan:
     def first_keys(self, request: AttentionRequest) -> Tensor:
         """Return the first key that some query of each sample sees: (batch or 1,), -1 for none.
 
-        Args:
-            request: a call on part of the sequence, with the bias of the whole sequence.
+        The request is a call on part of the sequence, with the bias of the whole sequence.
         """
         shape = request.shape._replace(query_length=self.length, key_length=self.length)
         return first_keys(replace(request, shape=shape, mask=self.mask, query_start=0), self.bounds)
@@ -135,14 +136,7 @@ _PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)
 
 
 def ring_plan(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
-    """Plan the ring of one rank, once per mask, length and layout.
-
-    Args:
-        mask: the mask of the whole sequence.
-        length: number of tokens of the whole sequence.
-        layout: which tokens each rank holds.
-        rank: the rank.
-    """
+    """Plan the ring of one rank, given the mask and the length of the whole sequence; equal plans are made once."""
     of_mask = mask.cache_key()
     key = None if of_mask is None else (of_mask, length, layout, rank)
     known = None if key is None else _PLANS.entries.get(key)
@@ -283,3 +277,64 @@ def keys_of_ring(bounds: KeyBounds, layout: Layout) -> int:
         of_rank = needed[own].amax(0)
         total += int(of_rank.sum() - of_rank[own].sum())
     return total
+
+
+Strategy = Literal["gather", "ulysses", "ring"]
+
+
+class Traffic(NamedTuple):
+    """What one rank sends in a call, in bytes, after the 16 bytes to each other rank that compare their calls.
+
+    What it keeps for itself is not counted.
+
+    Attributes:
+        forward: in the forward pass.
+        backward: in the backward pass.
+        held: of other ranks' tensors that it holds at once in the forward pass.
+    """
+
+    forward: int
+    backward: int
+    held: int
+
+
+def traffic(strategy: Strategy, shape: AttentionShape, planned: RingPlan, ranks: int) -> Traffic:
+    """Return what a rank sends, given the sizes of its call and its plan as a ring."""
+    own = bytes_of_keys(shape, shape.key_length)
+    others = ranks - 1
+    if strategy == "gather":  # keys and values to each other rank, and their gradients back
+        return Traffic(own * others, own * others, own * others)
+    if strategy == "ulysses":
+        copies = copies_for_ulysses(shape, ranks) or 1
+        features = shape.num_heads * (shape.head_dim + shape.value_dim)  # of q and of the output
+        of_logsumexp = shape.batch * shape.num_heads * shape.query_length * working_dtype(shape.dtype).itemsize
+        inputs = shape.batch * shape.query_length * features * shape.dtype.itemsize + copies * own
+        heads = inputs * others // ranks  # a rank keeps the part of its own heads
+        return Traffic(heads + of_logsumexp * others // ranks, heads, heads)
+    sent, received = planned.keys_sent, [step.keys_received for step in planned.steps[1:]]
+    at_once = max((sum(pair) for pair in pairwise([0, *received, 0])), default=0)  # those of a step and of the next
+    # The backward pass sends the keys again, and the gradients of those that it received.
+    return Traffic(
+        bytes_of_keys(shape, sent), bytes_of_keys(shape, sent + sum(received)), bytes_of_keys(shape, at_once)
+    )
+
+
+def bytes_of_keys(shape: AttentionShape, keys: int) -> int:
+    """Return the bytes of some keys and their values, of all samples and key/value heads."""
+    return shape.batch * shape.num_kv_heads * keys * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
+
+
+def copies_for_ulysses(shape: AttentionShape, ranks: int) -> int | None:
+    """Return how many copies of each key/value head Ulysses needs; None where the heads cannot be divided.
+
+    >>> import torch
+    >>> q, k = torch.zeros(1, 8, 4, 2), torch.zeros(1, 2, 4, 2)
+    >>> copies_for_ulysses(AttentionShape.of(q, k, k), 4)
+    2
+    """
+    if shape.num_heads % ranks:
+        return None
+    for copies in range(1, shape.group + 1):
+        if shape.num_kv_heads * copies % ranks == 0 and shape.group % copies == 0:
+            return copies
+    return None

@@ -29,9 +29,8 @@ from multihead.parallel.exchange import Ranks, Transfer, by_token, of_ranges
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measured
 from multihead.parallel.plan import Piece, RingPlan, Step
-from multihead.scores.bias import Bias, bias_tile, values_of, with_values
-from multihead.scores.relative import RelativeBias
-from multihead.scores.sinks import with_sinks
+from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
+from multihead.scores.terms import with_sinks
 from multihead.tensors.shapes import AttentionShape
 
 Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k, v and the values of the bias
@@ -324,15 +323,9 @@ class _Backward:
 
 
 def merge(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
-    """Add a part with other keys to an attention, in place.
+    """Add a part with other keys to an output (batch, heads, queries, value_dim) and its logsumexp, in place.
 
     With l the logsumexp of a part and L that of both, each part counts exp(l - L).
-
-    Args:
-        output: (batch, heads, queries, value_dim).
-        logsumexp: (batch, heads, queries).
-        part: the output of the part.
-        part_logsumexp: its logsumexp.
     """
     total = torch.logaddexp(logsumexp, part_logsumexp)
     empty = total == -torch.inf
@@ -349,21 +342,8 @@ def terms_of(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, bias: Te
     return Terms(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
 
 
-def part_of_bias(bias: Bias, length: int, rows: Range, keys: Range) -> Bias:
-    """Return the bias of a rectangle of the map of a sequence with `length` tokens."""
-    if isinstance(bias, RelativeBias):
-        return bias.part(length, rows, keys)
-    shape = AttentionShape(0, 0, 1, length, length, 0, 0, bias.dtype, bias.device)
-    return bias_tile(bias, shape, slice(*rows), slice(*keys))
-
-
 def part_of_dropout(request: AttentionRequest, **place: int) -> DropoutPart | None:
-    """Return what a part of a call with dropout drops; None without dropout.
-
-    Args:
-        request: the whole call, with its seed.
-        place: where the part starts, as in `DropoutPlace`.
-    """
+    """Return what a part of a call drops, which starts at `place` as in `DropoutPlace`; None without dropout."""
     return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
 
 

@@ -33,10 +33,20 @@ from multihead.masks.place import CallSize
 from multihead.parallel.exchange import Ranks, compare, gather, heads_for_tokens, tokens_for_heads
 from multihead.parallel.layout import Kind, Layout, Range, check_kind
 from multihead.parallel.measuring import MergedParts, measured, stacked, unstacked
-from multihead.parallel.plan import MapBlock, RingPlan, keys_of_ring, ring_plan, visible_rectangle, work_per_rank
-from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout, terms_of
-from multihead.parallel.traffic import Strategy, bytes_of_keys, copies_for_ulysses, traffic
-from multihead.scores.bias import values_of, with_values
+from multihead.parallel.plan import (
+    MapBlock,
+    RingPlan,
+    Strategy,
+    bytes_of_keys,
+    copies_for_ulysses,
+    keys_of_ring,
+    ring_plan,
+    traffic,
+    visible_rectangle,
+    work_per_rank,
+)
+from multihead.parallel.ring import Ring, part_of_dropout, terms_of
+from multihead.scores.bias import part_of_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import outside_of_graphs, runs_backward, traced
 

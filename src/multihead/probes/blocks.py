@@ -17,8 +17,7 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.probes.tile import RowTotals, base_of, head_indices, in_float64, is_large, row_totals
-from multihead.scores.bias import Bias, bias_tile, values_of, with_values
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import traced
 

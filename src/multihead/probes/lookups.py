@@ -8,7 +8,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels.dense_tile import working_dtype
 from multihead.probes.measured_call import MeasuredCall
-from multihead.scores.softcap import softcapped
+from multihead.scores.terms import softcapped
 
 KEYS = 32  # keys whose weights are held at once
 FEW = 16  # a set is small if it holds at most one key in this many

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import seen
-from multihead.kernels.first_keys import first_keys
+from multihead.kernels.dense_tile import first_keys, seen
 from multihead.kernels.nonfinite import without_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
 from multihead.probes.tile import RowTotals, base_of, in_float64, is_large, row_totals
-from multihead.scores.bias import values_of, with_values
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias, values_of, with_values
 
 ROWS = 256  # queries per step where visibility is evaluated cell by cell
 

@@ -12,8 +12,8 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import working_dtype
 from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
-from multihead.scores.relative import RelativeBias
-from multihead.scores.softcap import softcapped
+from multihead.scores.bias import RelativeBias
+from multihead.scores.terms import softcapped
 
 CELLS = 1 << 19  # weights that are computed at once, over all heads
 SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}

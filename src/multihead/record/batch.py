@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multihead.errors import ModelError
 from multihead.kernels.call import Attended, AttentionCall, AttentionRequest
-from multihead.kernels.first_keys import first_seen
+from multihead.kernels.dense_tile import first_seen
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
@@ -27,8 +27,7 @@ from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, kept
 from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.token_ids import Ids
-from multihead.scores.bias import Bias, dense_bias
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias, dense_bias
 
 CUTTING = RLock()
 """Held while samples are cut out, because several threads may read a record."""

@@ -10,8 +10,7 @@ from torch import Tensor
 from multihead.errors import InputError, MaskError, MultiheadError
 from multihead.masks import Mask
 from multihead.masks.base import UnknownMask, registered
-from multihead.scores.bias import Bias
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias
 
 DEPTH = 32  # masks within masks
 MOST_SIZE = (1 << 63) - 1  # an integer in a mask: a window of sys.maxsize keys has no end

@@ -19,6 +19,7 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_integer
 from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
 from multihead.rotary.waves import Tables, Waves, exact_on, rotate_columns, waves_of
+from multihead.tensors.shapes import kind_of
 from multihead.tensors.tracing import intercepted, traced
 
 # The dtype in which the rotation is computed, by the dtype of the tensor.
@@ -211,9 +212,8 @@ class Rotary:
         if isinstance(positions, (int, SymInt)):
             return
         if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
-            given = f"a {positions.dtype} tensor" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
             raise DtypeError(
-                f"positions is {given}.",
+                f"positions is {kind_of(positions)}.",
                 "Give the position of the first token as an integer, or an integer tensor with that of each token.",
             )
         if positions.device != x.device:

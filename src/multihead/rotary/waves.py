@@ -34,13 +34,10 @@ def exact_on(device: torch.device) -> torch.dtype:
 
 
 def waves_of(angles: Tensor, gain: float, dtype: torch.dtype, *, interleaved: bool) -> Waves:
-    """Compute the factors of given angles, with operations that every torch transform supports.
+    """Compute the factors of angles (batch or none, length, pairs), radians, as every torch transform can.
 
-    Args:
-        angles: (batch or none, length, pairs), radians.
-        gain: factor of cosine and sine.
-        dtype: dtype of the result.
-        interleaved: whether the columns of a pair are adjacent, or half of the columns apart.
+    `gain` is a factor of cosine and sine. The columns of a pair are adjacent (`interleaved`), or half of the columns
+    apart.
     """
     cosine, sine = (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)
     if interleaved:
@@ -148,13 +145,9 @@ class Tables:
         return waves
 
     def at(self, positions: Tensor) -> Waves | Tensor | None:
-        """Return the factors of positions on the CPU, or None where some are outside of tables.
+        """Return the factors, (batch or 1, length, 1, columns or pairs), of positions (batch or 1, length) on the CPU.
 
-        Args:
-            positions: (batch or 1, length), integers.
-
-        Returns:
-            (batch or 1, length, 1, columns or pairs).
+        None where some positions are outside of tables.
         """
         if not positions.numel():
             return None

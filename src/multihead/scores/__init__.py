@@ -1,8 +1,6 @@
 """Position biases added to the scores. The package also holds the softcap and the sinks."""
 
-from multihead.scores.alibi import ALiBi
-from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import RelativeBias
-from multihead.scores.t5 import T5Bias
+from multihead.scores.bias import RelativeBias
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
 
 __all__ = ["ALiBi", "LearnedBias", "RelativeBias", "T5Bias"]

@@ -2,15 +2,84 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.scores.relative import RelativeBias
-from multihead.tensors.shapes import AttentionShape
+from multihead.tensors.shapes import AttentionShape, kind_of
 from multihead.tensors.tracing import traced
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """A bias that adds `values[..., j - i + queries - 1]` to the score of query i and key j.
+
+    It is constant along each diagonal of the map, so it stores queries + keys - 1 numbers and not queries x keys.
+
+    Args:
+        values: (batch or 1, heads or 1, queries + keys - 1), from the key furthest before its query to the key
+            furthest after it; -inf hides the key.
+
+    Raises:
+        DtypeError: values is not a floating point tensor.
+        ShapeError: values does not have three dimensions.
+
+    >>> bias = RelativeBias(-offsets(3, 3).abs()[None].float())  # a penalty that grows with the distance
+    >>> bias.tile(3, 3)[0, 0]
+    tensor([[-0., -1., -2.],
+            [-1., -0., -1.],
+            [-2., -1., -0.]])
+    """
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
+            raise DtypeError(
+                f"RelativeBias was given {kind_of(self.values)}, and it is added to floating point scores.",
+                "Give a floating point tensor (batch, heads, queries + keys - 1).",
+            )
+        if self.values.dim() != 3:
+            raise ShapeError(
+                f"RelativeBias was given a tensor of shape {tuple(self.values.shape)}.",
+                "Give (batch, heads, queries + keys - 1), with 1 for batch and heads where all have the same.",
+            )
+
+    def tile(self, queries: int, keys: int, *, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Return a dense tile: (batch or 1, heads or 1, rows, columns)."""
+        row = torch.arange(queries, device=self.values.device)[rows]
+        column = torch.arange(keys, device=self.values.device)[columns]
+        return self.values[:, :, column - row[:, None] + queries - 1]
+
+    def part(self, queries: int, rows: tuple[int, int], columns: tuple[int, int]) -> RelativeBias:
+        """Return the bias between a range of the queries and a range of the keys, [first, stop) each."""
+        first = columns[0] - rows[0] + queries - (rows[1] - rows[0])
+        count = max(rows[1] - rows[0] + columns[1] - columns[0] - 1, 0)
+        return RelativeBias(self.values[:, :, first : first + count])
+
+
+def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: torch.device | str = "cpu") -> Tensor:
+    """Return the offset from query to key, key position - query position, for each entry of `RelativeBias.values`.
+
+    Args:
+        queries: number of queries.
+        keys: number of keys.
+        query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+        device: device of the result.
+
+    Returns:
+        (batch or 1, queries + keys - 1), int64, tokens; negative for keys before the query.
+
+    >>> offsets(2, 3)
+    tensor([[-1,  0,  1,  2]])
+    """
+    start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
+    stop = keys if torch.compiler.is_compiling() else max(keys, 1 - queries)  # a graph has no case of no tokens
+    return torch.arange(1 - queries, stop, device=device)[None] - start
+
 
 Bias: TypeAlias = "Tensor | RelativeBias"
 
@@ -22,9 +91,8 @@ def check_bias_fits(bias: object, shape: AttentionShape) -> None:
         return
     sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        given = f"a {bias.dtype} tensor" if isinstance(bias, Tensor) else f"a {type(bias).__name__}"
         raise DtypeError(
-            f"bias is {given}, and it is added to floating point scores.",
+            f"bias is {kind_of(bias)}, and it is added to floating point scores.",
             "Give a floating point tensor; to hide keys, give a mask, for example mask=masks.Keep(t).",
         )
     if bias.device != shape.device:
@@ -79,10 +147,21 @@ def shifted(bias: Bias, queries: int, keys: int) -> Tensor:
     return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))
 
 
+def part_of_bias(bias: Bias, queries: int, rows: tuple[int, int], keys: tuple[int, int]) -> Bias:
+    """Return the bias, a view of the same kind, between ranges [first, stop) of the queries and of the keys."""
+    if isinstance(bias, RelativeBias):
+        return bias.part(queries, rows, keys)
+    return _part_of_tensor(bias, slice(*rows), slice(*keys))
+
+
 def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
     """Slice a tile of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
     if isinstance(bias, RelativeBias):
         return bias.tile(shape.query_length, shape.key_length, rows=queries, columns=keys)
+    return _part_of_tensor(bias, queries, keys)
+
+
+def _part_of_tensor(bias: Tensor, queries: slice, keys: slice) -> Tensor:
     if bias.shape[2] > 1:
         bias = bias[:, :, queries]
     if bias.shape[3] > 1:

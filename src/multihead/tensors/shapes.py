@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,12 +49,7 @@ class AttentionShape(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
-        """Read the shape.
-
-        Args:
-            q: (batch, heads, queries, head_dim).
-            k: (batch, kv_heads, keys, head_dim).
-            v: (batch, kv_heads, keys, value_dim).
+        """Read the sizes of q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, dim).
 
         Raises:
             DtypeError: they are no floating point tensors, or have different dtypes or devices.
@@ -98,10 +94,10 @@ class AttentionShape(NamedTuple):
         if keys != v_keys:
             raise ShapeError(f"k has {keys} keys and v has {v_keys}.", "Give every key its one value.")
         if heads % kv_heads:
-            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ShapeError(
                 f"k has {kv_heads} heads and q has {heads}, and {heads} is not a multiple of {kv_heads}.",
-                f"Give k and v {_either(fitting)} (grouped-query attention, arXiv:2305.13245).",
+                f"Give k and v {either_heads(fitting)} (grouped-query attention, arXiv:2305.13245).",
             )
         return AttentionShape(batch, heads, kv_heads, queries, keys, head_dim, value_dim, q.dtype, q.device)
 
@@ -117,16 +113,8 @@ def resolved_query_start(
 ) -> int | Tensor:
     """Resolve the position of the first query to an int, or to a tensor with one per sample.
 
-    Args:
-        query_start: an int, a tensor (batch,), "end", or None where queries and keys are equally many.
-        uses_positions: whether the position changes what a query sees.
-        batch: number of samples.
-        queries: number of queries.
-        keys: number of keys.
-        device: where q is.
-
-    Raises:
-        ArgumentError: it is missing where it matters, out of range, or a tensor without values.
+    None is an error where the position changes what a query sees (`uses_positions`), unless there are as many queries
+    as keys. So is a position out of range, or a tensor without values.
     """
     if query_start is None:
         if uses_positions and queries != keys:
@@ -194,6 +182,40 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _either(words: list[str]) -> str:
-    """List head counts, for an error."""
+def numbers_per_sample(name: str, numbers: object, batch: int) -> Tensor:
+    """Check the lengths of samples, and return them as int64 (batch,) on their device; ints are on the CPU."""
+    if isinstance(numbers, Tensor):
+        whole, device = not numbers.is_floating_point() and numbers.dtype != torch.bool, numbers.device
+    else:
+        if not isinstance(numbers, Iterable):
+            raise ArgumentError(f"{name} is {numbers!r}.", f"Give one length per sample: {batch} integers.")
+        numbers, device = tuple(numbers), torch.device("cpu")
+        whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    if not whole:
+        raise ArgumentError(f"{name} is {numbers!r}.", "Give integers, one per sample.")
+    found = torch.as_tensor(numbers, dtype=torch.int64, device=device)
+    if tuple(found.shape) != (batch,):
+        raise ShapeError(
+            f"{name} has shape {tuple(found.shape)}, and the batch has {batch} samples.",
+            f"Give one length per sample: shape ({batch},).",
+        )
+    return found
+
+
+def kind_of(value: object) -> str:
+    """Describe a value for an error: a tensor by its dtype, anything else by its type.
+
+    >>> kind_of(torch.zeros(2)), kind_of([0.0])
+    ('a torch.float32 tensor', 'a list')
+    """
+    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def either_heads(counts: Sequence[int]) -> str:
+    """List head counts, for an error.
+
+    >>> either_heads((1, 2, 4))
+    '1, 2 or 4 heads'
+    """
+    words = [str(count) for count in counts]
     return f"{words[0]} head" if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]} heads"

@@ -43,10 +43,8 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 def outside_of_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a function for torch.compile: its calls and all that they call stay outside of graphs.
 
-    `torch.compiler.disable` does the same, but imports the compiler, which takes a second.
-
-    Args:
-        reason: why, a clause; PyTorch's error for `fullgraph=True` has it.
+    `torch.compiler.disable` does the same, but imports the compiler, which takes a second. The reason is a clause in
+    PyTorch's error for `fullgraph=True`.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:

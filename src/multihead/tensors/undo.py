@@ -28,11 +28,7 @@ class Undo:
 
     @classmethod
     def of(cls, change: Callable[[Undo], object]) -> Undo:
-        """Make changes, and undo them if they fail or are interrupted.
-
-        Args:
-            change: makes the changes, and registers their steps.
-        """
+        """Call `change`, which makes changes and registers their steps; undo them if it fails or is interrupted."""
         undo = cls()
         try:
             change(undo)

@@ -13,20 +13,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("onnx", reason="the package onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
 
 from multihead import masks
+from multihead.errors import ArgumentError
 from multihead.export.onnx import to_model
 from multihead.layer import MultiHeadAttention
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import ALiBi
-from multihead.scores.learned import LearnedBias
-from multihead.scores.t5 import T5Bias
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
 from tests import drawing
 from tests.export.running import all_of, assert_same, assert_within, evaluated, ran
 
@@ -166,3 +165,76 @@ def test_decoding_in_steps_equals_the_layer_with_a_cache(mask: masks.Mask, dtype
             exact = wide(x.double(), mask=mask, cache=wide_cache)
         assert_within(found["output"], plain, exact)
     assert held["past_key"].shape == (2, 1, 10, 4)
+
+
+NORMS = [
+    QKNorm(),
+    QKNorm(learned=False, eps=0.5),
+    QKNorm(over="all"),
+    QKNorm("l2"),
+    QKNorm("l2", learned=False, initial_scale=3.0, eps=0.5),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_queries_and_keys_are_normalised_as_the_layer_does(norm: QKNorm, dtype: torch.dtype, num_heads: int) -> None:
+    layer = MultiHeadAttention(16, num_heads, num_kv_heads=1, qk_norm=norm, scale=0.7, dtype=dtype).eval()
+    assert layer.qk_norm is not None
+    for parameter in layer.qk_norm.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 5, 16).to(dtype)
+    assert_same(ran(to_model(layer), x=x), layer, x=x)
+
+
+def test_large_queries_of_float16_are_squared_in_float32() -> None:
+    layer = MultiHeadAttention(16, 2, qk_norm=QKNorm(), dtype=torch.float16).eval()
+    x = torch.randn(1, 5, 16).mul(1000).half()
+    layer.v_proj.weight.data.mul_(1e-3)
+    assert_same(ran(to_model(layer), x=x), layer, x=x)
+
+
+def test_a_norm_that_is_not_ours_is_refused() -> None:
+    layer = MultiHeadAttention(16, 2, qk_norm=QKNorm()).eval()
+    layer.qk_norm = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(ArgumentError) as refusal:
+        to_model(layer)
+    assert str(refusal.value) == (
+        "qk_norm is a Identity, which cannot be exported. Give a layer constructed with qk_norm=QKNorm(...)."
+    )
+
+
+ROTARIES = [
+    Rotary(),
+    Rotary(interleaved=True),
+    Rotary(dim=4),
+    Rotary(dim=4, interleaved=True, scaling=Linear(2.0)),
+    Rotary(base=500_000.0, scaling=Llama3(8.0, original_length=32)),
+    Rotary(scaling=Yarn(4.0, 32)),
+]
+
+
+@pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_queries_and_keys_are_rotated_as_by_the_layer(rotary: Rotary, dtype: torch.dtype) -> None:
+    layer = MultiHeadAttention(16, 2, num_kv_heads=1, rotary=rotary, dtype=dtype).eval()
+    x = torch.randn(2, 40, 16).to(dtype)
+    assert_same(ran(to_model(layer, mask=masks.Causal()), x=x), layer, x=x, mask=masks.Causal())
+
+
+def test_a_hundred_thousand_tokens_from_the_start_they_are_rotated_as_exactly() -> None:
+    layer = MultiHeadAttention(16, 2, rotary=Rotary()).eval()
+    x, memory, start = torch.randn(2, 3, 16), torch.randn(2, 4, 16), torch.tensor([100_000, 7])
+    made = to_model(layer, inputs=("x", "memory", "query_start"))
+    found = ran(made, x=x, memory=memory, query_start=start)
+    assert_same(found, layer, x=x, memory=memory, query_start=start)
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        to_model(MultiHeadAttention(8, 2, rotary=Rotary(), dtype=torch.float64).eval())
+    assert str(refusal.value) == (
+        "The layer is float64 and has a rotary, and the operator RotaryEmbedding does not support float64. "
+        "Convert it first: layer.float()."
+    )

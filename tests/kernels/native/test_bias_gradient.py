@@ -8,7 +8,7 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.functional import attention_with_logsumexp
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import RelativeBias
 from tests import oracle
 from tests.agreeing import loss
 from tests.kernel_names import needs_native

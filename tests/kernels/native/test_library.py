@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,6 +17,14 @@ from multihead.errors import ArgumentError, SlowPathWarning
 from multihead.kernels.native import library
 from multihead.kernels.native.library import InstructionSet
 
+WITHOUT = """
+from multihead.kernels.native import library
+library.NAME = "missing.so"
+import torch, multihead as mh
+q = torch.randn(1, 2, 3, 4, requires_grad=True)
+mh.attention(q, q, q).sum().backward()
+print(mh.explain(q, q, q).kernel, mh.MultiHeadAttention(8, 2)(torch.randn(1, 3, 8)).shape)
+"""
 needs_library = pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
 
 SETS = tuple(
@@ -199,3 +209,8 @@ class TestAbsence:
             assert str(refusal.value) == (
                 "The native kernel cannot run: its library was not built. Leave kernel out to have another one chosen."
             )
+
+    def test_attention_and_layers_run_without_a_library(self) -> None:
+        """In a process of its own: importing the formulas of FLOPs once needed an operator of the library."""
+        found = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+        assert found.stdout.split() == ["sdpa", "torch.Size([1,", "3,", "8])"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from multihead import masks
-from multihead.kernels.plan.bounds import PlanCache, key_bounds
+from multihead.kernels.plan.bounds import PlanCache, key_bounds, seen_share
 from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
 from multihead.masks.base import KeyBounds
 from multihead.masks.leading_keys import LeadingKeys
@@ -184,3 +184,10 @@ def test_where_all_keys_are_those_in_front_every_query_sees_them(mask: Mask) -> 
     assert bounds.start.tolist() == [[0, 0]]
     assert bounds.stop.tolist() == [[1, 1]]
     assert bounds.remainder is None
+
+
+def test_the_seen_share_counts_the_cells_within_the_bounds() -> None:
+    assert seen_share(key_bounds(masks.Full(), queries=3, keys=5), keys=5) == 1
+    assert seen_share(key_bounds(masks.Causal(), queries=4, keys=4), keys=4) == 10 / 16
+    assert seen_share(key_bounds(masks.Lengths((1, 4)), queries=4, keys=4), keys=4) == 5 / 8
+    assert seen_share(key_bounds(masks.Full(), queries=0, keys=4), keys=4) == 0

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from multihead.compat.torch_nn.masks import Sizes, Visible, real_queries, visible
-from multihead.compat.torch_nn.nested import nested_like, padding_of
+from multihead.compat.torch_nn.masks import Sizes, Visible, nested_like, padding_of, real_queries, visible
 from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_share, reject_scripting

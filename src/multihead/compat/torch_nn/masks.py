@@ -1,4 +1,4 @@
-"""Convert the masks of nn.MultiheadAttention to a mask of multihead.masks and a bias."""
+"""Convert the masks of nn.MultiheadAttention to a mask of multihead.masks and a bias, and nested tensors to padding."""
 
 from __future__ import annotations
 
@@ -148,3 +148,34 @@ def _check_fitting(attn_mask: Tensor | None, key_padding_mask: Tensor | None, si
             )
         if tuple(mask.shape) not in shapes:
             raise MaskError(f"{name} has shape {tuple(mask.shape)}.", f"Give {expected}.")
+
+
+def padding_of(nested: Tensor) -> Tensor:
+    """Return where the padded form of a nested tensor is padding: (batch, length), bool.
+
+    >>> padding_of(torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged))
+    tensor([[False,  True,  True],
+            [False, False, False]])
+    """
+    lengths = torch.tensor([sample.shape[0] for sample in nested.unbind()], device=nested.device)
+    return torch.arange(int(lengths.max()), device=nested.device) >= lengths[:, None]
+
+
+def nested_like(nested: Tensor, samples: list[Tensor]) -> Tensor:
+    """Build a nested tensor of samples (length, features) with the lengths of another, so that the two can be added.
+
+    >>> x = torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged)
+    >>> (x + nested_like(x, [torch.ones(1, 4), torch.ones(3, 4)])).is_nested
+    True
+    """
+    if nested.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(samples, layout=nested.layout)
+    # To PyTorch two jagged tensors have the same lengths only if they share the tensors of offsets and lengths.
+    offsets, lengths = nested.offsets(), nested.lengths()  # type: ignore[attr-defined]
+    tokens = torch.cat(samples)
+    if lengths is not None:  # there are gaps between the samples
+        starts = zip(offsets[:-1].tolist(), samples, strict=True)
+        places = [torch.arange(start, start + len(sample), device=offsets.device) for start, sample in starts]
+        whole = tokens.new_zeros(nested.values().shape[0], tokens.shape[1])
+        tokens = whole.index_copy(0, torch.cat(places), tokens)
+    return torch.nested.nested_tensor_from_jagged(tokens, offsets, lengths)

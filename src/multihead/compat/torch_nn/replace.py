@@ -1,4 +1,4 @@
-"""Replace every nn.MultiheadAttention of a model by the drop-in, list them, and restore them."""
+"""Replace every nn.MultiheadAttention of a model by the drop-in; PyTorch's transformer layers made with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -123,3 +123,53 @@ def _become(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
         keep_from_bypassing(module)
     else:
         let_bypass(module)
+
+
+class _WithDropIn(nn.Module):
+    """A module of PyTorch whose attention is replaced when it is made; the module is the next base class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        replace(self, inplace=True)
+
+
+class TransformerEncoderLayer(_WithDropIn, nn.TransformerEncoderLayer):
+    """nn.TransformerEncoderLayer with the drop-in as `self_attn` and the same arguments.
+
+    >>> import torch
+    >>> TransformerEncoderLayer(16, 2, batch_first=True)(torch.randn(3, 5, 16)).shape
+    torch.Size([3, 5, 16])
+    """
+
+
+class TransformerDecoderLayer(_WithDropIn, nn.TransformerDecoderLayer):
+    """nn.TransformerDecoderLayer with the drop-in as `self_attn` and `multihead_attn`, and the same arguments.
+
+    >>> import torch
+    >>> layer = TransformerDecoderLayer(16, 2, batch_first=True)
+    >>> layer(torch.randn(3, 5, 16), torch.randn(3, 7, 16)).shape
+    torch.Size([3, 5, 16])
+    """
+
+
+class TransformerEncoder(_WithDropIn, nn.TransformerEncoder):
+    """nn.TransformerEncoder with the drop-in as its attention, and the same arguments.
+
+    In eval without gradients a padded batch is packed before the first layer, as by the original: padding is not
+    computed, and its outputs are 0.
+
+    >>> import torch
+    >>> layer = TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> TransformerEncoder(layer, num_layers=2)(torch.randn(3, 5, 16)).shape
+    torch.Size([3, 5, 16])
+    """
+
+
+class Transformer(_WithDropIn, nn.Transformer):
+    """nn.Transformer with the drop-in as the attention of encoder and decoder, and the same arguments.
+
+    >>> import torch
+    >>> model = Transformer(16, 2, 1, 1, 32, batch_first=True)
+    >>> model(torch.randn(3, 5, 16), torch.randn(3, 4, 16)).shape
+    torch.Size([3, 4, 16])
+    """

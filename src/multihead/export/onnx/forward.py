@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from multihead.errors import ArgumentError
 from multihead.export.onnx.context import Context
 from multihead.export.onnx.mask_input import MaskInputs, mask_inputs
-from multihead.export.onnx.qk_norm import normalised
-from multihead.export.onnx.rotary import rotated
+from multihead.layer.qk_norm import QKNorms
 
 PRESENT = ("present_key", "present_value")
 
@@ -147,3 +147,116 @@ def _merged(context: Context, attended: str) -> str:
     return context.graph.node(
         "ReduceMean", _split(context, attended), context.graph.ints(2), keepdims=0, name="averaged"
     )
+
+
+def normalised(context: Context, q: str, k: str) -> tuple[str, str]:
+    """Normalise q and k, (batch, length, heads * head_dim), by the layer's `qk_norm`, in float32 as the layer does.
+
+    Raises an ArgumentError if `qk_norm` is a module that is not ours.
+    """
+    layer, norms = context.layer, context.layer.qk_norm
+    if norms is None:
+        return q, k
+    if type(norms) is not QKNorms:
+        raise ArgumentError(
+            f"qk_norm is a {type(norms).__name__}, which cannot be exported.",
+            "Give a layer constructed with qk_norm=QKNorm(...).",
+        )
+    options = norms.qk_norm
+    ones = torch.ones(layer.head_dim, dtype=torch.float64)
+    if options.kind == "l2":
+        # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim); the layer's scale cancels the root.
+        scale = torch.tensor(options.initial_scale) if norms.scale is None else norms.scale.detach().cpu()
+        each = scale.double().reshape(-1, 1).expand(layer.num_heads, 1)
+        q = _divided(context, q, layer.num_heads, ones, options.eps / layer.head_dim, factors=each)
+        return q, _divided(context, k, layer.num_kv_heads, ones * layer.head_dim**-0.5, options.eps / layer.head_dim)
+    heads = (1, 1) if options.over == "all" else (layer.num_heads, layer.num_kv_heads)
+    widths = (layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim)
+    results = []
+    for x, weight, parts, width in zip((q, k), (norms.q_weight, norms.k_weight), heads, widths, strict=True):
+        factors = torch.ones(width // parts) if weight is None else weight.detach().cpu()
+        results.append(_divided(context, x, parts, factors, options.eps))
+    return results[0], results[1]
+
+
+def _divided(context: Context, x: str, parts: int, weight: Tensor, eps: float, *, factors: Tensor | None = None) -> str:
+    """Divide each of equal parts of the features by the root of its mean square, and multiply by the weight.
+
+    x is (batch, length, features), the weight (features / parts,), and the factors of each part (parts, 1).
+    """
+    graph = context.graph
+    dtype = torch.float64 if context.dtype == torch.float64 else torch.float32
+    x = x if dtype == context.dtype else graph.cast(x, dtype)
+    width = weight.numel()
+    if parts > 1:
+        x = graph.node("Reshape", x, graph.ints(0, 0, parts, width))  # (batch, length, parts, features / parts)
+    if dtype == torch.float64:  # the operator may compute float64 in float32
+        x = _by_hand(context, x, weight, eps)
+    else:
+        scale = graph.constant(weight.to(dtype), name="norm.weight")
+        x = graph.node("RMSNormalization", x, scale, axis=-1, epsilon=eps, name="normed")
+    if factors is not None:
+        x = graph.node("Mul", x, graph.constant((factors if parts > 1 else factors[0]).to(dtype), name="norm.scale"))
+    if parts > 1:
+        x = graph.node("Reshape", x, graph.ints(0, 0, parts * width))
+    return x if dtype == context.dtype else graph.cast(x, context.dtype)
+
+
+def _by_hand(context: Context, x: str, weight: Tensor, eps: float) -> str:
+    graph = context.graph
+    mean = graph.node("ReduceMean", graph.node("Mul", x, x), graph.ints(-1), keepdims=1)
+    root = graph.node("Sqrt", graph.node("Add", mean, graph.constant(torch.tensor(eps, dtype=torch.float64))))
+    return graph.node("Mul", graph.node("Div", x, root), graph.constant(weight.double(), name="norm.weight"))
+
+
+def rotated(context: Context, q: str, k: str) -> tuple[str, str]:
+    """Rotate q and k, (batch, length, heads * head_dim), by the layer's `rotary`; the operator rejects float64."""
+    layer, spec = context.layer, context.spec
+    if layer.rotary is None:
+        return q, k
+    if context.dtype == torch.float64:
+        raise ArgumentError(
+            "The layer is float64 and has a rotary, and the operator RotaryEmbedding does not support float64.",
+            "Convert it first: layer.float().",
+        )
+    of_queries = _waves(context, context.place.positions)
+    # The positions of keys start at 0, or after the keys of earlier calls, as those of the queries do.
+    same = spec.has_past or (not spec.crosses and spec.from_zero)
+    of_keys = of_queries if same else _waves(context, context.place.columns)
+    return _by(context, q, of_queries, layer.num_heads), _by(context, k, of_keys, layer.num_kv_heads)
+
+
+def _waves(context: Context, positions: str) -> tuple[str, str]:
+    """Compute cosines and sines, (batch, length, pairs) in float32, from angles in float64 as the layer does."""
+    graph, rotary = context.graph, context.layer.rotary
+    assert rotary is not None
+    frequencies = torch.tensor(rotary.frequencies(context.layer.head_dim), dtype=torch.float64)
+    gain = 1.0 if rotary.scaling is None else rotary.scaling.gain
+    shaped = graph.cast(graph.node("Reshape", positions, graph.ints(0, -1, 1)), torch.float64)
+    angles = graph.node("Mul", shaped, graph.constant(frequencies, name="frequencies"), name="angles")
+    length = graph.size(angles, 1)
+    sizes = graph.node("Concat", context.batch, length, graph.ints(frequencies.shape[0]), axis=0)
+
+    def wave(kind: str) -> str:
+        values = graph.node(kind, angles)
+        if gain != 1:
+            values = graph.node("Mul", values, graph.constant(torch.tensor(gain, dtype=torch.float64), name="gain"))
+        return graph.node("Expand", graph.cast(values, torch.float32), sizes, name=f"{kind.lower()}_cache")
+
+    return wave("Cos"), wave("Sin")
+
+
+def _by(context: Context, x: str, waves: tuple[str, str], heads: int) -> str:
+    """Rotate in float32, as the layer does: (batch, length, heads * head_dim)."""
+    graph, rotary = context.graph, context.layer.rotary
+    assert rotary is not None
+    exact = context.dtype == torch.float32
+    rotated_x = graph.node(
+        "RotaryEmbedding",
+        x if exact else graph.cast(x, torch.float32),
+        *waves,
+        num_heads=heads,
+        interleaved=int(rotary.interleaved),
+        rotary_embedding_dim=0 if rotary.dim in (None, context.layer.head_dim) else rotary.dim,
+    )
+    return rotated_x if exact else graph.cast(rotated_x, context.dtype)

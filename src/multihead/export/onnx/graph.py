@@ -27,11 +27,7 @@ _TYPES = {
 
 
 def imported() -> ModuleType:
-    """Return the package onnx.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """Return the package onnx, or raise a MissingPackageError."""
     require("onnx", purpose="Writing a layer as ONNX", extra="onnx")
     import onnx
 
@@ -116,14 +112,7 @@ class Graph:
     def model(
         self, *, opset: int, name: str, metadata: Mapping[str, str] | None = None, version: str = ""
     ) -> ModelProto:
-        """Build a model from the graph.
-
-        Args:
-            opset: version of the standard operators.
-            name: name of the graph.
-            metadata: metadata of the model, by key.
-            version: version of the package that builds it.
-        """
+        """Build a model from the graph; `version` is that of the package that builds it."""
         helper = self._onnx.helper
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._constants)
         opsets = [helper.make_opsetid("", opset)]

@@ -37,14 +37,9 @@ class Place:
 
     @staticmethod
     def of(graph: Graph, queries: str, keys: str, start: Start) -> Place:
-        """Add the nodes of the positions to a graph.
+        """Add the nodes of the positions to a graph, given the numbers of queries and keys as lists of one integer.
 
-        Args:
-            graph: the graph.
-            queries: the number of queries, a list of one integer.
-            keys: the number of keys, a list of one integer.
-            start: position of the first query among the keys: an int, a tensor (batch,), "end", or "query_start", an
-                input (batch,).
+        The position of the first query is an int, a tensor (batch,), "end", or "query_start", an input (batch,).
         """
         rows = graph.node("Reshape", graph.range(queries), graph.ints(1, 1, -1, 1), name="rows")
         columns = graph.node("Reshape", graph.range(keys), graph.ints(1, 1, 1, -1), name="columns")
@@ -62,11 +57,7 @@ class Place:
 
 
 def visible(graph: Graph, mask: Mask, place: Place) -> str:
-    """Add the nodes of a mask, the counterpart of `Mask.tile` for tensors.
-
-    Returns:
-        bool, broadcasting to (batch, heads, queries, keys); True = visible.
-    """
+    """Add the nodes of a mask, as `Mask.tile`: bool, broadcasting to (batch, heads, queries, keys), True = visible."""
     if isinstance(mask, And):
         return reduce(lambda one, other: graph.node("And", one, other), (visible(graph, p, place) for p in mask.parts))
     if isinstance(mask, Or):
@@ -138,10 +129,7 @@ def _same_document(graph: Graph, mask: Documents, place: Place) -> str:
 
 
 def sizes_of(mask: Mask) -> dict[str, int]:
-    """Return the sizes that a mask fixes, by axis: those of the tensors and lists in it.
-
-    Raises:
-        MaskError: two parts fix different sizes of one axis.
+    """Return the sizes that the tensors and lists of a mask fix, by axis; raise a MaskError where two parts differ.
 
     >>> sizes_of(Causal() & Lengths((5, 3)))
     {'batch': 2}
@@ -176,11 +164,7 @@ def _fixed(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
 
 
 def always_sees(mask: Mask, *, own: bool) -> bool:
-    """Return whether every query sees a key, for all sizes.
-
-    Args:
-        mask: any mask.
-        own: whether there is a key at each query's own position, as in self-attention.
+    """Return whether every query sees a key, for all sizes; `own` = there is a key at each query's own position.
 
     >>> always_sees(Causal() & Window(3), own=True), always_sees(Lengths((5, 0)), own=True)
     (True, False)

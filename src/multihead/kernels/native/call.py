@@ -13,8 +13,7 @@ from multihead.kernels.call import AttentionRequest, DropoutPlace
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
-from multihead.scores.bias import Bias, values_of, with_values
-from multihead.scores.relative import RelativeBias
+from multihead.scores.bias import Bias, RelativeBias, part_of_bias, values_of, with_values
 
 # A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
 DENSE_BYTES = 8 << 20
@@ -51,13 +50,7 @@ class Rows(NamedTuple):
 
 
 def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[Rows]:
-    """Yield all queries at once, or blocks of queries where the mask must be dense.
-
-    Args:
-        request: the call.
-        bounds: its plan.
-        step: the first query of each block is a multiple of it.
-    """
+    """Yield all queries at once, or blocks of them (from multiples of `step` on) where the mask must be dense."""
     queries = request.shape.query_length
     if not queries or bounds.remainder is None:
         yield Rows(WHOLE, bounds, None)
@@ -133,18 +126,14 @@ def _of_rows(bias: Bias, rows: Rows, request: AttentionRequest) -> Bias:
     """Slice the bias of some queries."""
     if rows.rows.stop is None:  # WHOLE, whose identity a compiler does not keep
         return bias
-    if isinstance(bias, RelativeBias):
-        whole = request.shape.query_length, request.shape.key_length
-        return bias.part(whole[0], (rows.rows.start, rows.rows.stop), (0, whole[1]))
-    return bias[:, :, rows.rows] if bias.shape[2] > 1 else bias
+    queries, keys = request.shape.query_length, request.shape.key_length
+    return part_of_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
 
 
 def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute a call without gradients.
 
-    Args:
-        job: the call.
-        statistics: the arguments of `attention` after `v_scales`, where statistics are wanted.
+    `statistics` are the arguments of `attention` after `v_scales`, where any are wanted.
 
     Returns:
         Output (batch, heads, queries, value_dim), logsumexp (batch, heads, queries), the wanted statistics
@@ -188,15 +177,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def backward(
     job: Job, outputs: tuple[Tensor, Tensor], grad_output: Tensor, grad_logsumexp: Tensor | None, *, bias_wanted: bool
 ) -> Gradients:
-    """Compute the gradients of q, k, v, the values of the bias, and the sinks; see `operator.attention_backward`.
-
-    Args:
-        job: the call.
-        outputs: its output and logsumexp.
-        grad_output: the gradient of the output.
-        grad_logsumexp: the gradient of the logsumexp, or None.
-        bias_wanted: whether the bias needs a gradient.
-    """
+    """Compute the gradients of q, k, v, the values of the bias, and the sinks, from the results of a call."""
     request = job.request
     totals: tuple[Tensor, ...] = ()
     for rows in blocks(request, job.bounds):

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, active
+from multihead.kernels.choose import LOST
 from multihead.kernels.native import library
 from multihead.kernels.native.call import Job
 from multihead.kernels.native.kernel import INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, measured
-from multihead.kernels.native_vs_sdpa import LOST
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Scales

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from multihead.kernels.call import Attended, AttentionRequest, Work
 from multihead.kernels.dense_tile import dense, tensors_seen_by, without_tensors
-from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.native import library
 from multihead.kernels.native.call import (
     WHOLE,
@@ -25,6 +24,7 @@ from multihead.kernels.native.call import (
 )
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import wanted_of
+from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.tracing import intercepted, recorded, traced, transformed
@@ -75,7 +75,7 @@ def reads_int8(request: AttentionRequest) -> bool:
     """Whether the queries are so few that the kernel reads int8 as it is: for more, converting it once is faster."""
     if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or recorded():
         return False
-    return not (torch.is_grad_enabled() and _needs_gradient(request))
+    return not (torch.is_grad_enabled() and request.requires_grad)
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
@@ -83,7 +83,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     job = job_of(request, bounds)
     if recorded():
         return _recorded(job)
-    if torch.is_grad_enabled() and _needs_gradient(request):
+    if torch.is_grad_enabled() and request.requires_grad:
         inputs = (request.q, request.k, request.v, _bias_of(request), request.sinks)
         measured: dict[str, Any] = {}
         return Attended(*_Differentiable.apply(*inputs, job, measured), **measured)  # type: ignore[no-untyped-call]
@@ -146,13 +146,6 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
 def _bias_of(request: AttentionRequest) -> Tensor | None:
     """Return the tensor that holds the bias."""
     return None if request.bias is None else values_of(request.bias)
-
-
-def _needs_gradient(request: AttentionRequest) -> bool:
-    """Whether some input requires a gradient."""
-    if request.q.requires_grad or request.k.requires_grad or request.v.requires_grad:
-        return True
-    return any(tensor is not None and tensor.requires_grad for tensor in (_bias_of(request), request.sinks))
 
 
 class _Differentiable(torch.autograd.Function):

@@ -98,24 +98,17 @@ def lacking() -> str | None:
 
 
 def chosen() -> InstructionSet:
-    """Return the instruction set that a call in this context uses.
+    """Return the instruction set of this context: that of `using`, else of MULTIHEAD_CPU, else the fastest.
 
-    It is the one of `using`, else the one of the environment variable MULTIHEAD_CPU (read when it is first needed),
-    else the fastest that runs here.
-
-    Raises:
-        ArgumentError: the library is missing, or MULTIHEAD_CPU names a set that does not run here.
+    The environment variable is read when it is first needed. Raises an ArgumentError if the library is missing, or the
+    variable names a set that does not run here.
     """
     return _forced.get() or _unforced()
 
 
 @contextmanager
 def using(name: str) -> Iterator[InstructionSet]:
-    """Use one instruction set in this context; other threads are not affected.
-
-    Raises:
-        ArgumentError: the set does not exist, or does not run here.
-    """
+    """Use one instruction set in this context, and in no other thread; an ArgumentError where it does not run."""
     before, forced = _forced.get(), _runnable(name, f"using received {name!r}")
     choose = _library().choose_in_thread  # for the operators, which read no variable of Python
     token = _forced.set(forced)
@@ -128,7 +121,7 @@ def using(name: str) -> Iterator[InstructionSet]:
 
 
 def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor) -> None:
-    """Add the values of a statistic to sums, counts and histograms per head.
+    """Add the values of a statistic to sums, counts and histograms per head, in place.
 
     A value's bin is the exponent and the first 6 bits of the mantissa of its floating-point number, less `first_bin`,
     or the nearest one that exists; NaN is in the last bin.
@@ -137,12 +130,9 @@ def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, c
         values: ([batch,] heads, queries), float32.
         counted: the same shape, bool, which of them to add.
         first_bin: what to subtract.
-        totals: (heads,) float64, the sums, changed in place.
-        counts: (heads,) float64, how many were added, changed in place.
-        bins: (heads, bins) int64, how many values lie in each bin, changed in place.
-
-    Raises:
-        ArgumentError: the library is missing.
+        totals: (heads,) float64, the sums.
+        counts: (heads,) float64, how many were added.
+        bins: (heads, bins) int64, how many values lie in each bin.
     """
     import torch
 

@@ -10,6 +10,8 @@ exported programs contain them, so new arguments come last, with defaults.
 - `key_sums`: the sums of the weights that each key, or each cell of a map, receives.
 - `workspace`: the bytes of memory that `attention` takes besides its results.
 
+`places`, which finds the tokens of a padded batch, is defined here, because a graph needs it as one operator.
+
 Arguments of `attention`, in this order or by name:
 
 - q: (batch, heads, queries, head_dim), float32, bfloat16 or float16, on the CPU
@@ -158,3 +160,23 @@ if library.absence() is None:  # loading the library registered the operators
         torch.library.register_fake(f"multihead::{_name}", _fake)
     torch.library.register_autograd("multihead::attention", _gradients, setup_context=_save_for_backward)
     torch.library.register_autograd("multihead::attention_backward", _reject_second_derivative)
+
+
+def places_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
+    """Return the indices, (tokens,) int64, of the tokens of a padded batch when its (batch, length) are flattened.
+
+    Sample i has `lengths[i]` tokens; `left` means that the padding comes before them.
+    """
+    column = torch.arange(length, device=lengths.device)
+    inside = column >= (length - lengths)[:, None] if left else column < lengths[:, None]  # (batch, length)
+    return inside.flatten().nonzero().flatten()
+
+
+# The number of tokens is known only when the lengths are read: a graph contains the search as one operator.
+_SCHEMA = "(Tensor lengths, SymInt length, bool left) -> Tensor"
+_places = torch.library.custom_op("multihead::places", places_of_tokens, mutates_args=(), schema=_SCHEMA)
+
+
+@_places.register_fake
+def _places_fake(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
+    return lengths.new_empty(torch.library.get_ctx().new_dynamic_size())

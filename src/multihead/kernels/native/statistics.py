@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.first_keys import first_keys, first_seen
+from multihead.kernels.dense_tile import first_keys, first_seen
 from multihead.kernels.native.call import Job, below_autograd, blocks, forward, key_sums, operands
 from multihead.kernels.parts import Part
 from multihead.masks.base import KeyBounds
@@ -84,11 +84,7 @@ def wanted_of(
 ) -> tuple[Measured, tuple[Any, ...]]:
     """Return those of the wanted parts that one pass measures, and the arguments of `attention` after `v_scales`.
 
-    Args:
-        request: the call.
-        bounds: its plan.
-        wanted: any parts; others than ONE_PASS are ignored.
-        special_keys: (batch, keys) bool, or None, which leaves SPECIAL_KEYS out.
+    Without special_keys, (batch, keys) bool, SPECIAL_KEYS is left out.
     """
     batch = request.shape.batch
     packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY in wanted
@@ -129,16 +125,9 @@ def _marks_of_packed(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor
 def one_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], special_keys: Tensor | None
 ) -> tuple[Tensor, dict[Part, Tensor]]:
-    """Measure parts and the logsumexp by a forward pass without values.
+    """Measure some parts of ONE_PASS and the logsumexp, (batch, heads, queries) each, by a forward pass without values.
 
-    Args:
-        request: the call. Its dropout is ignored.
-        bounds: its plan.
-        parts: some of ONE_PASS; none of them leaves the logsumexp alone.
-        special_keys: (batch, keys) bool, or None.
-
-    Returns:
-        The logsumexp, and the parts by name, (batch, heads, queries) each.
+    The dropout of the request is ignored; special_keys is (batch, keys) bool, or None.
     """
     found, arguments = wanted_of(request, bounds, parts, special_keys)
     _, logsumexp, *results = forward(Job(request, bounds, with_values=False), arguments)
@@ -150,11 +139,8 @@ def second_pass(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the sums of the weights that each key, and each cell of a map, receives from all queries.
 
-    Args:
-        request: the call. Its dropout is ignored.
-        bounds: its plan.
-        logsumexp: (batch, heads, queries) float32; rows of -inf or NaN count as 0.
-        cell: queries and keys of a cell of the map, or None for no map.
+    The dropout of the request is ignored. Rows whose logsumexp, (batch, heads, queries) float32, is -inf or NaN count
+    as 0. `cell` has the queries and keys of a cell of the map; None computes no map.
 
     Returns:
         The sums per key (batch, heads, keys), and per cell (batch, heads, row cells, key cells) or None.

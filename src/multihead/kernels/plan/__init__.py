@@ -1,1 +1,1 @@
-"""Plans: convert a mask to intervals, tiles and rectangles that a kernel computes."""
+"""Plans: convert a mask to intervals and rectangles that a kernel computes."""

@@ -92,12 +92,7 @@ def key_bounds(
 ) -> KeyBounds:
     """Plan a mask: O(queries) memory for every mask whose rows are intervals.
 
-    Args:
-        mask: any mask that fits the call.
-        queries: number of queries.
-        keys: number of keys.
-        query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
-        device: where the bounds are made.
+    `query_start` is the position of the first query among the keys; a tensor (batch,) has one per sample.
 
     >>> from multihead import masks
     >>> bounds = key_bounds(masks.Causal() & masks.Window(2), queries=4, keys=4)
@@ -121,6 +116,12 @@ def key_bounds(
         bounds = _computed(mask, queries, keys, query_start, device)
         BOUNDS.add(key, bounds, bounds)
     return bounds
+
+
+def seen_share(bounds: KeyBounds, *, keys: int) -> float:
+    """Return the share of the score matrix within the bounds, 0 to 1."""
+    cells = bounds.start.numel() * keys
+    return float((bounds.stop - bounds.start).sum()) / cells if cells else 0.0
 
 
 @lru_cache(maxsize=256)

@@ -71,9 +71,7 @@ _COVERS: WeakKeyDictionary[KeyBounds, dict[bool, tuple[Rectangle, ...]]] = WeakK
 def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
     """Cover the bounds by rectangles; the results of those that share rows are merged by their logsumexp.
 
-    Args:
-        bounds: which keys each query may see.
-        biased: whether a bias is added to each cell, so that every call needs a mask.
+    Where a bias is added to each cell (`biased`), every rectangle needs a mask.
 
     >>> from multihead import masks
     >>> from multihead.kernels.plan.bounds import key_bounds

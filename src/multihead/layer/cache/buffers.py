@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -11,9 +11,71 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.kernels.quantised import Scales, quantise
-from multihead.layer.cache.buffer_ops import copy_slots, write
 from multihead.layer.cache.positions import Progress
+from multihead.tensors.shapes import numbers_per_sample
 from multihead.tensors.tracing import runs_backward, traced
+
+# A buffer is (batch, kv_heads, slots + 1, dim): padding is written as zeros to the last slot, which is never read.
+
+
+def write(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
+    """Write new tokens (batch, kv_heads, new, dim) to slots (batch, new) of a buffer (batch, kv_heads, slots + 1, dim).
+
+    It is written in place, or a new tensor is returned (`copy`), as gradients through the buffer need. Tokens where
+    `real`, (batch, new) bool, is False are padding; None = all are real.
+    """
+    if real is not None:
+        new = new.masked_fill(~real[:, None, :, None], 0)
+        slots = slots.where(real, buffer.shape[2] - 1)
+    index = slots[:, None, :, None].expand(new.shape)
+    if copy:
+        return buffer.scatter(2, index, new)
+    # `.data` has its own version counter: a backward pass may still read other slots.
+    (buffer if torch.compiler.is_compiling() else buffer.data).scatter_(2, index, new)
+    return buffer
+
+
+def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots: int) -> Tensor:
+    """Copy the slots [first, stop), one or (batch,) each, to the beginning of a new buffer, which is 0 after them.
+
+    Both are (batch, kv_heads, slots + 1, dim): the last slot is for padding, and `slots` does not count it.
+
+    >>> buffer = torch.arange(4.0).view(1, 1, 4, 1)
+    >>> copy_slots(buffer, 1, 3, slots=3).flatten()
+    tensor([1., 2., 0., 0.])
+    """
+    if not isinstance(first, Tensor) and not isinstance(stop, Tensor):
+        rows = buffer.narrow(2, first, stop - first)
+    else:
+        length = torch.as_tensor(stop - first, device=buffer.device).expand(len(buffer))
+        slot = torch.arange(int(length.max()) if len(buffer) else 0, device=buffer.device)
+        begin = torch.as_tensor(first, device=buffer.device).expand(len(buffer))
+        index = (begin[:, None] + slot).clamp(max=buffer.shape[2] - 1)  # (batch, copied)
+        index = index[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+        rows = buffer.gather(2, index).masked_fill((slot >= length[:, None])[:, None, :, None], 0)
+    copied = buffer.new_zeros(*buffer.shape[:2], slots + 1, buffer.shape[3])
+    copied.narrow(2, 0, rows.shape[2]).copy_(rows)
+    return copied
+
+
+def counts_of(
+    counts: Sequence[int] | Tensor, *, batch: int, limit: int, device: torch.device, name: str = "lengths"
+) -> Tensor:
+    """Check token counts per sample, of at most `limit`, and return them as int64 (batch,).
+
+    The errors, ArgumentError or ShapeError, name the argument `name`.
+    """
+    checked = numbers_per_sample(name, counts, batch).to(device)
+    if traced() or not batch:
+        return checked
+    smallest, largest = (int(edge) for edge in checked.aminmax())
+    if smallest < 0 or largest > limit:
+        raise ArgumentError(
+            f"{name} holds {smallest if smallest < 0 else largest}, and there are {limit} tokens.",
+            f"Give numbers from 0 to {limit}.",
+        )
+    return checked
+
 
 MIN_SLOTS = 64
 """Initial number of slots of a growing buffer."""
@@ -54,7 +116,7 @@ class Buffers:
 
     Attributes:
         tensors: (batch, kv_heads, slots + 1, dim) each: keys, values, and with int8 the scales of both. Padding goes to
-            the last slot, see buffer_ops.py.
+            the last slot, see `write`.
         dtype: the dtype of new tokens.
 
     Raises:
@@ -87,12 +149,7 @@ class Buffers:
         return copied
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Reject new keys and values that do not fit each other, or differ from those held in sizes, dtype or device.
-
-        Raises:
-            ShapeError: a size differs.
-            DtypeError: the dtype or device differs.
-        """
+        """Reject new keys and values that do not fit each other, or differ from those held in size, dtype or device."""
         form = None
         if not torch.compiler.is_compiling():  # a graph must not depend on the step before
             form = k.shape, v.shape, k.dtype, v.dtype, k.device, v.device
@@ -254,12 +311,7 @@ def _slots(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
-    """Reject keys or values whose sizes, dtype or device differ from those in the cache.
-
-    Raises:
-        ShapeError: a size differs.
-        DtypeError: the dtype or device differs.
-    """
+    """Reject keys or values whose sizes, dtype or device differ from those in the cache."""
     shape, size = new.shape, held.shape
     if len(shape) != 4 or shape[0] != size[0] or shape[1] != size[1] or shape[3] != size[3]:
         raise ShapeError(
@@ -275,11 +327,7 @@ def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> Non
 
 
 def reject_gradient(k: Tensor, v: Tensor) -> None:
-    """Reject keys and values in int8 where a gradient would flow.
-
-    Raises:
-        ArgumentError: one of them requires a gradient.
-    """
+    """Reject keys and values in int8 where a gradient would flow."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise ArgumentError(
             'A gradient flows through a cache with dtype="int8", which rounds keys and values.',

@@ -13,8 +13,7 @@ from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels.call import Continued
 from multihead.kernels.quantised import Scales, quantise
-from multihead.layer.cache.buffer_ops import counts_of
-from multihead.layer.cache.buffers import SPARE, Buffers, Held, reject_gradient
+from multihead.layer.cache.buffers import SPARE, Buffers, Held, counts_of, reject_gradient
 from multihead.layer.cache.positions import Progress, Snapshot
 from multihead.masks import Mask
 from multihead.tensors.tracing import readable, traced

@@ -81,12 +81,7 @@ class Progress:
         return self._longest
 
     def add(self, new: int, real: Tensor | None = None) -> int | Tensor:
-        """Count new tokens and return the slot of the first one.
-
-        Args:
-            new: number of new tokens of each sample, padding included.
-            real: (batch,), number of them that are not padding; None = all.
-        """
+        """Count new tokens and return the slot of the first; `real`, (batch,), are those that are no padding."""
         if self._in_graphs and torch.compiler.is_compiling():
             return self._add_in_graph(new, real)
         if real is not None:

@@ -19,8 +19,7 @@ from torch.nn.functional import pad
 from multihead.errors import MaskError
 from multihead.functional import measured
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import seen
-from multihead.kernels.first_keys import first_keys
+from multihead.kernels.dense_tile import first_keys, seen
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Documents, Mask
 from multihead.probes.context import ProbeContext

@@ -1,4 +1,4 @@
-"""Attention sinks: one learned logit per head that takes part in the softmax and has no value."""
+"""The softcap of the scores, and the sinks of their softmax."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from multihead.errors import DtypeError, ShapeError
+from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.tensors.shapes import AttentionShape
+
+
+def check_softcap(softcap: object) -> None:
+    """Reject a softcap that is not a positive number."""
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 < softcap < float("inf"):
+        raise ArgumentError(f"softcap is {softcap!r}.", "Give a positive number, for example 50.0, or None.")
+
+
+def softcapped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Bound scores to (-softcap, softcap). Source: Gemma 2, arXiv:2408.00118, section 2."""
+    if softcap is None:
+        return scores
+    limits = torch.finfo(scores.dtype)  # beyond them neither c nor 1 / c is finite; c tanh(s / c) is s there, or 0
+    cap = min(max(softcap, 16 * limits.tiny), limits.max / 16)
+    return cap * (scores / cap).tanh()
 
 
 def check_sinks_fit(sinks: object, shape: AttentionShape) -> None:
@@ -25,16 +40,11 @@ def check_sinks_fit(sinks: object, shape: AttentionShape) -> None:
 
 
 def with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add each head's sink to an attention that was computed without it.
+    """Add each head's sink (heads,) to output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
 
     With L the logsumexp over the keys and s the sink, the weights of the keys are multiplied by
     exp(L) / (exp(L) + exp(s)) = sigmoid(L - s), and so is the output. A query that sees no key is unchanged: 0, -inf.
     The others are NaN where a sink is NaN or inf.
-
-    Args:
-        output: (batch, heads, queries, value_dim).
-        logsumexp: (batch, heads, queries).
-        sinks: (heads,).
 
     Source: GPT-OSS, arXiv:2508.10925; the identity is L' = log(exp(L) + exp(s)).
     """

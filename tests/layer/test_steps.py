@@ -1,4 +1,4 @@
-"""Positions of queries and keys, against rotations and caches by hand."""
+"""The steps around the attention, against rotations, caches and gates by hand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from multihead import KeyValueCache, QKNorm, Rotary, masks
-from multihead.errors import ArgumentError
+from multihead.errors import ArgumentError, ShapeError
 from multihead.layer.arguments import LayerCall
 from multihead.layer.cache.cache import Memory
 from multihead.layer.packing import Padding
-from multihead.layer.positions import extend, first_position, normalise, rotate
+from multihead.layer.steps import extend, first_position, gate, normalise, prepend, rotate
 
 Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 
@@ -85,3 +85,36 @@ def test_a_cache_keeps_the_memory_of_a_cross_attention() -> None:
     assert (call.start, later.start) == (0, 0)
     assert again is k
     assert cache.query_start == 6
+
+
+OUTPUT = torch.randn(2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("size", [(3,), (2, 3, 4), (1, 3, 1), (2, 1, 1)])
+def test_a_gate_multiplies_what_its_head_gives(size: tuple[int, ...]) -> None:
+    gates = torch.randn(size)
+    expected = torch.einsum(
+        "bhqd,bhq->bhqd", OUTPUT, gates.view(1, 3, 1).expand(2, 3, 4) if len(size) == 1 else gates.expand(2, 3, 4)
+    )
+    assert torch.allclose(gate(OUTPUT, gates), expected)
+
+
+def test_a_gate_keeps_the_dtype_of_what_it_multiplies() -> None:
+    assert gate(OUTPUT.bfloat16(), torch.ones(3)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("size", [(2,), (3, 4), (2, 3, 5)])
+def test_gates_that_do_not_fit_are_refused(size: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError) as refusal:
+        gate(OUTPUT, torch.ones(size))
+    assert str(refusal.value) == (
+        f"head_gates has shape {size}, and there are 3 heads. "
+        "Give one factor per head: shape (3,), or one that broadcasts to (batch, heads, queries) = (2, 3, 4)."
+    )
+
+
+def test_a_learned_row_stands_before_all_others_in_each_sample() -> None:
+    key = torch.randn(3, 5)
+    whole = prepend(key, OUTPUT)
+    assert torch.equal(whole[:, :, 1:], OUTPUT)
+    assert torch.equal(whole[:, :, 0], key.expand(2, 3, 5))

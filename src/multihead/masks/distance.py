@@ -1,4 +1,4 @@
-"""Sliding-window attention: a query sees the keys near it."""
+"""Masks by distance alone: every key, no later key, or the keys near a query."""
 
 from __future__ import annotations
 
@@ -6,11 +6,70 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import Band, Mask
 from multihead.tensors.shapes import FURTHEST
+
+
+@dataclass(frozen=True, eq=False)
+class Full(Mask):
+    """Every query sees every key.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(Full(), queries=3, keys=5))
+    ■ ■ ■ ■ ■
+    ■ ■ ■ ■ ■
+    ■ ■ ■ ■ ■
+    """
+
+    uses_positions: ClassVar[bool] = False
+    translation_invariant: ClassVar[bool] = True
+    hides_nothing: ClassVar[bool] = True
+    starts_at_first_key: ClassVar[bool] = True
+    band: ClassVar[Band] = Band()
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.ones_like(queries, dtype=torch.bool) & torch.ones_like(keys, dtype=torch.bool)
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.zeros_like(queries[:1])
+        return first, first + keys
+
+    def interval_at(self, position: int, keys: int) -> tuple[int, int]:
+        return 0, keys
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """A query sees the key at its own position and those before it.
+
+    The position of query i among the keys is `query_start + i`.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(Causal()))
+    ■ · · · ·
+    ■ ■ · · ·
+    ■ ■ ■ · ·
+    ■ ■ ■ ■ ·
+    ■ ■ ■ ■ ■
+    """
+
+    translation_invariant: ClassVar[bool] = True
+    sees_no_later_key: ClassVar[bool] = True
+    starts_at_first_key: ClassVar[bool] = True
+    band: ClassVar[Band] = Band(after=0)
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return keys <= queries
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(queries), queries + 1
+
+    def interval_at(self, position: int, keys: int) -> tuple[int, int]:
+        return 0, position + 1
 
 
 @dataclass(frozen=True, eq=False)

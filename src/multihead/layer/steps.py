@@ -1,4 +1,4 @@
-"""Positions of queries and keys: the first query's, rotation by positions, and the keys that a cache adds."""
+"""The steps of a layer's call around its attention: positions, rotation, the cache, gates, the learned key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from multihead.errors import DtypeError, ShapeError
 from multihead.kernels import sequence_split
 from multihead.layer.arguments import LayerCall
 from multihead.layer.cache import KeyValueCache
@@ -15,14 +16,7 @@ from multihead.tensors.shapes import AttentionShape, resolved_query_start
 
 
 def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
-    """Find the position of the first query among the keys, (batch, heads, length, head_dim) both.
-
-    Args:
-        call: the call.
-        q: the queries.
-        k: the keys.
-        matters: whether the layer uses it, for the mask may not.
-    """
+    """Find the position of the first query among the keys, where the layer (`matters`) or the mask uses it."""
     matters = matters or call.mask.uses_positions
     if call.cache is not None and call.query_start is None and (call.within or matters):
         call.start = call.cache.query_start
@@ -31,16 +25,7 @@ def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
 
 
 def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
-    """Return the position of the first query among the keys, where it matters.
-
-    Args:
-        query_start: the argument of the call.
-        q: (batch, heads, queries, head_dim).
-        keys: number of keys.
-
-    Raises:
-        ArgumentError: it is missing, or out of range.
-    """
+    """Return the position of the first query of q (batch, heads, queries, head_dim) among the keys."""
     sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": keys}
     start = resolved_query_start(query_start, uses_positions=True, device=q.device, **sizes)
     if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as an int it would be rejected
@@ -105,3 +90,34 @@ def extend(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tenso
     call.mask = padding.hide(call.mask, memory.lengths, memory.k.shape[2])
     call.scales = memory.scales
     return memory.k, memory.v
+
+
+def gate(output: Tensor, gates: Tensor) -> Tensor:
+    """Multiply the output of each head, (batch, heads, queries, value_dim), by its gate.
+
+    Gates are (heads,), or broadcast to (batch, heads, queries). Source: arXiv:1905.09418 and arXiv:1905.10650.
+
+    >>> gate(torch.ones(1, 2, 1, 3), torch.tensor([1.0, 0.0]))[0, :, 0]
+    tensor([[1., 1., 1.],
+            [0., 0., 0.]])
+    """
+    heads = output.shape[1]
+    if not isinstance(gates, Tensor):
+        raise DtypeError(
+            f"head_gates is a {type(gates).__name__}.", f"Give a tensor with one factor per head: ({heads},)."
+        )
+    if gates.dim() == 1 and gates.shape[0] == heads:
+        return output * gates[:, None, None].to(output.dtype)
+    sizes = tuple(output.shape[:3])
+    if gates.dim() != 3 or any(given not in (1, size) for given, size in zip(gates.shape, sizes, strict=True)):
+        raise ShapeError(
+            f"head_gates has shape {tuple(gates.shape)}, and there are {heads} heads.",
+            f"Give one factor per head: shape ({heads},), or one that broadcasts to (batch, heads, queries) = {sizes}.",
+        )
+    return output * gates[..., None].to(output.dtype)
+
+
+def prepend(key: Tensor, x_heads: Tensor) -> Tensor:
+    """Insert one learned row (kv_heads, dim) before all others in each sample: (batch, kv_heads, 1 + keys, dim)."""
+    row = key[None, :, None].expand(x_heads.shape[0], -1, -1, -1)
+    return torch.cat([row.to(x_heads.dtype), x_heads], 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multihead.kernels.places import places_of_tokens
+from multihead.kernels.native.operator import places_of_tokens
 
 
 @pytest.mark.parametrize(("left", "expected"), [(False, [0, 1, 3]), (True, [1, 2, 5])])
