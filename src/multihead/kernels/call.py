@@ -65,14 +65,9 @@ class CallOrigin:
 
 
 class DropoutPlace(NamedTuple):
-    """Where a part of a call lies in the whole call, so that it drops the weights that the whole call would drop.
+    """Where a part of a call starts in the whole call, so that it drops the weights that the whole call would drop.
 
-    Attributes:
-        batch_start: index of its first sample.
-        head_start: index of its first head.
-        total_heads: heads of the whole call; 0 for those of the part.
-        query_start: index of its first query.
-        key_start: index of its first key.
+    `total_heads` are those of the whole call; 0 for those of the part.
     """
 
     batch_start: int = 0
@@ -83,11 +78,9 @@ class DropoutPlace(NamedTuple):
 
 
 class DropoutPart(NamedTuple):
-    """What decides which weights a part of a call drops; only the native kernel knows it.
+    """The seed of the whole call and the place of a part in it, which decide the weights that the part drops.
 
-    Attributes:
-        seed: the seed of the whole call.
-        place: where the part lies in it.
+    Only the native kernel knows them.
     """
 
     seed: int
@@ -186,11 +179,9 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel will do for a request.
+    """What a kernel does for a request: the scores that it computes, over batch and heads, and the bytes of its peak.
 
-    Attributes:
-        cells: scores that it computes, over batch and heads.
-        memory: bytes that it holds at its peak besides q, k and v, gradients not counted.
+    The memory is that besides q, k and v; gradients are not counted.
     """
 
     cells: int

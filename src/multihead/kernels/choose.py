@@ -73,24 +73,14 @@ _CPU = torch.device("cpu")
 
 
 class Choice(NamedTuple):
-    """The kernel that runs, and why others do not.
-
-    Attributes:
-        name: the chosen kernel.
-        refusals: for each kernel before it in the order, its reason in one sentence.
-    """
+    """The name of the kernel that runs, and for each before it in the order, its reason to refuse in one sentence."""
 
     name: str
     refusals: dict[str, str]
 
 
 class Plan(NamedTuple):
-    """How a call is computed.
-
-    Attributes:
-        bounds: the keys that each query may see.
-        kernel: the module of the chosen kernel.
-    """
+    """How a call is computed: the keys that each query may see, and the module of the chosen kernel."""
 
     bounds: KeyBounds
     kernel: Kernel

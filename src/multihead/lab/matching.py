@@ -19,12 +19,9 @@ CONTENTS: tuple[Content, ...] = ("even", "uneven", "groups", "part", "two")
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds and the standard deviation between them.
+    """A mean over seeds and the standard deviation between them, None with a single seed.
 
-    Attributes:
-        mean: the mean.
-        deviation: the standard deviation between seeds; None with a single seed.
-        error: the binomial standard error of one value, where it is a share of a number of questions; else 0.
+    `error` is the binomial standard error of one value, where it is a share of a number of questions; else 0.
     """
 
     mean: float
@@ -142,13 +139,6 @@ def vectors(
         lengths: lengths of row to compare.
         length_noise: the noise for the comparison of lengths.
         seed: the first seed.
-
-    Returns:
-        The settings and results.
-
-    Raises:
-        ArgumentError: parts is odd or does not divide the columns, candidates is less than 2, or trials or seeds is
-            less than 1.
 
     >>> found = vectors(trials=50, seeds=2, noises=(1.0,), lengths=(8,))
     >>> [match.content for match in found.matches]

@@ -20,12 +20,7 @@ PACKED = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter tensor.
-
-    Attributes:
-        name: its name.
-        shape: its shape.
-    """
+    """The name and the shape of one parameter tensor."""
 
     name: str
     shape: tuple[int, ...]

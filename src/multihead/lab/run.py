@@ -64,17 +64,8 @@ def answer(
 ) -> Answers:
     """Count, train and measure.
 
-    Args:
-        parts: "parameters", "tasks", "vectors", or some of them.
-        heads: the numbers of heads to compare.
-        seeds: models per number of heads, and draws of the vectors, at least 1.
-        seed: the first seed.
-        quick: train half as long, and match fewer vectors.
-        workers: number of processes that train in parallel.
-        progress: called with (name of the part, steps done, total steps).
-
-    Returns:
-        The results.
+    `seeds` are models per number of heads, and draws of the vectors. With `quick` training is half as long, and fewer
+    vectors are matched. `progress` is called with (name of the part, steps done, total steps).
 
     Raises:
         ArgumentError: a part does not exist, seeds is less than 1, seed is negative, or a number of heads does not

@@ -53,12 +53,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Phrases:
-    """The lab's texts in one language.
-
-    Attributes:
-        lang: "en" or "zh".
-        words: text by its key, with {placeholders}.
-    """
+    """The lab's texts in one language, by key and with {placeholders}."""
 
     lang: str
     words: Mapping[str, str]

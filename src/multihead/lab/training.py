@@ -97,14 +97,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best number of heads, and those that are worse by more than the spread.
+    """The best number of heads, and those that are worse by more than the spread; the others are level.
 
     One is worse if its mean differs from the best by more than the sum of both standard deviations, see `Spread.apart`.
-
-    Attributes:
-        best: the number of heads with the highest mean.
-        worse: the numbers of heads that are worse.
-        level: the others.
     """
 
     best: int
@@ -193,12 +188,6 @@ def compare(
         start: "drawn" initialises every head with its own weights, "copied" with those of the first head.
         pool: processes that train in parallel, see `workers`; None trains in this process.
         progress: called with (models trained, total models).
-
-    Returns:
-        All trainings.
-
-    Raises:
-        ArgumentError: heads is empty, or seeds or steps is less than 1.
     """
     steps = task.steps if steps is None else steps
     for name, value in (("heads", len(heads)), ("seeds", seeds), ("steps", steps)):
@@ -256,16 +245,7 @@ def train(
 ) -> Training:
     """Train one model with Adam (arXiv:1412.6980), and record its learning curve.
 
-    Args:
-        task: the task.
-        num_heads: the number of heads.
-        seed: the seed of the initial weights and of the questions.
-        steps: steps of training; those of the task if None.
-        start: "drawn", or "copied", with which all heads of a layer start as copies of its first.
-        watched: whether to measure the heads at five moments, not only at the end.
-
-    Returns:
-        The learning curve of the model.
+    The arguments are those of `compare`; `watched` measures the heads at five moments, and not only at the end.
 
     >>> from multihead.lab.tasks import TASKS
     >>> course = train(TASKS["one"], 2, steps=4)

@@ -529,13 +529,9 @@ class Or(_Combined):
 
 @dataclass(frozen=True, eq=False)
 class Shifted(Mask):
-    """A mask of a whole sequence, applied to the keys that remain after its first `offset` keys were dropped.
+    """A mask of a whole sequence, applied to the keys that remain after its first ones were dropped.
 
-    The first remaining key is the key at position `offset` for the mask.
-
-    Attributes:
-        mask: the mask of the whole sequence.
-        offset: number of keys dropped at the beginning, one number or (batch,).
+    The first remaining key is the key at position `offset`, one number or (batch,), for the mask.
     """
 
     mask: Mask
@@ -604,12 +600,7 @@ class Shifted(Mask):
 
 @dataclass(frozen=True, eq=False)
 class OfHeads(Mask):
-    """Some heads of a mask that differs between heads and holds no tensor to slice: its cells are sliced.
-
-    Attributes:
-        mask: the mask of all heads.
-        heads: the heads, in their order.
-    """
+    """Some heads of a mask that differs between heads and holds no tensor to slice: its cells are sliced."""
 
     mask: Mask
     heads: tuple[int, ...]
@@ -626,9 +617,7 @@ class OfHeads(Mask):
 class UnknownMask(Mask):
     """Placeholder in a loaded record for a mask whose class is not defined: statistics can be read, maps cannot.
 
-    Attributes:
-        name: the name of the class.
-        content: its fields as the record has them, so that the record can be saved again.
+    The fields are kept as the record has them, so that it can be saved again.
     """
 
     name: str

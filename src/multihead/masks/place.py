@@ -87,12 +87,7 @@ class Span:
 class CallSize(NamedTuple):
     """The sizes that a mask must fit.
 
-    Attributes:
-        batch: number of samples.
-        heads: number of query heads.
-        queries: number of queries.
-        keys: number of keys.
-        more_keys_later: whether lengths may exceed `keys` (a cache that is still being filled).
+    With `more_keys_later` its lengths may exceed the keys: a cache is still being filled.
     """
 
     batch: int

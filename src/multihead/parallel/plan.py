@@ -24,14 +24,7 @@ from multihead.tensors.shapes import AttentionShape
 
 @dataclass(frozen=True, eq=False)
 class MapBlock(Mask):
-    """The mask of a whole sequence for a range of its queries and a range of its keys, both counted from 0.
-
-    Attributes:
-        mask: the mask of the whole sequence.
-        whole: its bounds.
-        rows: the positions of the queries, [first, stop).
-        keys: the positions of the keys, [first, stop).
-    """
+    """The mask of a whole sequence for positions [first, stop) of its queries and of its keys, both counted from 0."""
 
     mask: Mask
     whole: KeyBounds

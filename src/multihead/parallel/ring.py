@@ -38,14 +38,7 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """A ring and the request that it computes.
-
-    Attributes:
-        ranks: the ranks.
-        plan: the steps of this rank.
-        request: the call, with the queries, keys and values of this rank, and mask and bias of the whole sequence.
-        kernel: the name of the kernel that must compute the parts, or None.
-    """
+    """A ring and the request that it computes: q, k and v of this rank, mask and bias of the whole sequence."""
 
     ranks: Ranks
     plan: RingPlan
@@ -113,13 +106,9 @@ def _packed(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
 
 
 class Terms(NamedTuple):
-    """The tensors of a call that gradients are computed of, for one piece of the map.
+    """The tensors that gradients are computed of, for one piece of the map.
 
-    Attributes:
-        q: (batch, heads, rows, head_dim).
-        k: (batch, kv_heads, keys, head_dim).
-        v: (batch, kv_heads, keys, value_dim).
-        bias: what is added to the scores of the piece, or None.
+    q is (batch, heads, rows, head_dim), k and v are (batch, kv_heads, keys, dim); the bias is that of the piece.
     """
 
     q: Tensor

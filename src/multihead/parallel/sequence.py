@@ -243,13 +243,7 @@ def context_parallel(
 class _Split:
     """A sequence that is split over ranks: see `sequence_split.SequenceSplit`.
 
-    Attributes:
-        ranks: the ranks.
-        layout: which tokens each of them holds.
-        strategy: how they compute attention.
-        mask: joined with the mask of every call.
-        check: which calls the ranks compare.
-        compared: whether they compared one.
+    The mask is joined with that of every call. `compared` is whether the ranks have compared a call.
     """
 
     ranks: Ranks

@@ -18,8 +18,7 @@ from torch import nn
 class Undo:
     """Steps that undo changes: the end of a `with` block, `close()`, or dropping the object runs them, last one first.
 
-    Attributes:
-        permanent: whether the changes stay when the object is dropped.
+    Changes that are `permanent` stay when the object is dropped.
     """
 
     permanent = False
@@ -89,13 +88,7 @@ class Undo:
 
 @dataclass(eq=False)
 class _Use:
-    """One use of an attribute that several users may set at the same time, in any order.
-
-    Attributes:
-        owner: the object with the attribute.
-        attribute: its name.
-        before: its value before this use.
-    """
+    """One use of an attribute that several users may set at the same time, in any order."""
 
     owner: Any
     attribute: str

@@ -20,16 +20,10 @@ OPSETS = (23, 24, 25)
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """The checked specification of an exported model.
+    """The checked specification of an exported model; a size is a number or a symbolic name.
 
-    Attributes:
-        inputs: names of the inputs.
-        mask: which keys each query may see.
-        start: position of the first query among the keys; "query_start" where that is an input.
-        opset: version of the standard operators.
-        batch: number of samples, or its symbolic name.
-        queries: number of queries, or its symbolic name.
-        keys: number of keys, or its symbolic name.
+    `start` is the position of the first query among the keys; "query_start" where that is an input. `opset` is the
+    version of the standard operators.
     """
 
     inputs: frozenset[str]

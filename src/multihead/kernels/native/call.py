@@ -34,10 +34,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has
 class Rows(NamedTuple):
     """Consecutive queries of a call, and the keys that they see.
 
-    Attributes:
-        rows: the queries.
-        bounds: their bounds.
-        visible: (batch or 1, heads or 1, rows, keys or 1) bool, the part of the mask that is not an interval; or None.
+    The part of the mask that is not an interval is `visible`, (batch or 1, heads or 1, rows, keys or 1) bool, or None.
     """
 
     rows: slice
@@ -81,15 +78,7 @@ def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
 
 
 class Job(NamedTuple):
-    """A call of the operators.
-
-    Attributes:
-        request: the call.
-        bounds: its plan.
-        seed: () int64, of its dropout; None drops nothing.
-        place: of its dropout.
-        with_values: whether its values are read.
-    """
+    """A call of the operators: its plan, and the seed, () int64, and the place of its dropout (None: no dropout)."""
 
     request: AttentionRequest
     bounds: KeyBounds

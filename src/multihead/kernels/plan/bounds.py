@@ -23,12 +23,7 @@ V = TypeVar("V")
 
 
 class PlanCache(Generic[V]):
-    """Plans by the key of their call, up to a number of bytes; the oldest are dropped first.
-
-    Attributes:
-        entries: what was added, by its key.
-        nbytes: the memory of the entries.
-    """
+    """Plans by the key of their call, up to a number of bytes; the oldest are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
