@@ -48,8 +48,9 @@ def observe(
     context, and its outputs stay within the rounding of its dtype. Afterwards, also after an exception, the model is
     restored. Padding is left out: each text of a padded batch is one sample of its own length. The calls of a decoding,
     one token each, are merged into one sample; several batches add up. Windows and images that a layer attends within
-    one by one are segments of one sample, each measured as a text of its own. A module of a Hugging Face model that attends,
-    or reads the attention mask, without a call of this library is not recorded, and a warning at the end names it.
+    one by one are segments of one sample, each measured as a text of its own. A module of a Hugging Face model that
+    attends, or reads the attention mask, without a call of this library is not recorded, and a warning at the end names
+    it.
 
     Args:
         model: a module with attention layers of this library, a Hugging Face model, or both.
