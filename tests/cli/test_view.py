@@ -89,7 +89,7 @@ def test_it_says_its_address_serves_the_page_and_ends_cleanly(file: Path, tmp_pa
 def test_it_ends_at_once_in_the_middle_of_a_long_computation(file: Path) -> None:
     slow = (
         "import time; from multihead.viewer import routes; "
-        "routes.described = lambda *given: print('begun', flush=True) or time.sleep(60); "
+        "routes.sample_description = lambda *given: print('begun', flush=True) or time.sleep(60); "
     )
     started = Started(str(file), "--no-browser", before=slow)
     with socket.create_connection(("127.0.0.1", started.port)) as client:

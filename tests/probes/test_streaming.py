@@ -56,3 +56,17 @@ def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPa
     grouped, _ = streamed(together, parts)
     for part in parts:
         torch.testing.assert_close(grouped[part], whole[part], equal_nan=True, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_key_whose_weight_is_0_next_to_a_huge_sink_adds_no_entropy(dtype: torch.dtype) -> None:
+    """The logarithm of that weight, bias - sink, overflows to -inf, and 0 * -inf is NaN."""
+    q = torch.zeros(1, 1, 2, 4, dtype=dtype)
+    huge = 0.9 * torch.finfo(dtype).max
+    bias, sinks = torch.tensor([[[[0.0, -huge]]]], dtype=dtype), torch.tensor([huge], dtype=dtype)
+    found = mh.statistics(q, q, bias=bias, sinks=sinks, probes=("entropy", "mean_distance", "sink_mass"))
+    assert {name: value.flatten().tolist() for name, value in found.items()} == {
+        "entropy": [0, 0],
+        "mean_distance": [0, 0],
+        "sink_mass": [1, 1],
+    }

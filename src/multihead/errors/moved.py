@@ -20,6 +20,7 @@ _NOW = {  # former name within the package -> present name
     "plan": "kernels.plan",
     "qk_norm": "layer.qk_norm",
     "quantised": "kernels.quantised",
+    "scores.relative": "scores.bias",
     "sequence_split": "kernels.sequence_split",
     "shapes": "tensors.shapes",
     "spelling": "errors.arguments",
@@ -31,7 +32,6 @@ _NOW = {  # former name within the package -> present name
 def check_present(name: str) -> None:
     """Raise ModuleNotFoundError, with the present name, if a module of the package has moved."""
     package, _, rest = name.partition(".")
-    first, _, within = rest.partition(".")
-    if first in _NOW:
-        now = ".".join(filter(None, (package, _NOW[first], within)))
+    if rest in _NOW:  # a package is imported before the modules in it
+        now = f"{package}.{_NOW[rest]}"
         raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {now}.", name=name)
