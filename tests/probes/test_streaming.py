@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import multihead as mh
 from multihead import masks
 from multihead.functional import request_of
 from multihead.probes import streaming

@@ -81,7 +81,7 @@ class MeasuredCall:
         return self.at_most_0(scores.to(self.divisor.dtype) - self.divisor[rows][..., None])
 
     def at_most_0(self, logs: Tensor) -> Tensor:
-        """Clamp ln p = s - L in place to finite numbers of at most 0, where s and L are so large that they may miss it."""
+        """Clamp ln p = s - L in place to finite numbers up to 0, where s and L are so large that it may miss them."""
         return logs.clamp_(min=torch.finfo(logs.dtype).min, max=0) if self._is_large else logs
 
     @cached_property
