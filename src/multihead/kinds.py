@@ -54,7 +54,7 @@ class Kind:
 
     Attributes:
         name: its name in tables, files and `Record.find`: an identifier.
-        probe: the probe that measures it, with a number per query and a chance.
+        probe: the probe that measures it; it has a number per query and a chance.
         above_chance: by how much the mean must exceed chance, besides three standard errors; None for no such rule.
         at_least: the lowest mean; None for no such rule.
         of_largest: the lowest mean as a share of what an even spread gives; None for no such rule.

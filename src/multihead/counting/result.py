@@ -281,7 +281,7 @@ class Census:
             names: only these kinds; none takes all.
 
         Returns:
-            one per head and kind: its share, chance, standard error and number of queries.
+            a `HeadKind` for each kind of each head: its share, chance, standard error and number of queries.
 
         Raises:
             ArgumentError: there is no such kind.

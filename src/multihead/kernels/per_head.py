@@ -54,7 +54,7 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
     if request.dropout:
         shape = request.shape
         size = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
-        # One draw for all heads, as in torch.nn, gives the same random choice.
+        # The dropout mask is drawn once for all heads, as in torch.nn, so that a seed drops the same weights.
         keep = torch.empty(size, dtype=torch.bool).bernoulli_(1 - request.dropout)
     arguments = (request.q, request.k, request.v, _bias_of(request), keep, request, need_weights, average)
     with without_autocast(request.shape.device):
@@ -189,7 +189,7 @@ def _bias_of(request: AttentionRequest) -> Tensor | None:
 
 
 def _finite(request: AttentionRequest) -> bool:
-    """Whether all inputs are finite. Their sum is not finite if any of them is not."""
+    """Whether all inputs are finite, which the sum of their elements is, too, in that case only."""
     total = request.q.detach().sum() + request.k.detach().sum() + request.v.detach().sum()
     bias = _bias_of(request)
     if bias is not None:

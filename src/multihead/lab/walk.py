@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def flat(self) -> int:
-        """Number of blocks once heads are folded into the batch."""
+        """Length of the first axis, batch * heads, once heads are folded into the batch."""
         return self.batch * self.num_heads
 
 

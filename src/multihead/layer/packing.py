@@ -310,8 +310,8 @@ class Padding(NamedTuple):
     def hide(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
         """Join a mask with the padding: padded keys are hidden, padded queries see nothing.
 
-        Where the keys come from a cache, key_lengths, (batch,), counts those that are no padding, and `keys` all of
-        them.
+        Where the keys come from a cache, key_lengths is the number of keys of each sample that are no padding,
+        (batch,), and `keys` the number of all keys.
         """
         if self.documents is not None:
             return mask & self.documents

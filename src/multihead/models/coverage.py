@@ -297,7 +297,7 @@ def _content(cell: Any) -> Any:
 
 
 def _attention_functions(name: str, function: Any, others: list[Any]) -> set[FunctionType]:
-    """Return those of a function, and of the ones with its name in some modules, that transformers' interface holds."""
+    """Return which are attention functions of transformers: a function, and those with its name in some modules."""
     functions = [function, *(getattr(each, name, None) for each in others if inspect.ismodule(each))]
     return {each for each in functions if _is_attention(each)}
 

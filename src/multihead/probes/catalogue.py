@@ -264,7 +264,7 @@ _SHOWN: dict[str, Statistic] = {**PROBES, **{each.name: each for each in _DERIVE
 
 
 def statistic(name: str, made: Mapping[str, Statistic] | None = None) -> Statistic:
-    """Return how a statistic is shown: a built-in one, else one of `made`, else its name with spaces.
+    """Return the label, unit and number format of a statistic: built in, else those in `made`, else made of its name.
 
     >>> statistic("entropy").heading, statistic("late_mass").heading
     ('entropy (nats)', 'late mass')
