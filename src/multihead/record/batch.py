@@ -113,7 +113,7 @@ class KeptRows:
             rows: finds the rows to keep, when they are copied.
             device: where they are kept.
             layer: the name of the layer that computed the tensor.
-            fresh: whether the layer computed the tensor for this call alone; otherwise a cache or the caller may write to it.
+            fresh: whether the layer computed the tensor for this call alone; otherwise something may write to it later.
         """
         # A part of a larger tensor would keep all of it in memory; what writes to inference tensors leaves no trace.
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
