@@ -267,13 +267,15 @@ def _table(names: Sequence[str], lang: str) -> Table:
 
 
 def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
+    from multihead.record.notebook import CHANCE
+
     made = _table(("statistic", "mean", "chance", "largest"), lang)
     for name, shown in found.plan.statistics.items():
         known = [row for row in rows if name in row]
         if not known:
             continue
         best = sorted(known, key=lambda row: -row[name])[:BEST]
-        mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, f"{name}_chance"))
+        mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, name + CHANCE))
         heads = "  ".join(f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best)
         label = visible(statistic_label(name, lang, shown.label))
         label = f"{label} ({visible(unit_label(shown.unit, lang))})" if shown.unit else label

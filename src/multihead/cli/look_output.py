@@ -145,6 +145,7 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind],
     from rich.table import Table
 
     from multihead.probes.catalogue import PROBES
+    from multihead.record.notebook import CHANCE
 
     shown = [PROBES[name] for name in COLUMNS if any(name in row for row in rows)]
     has_roles = any("role" in row for row in rows)
@@ -166,7 +167,7 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind],
         drawn.add_row(f"L{row['layer']} H{row['head']}", *role, named, *numbers)
     chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different levels of chance
     for row in rows:
-        numbers = [each.number(row.get(f"{each.name}_chance")) for each in shown]
+        numbers = [each.number(row.get(each.name + CHANCE)) for each in shown]
         level = tuple("" if number == "-" else number for number in numbers)
         chances.setdefault(level, set()).add(row.get("role", ""))
     drawn.add_section()

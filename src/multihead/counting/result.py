@@ -358,10 +358,12 @@ class Census:
         """
         check_summary(of)
         found = []
-        for layer, each in zip(self.layers, self.profiles(), strict=True):
+        read = self.profiles() if kinds else [None] * len(self.layers)
+        for layer, each in zip(self.layers, read, strict=True):
             of_layer = head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
-            known = kinds and each.evidence
-            found += [row | (each.row(head) if known else {}) for head, row in enumerate(of_layer)]
+            if each is not None and each.evidence:
+                of_layer = [row | each.row(head) for head, row in enumerate(of_layer)]
+            found += of_layer
         return HeadTable.of(found, sort=sort, top=top, statistics=self.plan.statistics)
 
     def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
