@@ -24,7 +24,7 @@ import torch
 import multihead as mh
 from benchmarks.machine import machine_line
 from benchmarks.measure import Ratio
-from multihead.counting.batches import Batch, batches
+from multihead.counting.batches import Batch, batches_by_length
 from multihead.counting.merge import HEADS
 from multihead.counting.run import BATCH_TOKENS, EXAMPLES
 from multihead.counting.tally import Tally, counted_probes, measured_model, run_batch
@@ -89,7 +89,7 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
     ids = [
         np.array(each, np.int64) for each in loaded.tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
     ]
-    rows = list(batches(ids, range(texts), tokens=BATCH_TOKENS, packed=True))
+    rows = list(batches_by_length(ids, range(texts), tokens=BATCH_TOKENS, packed=True))
     padded = [Batch.of(ids[first : first + PADDED], range(PADDED)) for first in range(0, texts, PADDED)]
     special = tuple(loaded.tokenizer.all_special_ids)
     probes = counted_probes(None)

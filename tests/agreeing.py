@@ -77,7 +77,7 @@ def assert_within_budget(
     exact = with_gradients(case, torch.float64, None, of_bias=of_bias, seen=seen)
     plain = with_gradients(case, dtype, None, of_bias=of_bias, seen=seen)
     for each in instruction_sets:
-        with nullcontext() if each is None else library.using(each):
+        with nullcontext() if each is None else library.using_instruction_set(each):
             found = with_gradients(case, dtype, kernel, of_bias=of_bias)
         for name, value in found.items():
             allowed = SLACK.get(kernel, 1) * oracle.budget(exact[name], plain[name].to(dtype))

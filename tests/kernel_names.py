@@ -9,7 +9,9 @@ from multihead.kernels.choose import KERNELS
 from multihead.kernels.native import library
 from tests.drawing import DTYPES
 
-needs_native = pytest.mark.skipif(library.absence() is not None, reason=f"no native kernel here: {library.absence()}")
+needs_native = pytest.mark.skipif(
+    library.reason_of_absence() is not None, reason=f"no native kernel here: {library.reason_of_absence()}"
+)
 # Flex runs on CUDA alone; tests/kernels/test_flex.py tests what of it can be tested without.
 EACH = [pytest.param(name, marks=needs_native if name == "native" else ()) for name in KERNELS if name != "flex"]
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -239,5 +239,5 @@ def test_the_built_in_kinds_are_those_that_the_pages_list() -> None:
     for page, lang in (("observing.md", "en"), ("observing.zh.md", "zh")):
         text = (DOCS / page).read_text(encoding="utf-8")
         assert all(f"| `{name}` |" in text for name in places)
-        assert all(f"| {kinds.named(KINDS)[name].label(lang)} |" in text for name in places if name != "first")
+        assert all(f"| {kinds.kinds_by_name(KINDS)[name].label(lang)} |" in text for name in places if name != "first")
     assert MIXED.name == "mixed"

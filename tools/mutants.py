@@ -43,7 +43,7 @@ sys.path.insert(0, sys.argv[1])
 import multihead
 assert multihead.__file__.startswith(sys.argv[1]), multihead.__file__
 from multihead.kernels.native import library
-assert sys.argv[2] == str(library.absence() is None), library.absence()
+assert sys.argv[2] == str(library.reason_of_absence() is None), library.reason_of_absence()
 from hypothesis import Phase, settings
 settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.generate))
 settings.load_profile("unshrunk")
@@ -104,7 +104,7 @@ def copied(mutant: Mutant, folder: Path) -> None:
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
     if not mutant.native:
         (package / mutant.file).write_text(mutated(mutant), encoding="utf-8")
-    built = compiled(mutant) if mutant.native else library.path()
+    built = compiled(mutant) if mutant.native else library.path_of_library()
     if built is not None:
         shutil.copy(built, package / "kernels" / "native" / built.name)
 
@@ -119,7 +119,7 @@ def compiled(mutant: Mutant) -> Path:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(text, encoding="utf-8")
     cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
-    sets = f"-DMULTIHEAD_SETS={library.chosen().name}"
+    sets = f"-DMULTIHEAD_SETS={library.chosen_instruction_set().name}"
     for command in (["-G", "Ninja", "-S", str(source), "-B", str(build), sets], ["--build", str(build)]):
         subprocess.run([cmake, *command], check=True, stdout=subprocess.DEVNULL)
     return build / "libmultihead_native.so"
@@ -129,7 +129,7 @@ def run(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run tests against the package in a folder."""
     # With CI, hypothesis draws the same examples each time: a test that fails in one run of ten would prove nothing.
     environment = {**os.environ, "CI": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    native = str(library.absence() is None)
+    native = str(library.reason_of_absence() is None)
     # Hypothesis is imported before its pytest plugin, which warns about that.
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     options = ("-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *quiet)

@@ -32,7 +32,7 @@ _MERGED = frozenset("WwVvuC")
 def main() -> int:
     """Print the instruction sets that are built, or the errors, one per line; return 1 if there are errors."""
     compiler = found_compiler()
-    absent = library.absence()
+    absent = library.reason_of_absence()
     errors = [] if compiler is None else errors_of(compiler, absent, OBJECTS)
     for error in errors:
         print(error)

@@ -47,11 +47,11 @@ with mh.strict():
 torch.testing.assert_close(output, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
 explained = str(mh.explain(q, k, v, mask=mh.masks.Causal()))
 assert explained.split()[:2] == ["kernel", "native"], explained
-for path in (mh.__file__, library.path()):
+for path in (mh.__file__, library.path_of_library()):
     assert Path(path).is_relative_to(sys.prefix), path
 (runtime,) = openmp_runtimes()
 assert runtime.parent == Path(torch.__file__).resolve().parent / "lib", runtime
-print(f"{library.chosen().name} is used, with torch/lib/{runtime.name}")
+print(f"{library.chosen_instruction_set().name} is used, with torch/lib/{runtime.name}")
 """
 
 

@@ -113,7 +113,7 @@ def against_old_build(sets: tuple[str, ...], against: str, *, cpu_time: bool) ->
         sets or tuple(each.name for each in library.instruction_sets() if each.runs and not each.for_tests)
     )
     against = against or two_builds.before()
-    old, new = two_builds.build(against, running), library.path()
+    old, new = two_builds.build(against, running), library.path_of_library()
     errors = []
     for name in running:
         runs, slower = two_builds.compared(partial(two_builds.run_benchmark, old, new, name, cpu_time=cpu_time))
@@ -138,7 +138,7 @@ def chosen(sets: tuple[str, ...]) -> list[str]:
         ClickException: there is no native library.
         UsageError: a name is unknown.
     """
-    if (reason := library.absence()) is not None:
+    if (reason := library.reason_of_absence()) is not None:
         raise click.ClickException(f"The native kernel is not measured: {reason}.")
     known = [each.name for each in library.instruction_sets()]
     for name in sets:

@@ -170,7 +170,7 @@ def flex(kind: str, dtype: str) -> Duel:
     """Attention against compiled flex_attention, whose block mask is made before."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if library.chosen().name == "avx2":
+    if library.chosen_instruction_set().name == "avx2":
         torch._inductor.config.cpp.simdlen = 256  # noqa: SLF001 - the only way to limit the compiler to AVX2
     mask, _ = _mask_of(kind)
     q, k, v = inputs(1, 2048, 64, dtype)

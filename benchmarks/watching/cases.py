@@ -135,11 +135,11 @@ def measured(index: int, pairs: int, described: str) -> Row:
 def _kernels(*, native: bool) -> Iterator[None]:
     """Hide the native kernel's library, as if it had not been built."""
     if native:
-        if (reason := library.absence()) is not None:
+        if (reason := library.reason_of_absence()) is not None:
             raise NotMeasuredError(reason)
         yield
         return
-    with patch.object(library, "_found", lambda: "it is hidden"), patch.object(eager, "_operator", None):
+    with patch.object(library, "_found_library", lambda: "it is hidden"), patch.object(eager, "_operator", None):
         yield
 
 

@@ -36,7 +36,7 @@ from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
-from multihead.probes.statistics import measured, possible
+from multihead.probes.statistics import measure_statistics, possible_probes
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 9, 3, 64, 2000
 LENGTHS, LONG = (2048, 8192), (8192, 16384, 32768)
@@ -100,7 +100,7 @@ def _share(
     request: AttentionRequest, attended: Attended, context: ProbeContext, wanted: tuple[str | Probe, ...], pairs: int
 ) -> float:
     """Time the statistics of the kernel by how much longer its pass takes, and the others by themselves."""
-    probes = possible(wanted, request, context)
+    probes = possible_probes(wanted, request, context)
     bounds = bounds_of(request)
     on_the_way = frozenset[Part]()
     if kernel.refusal(request, bounds) is None:
@@ -113,7 +113,7 @@ def _share(
         return scaled_dot_product_attention(request.q, request.k, request.v, is_causal=True, enable_gqa=True)
 
     def measure() -> object:
-        return measured(request, attended.logsumexp, left, context, output=attended.output)
+        return measure_statistics(request, attended.logsumexp, left, context, output=attended.output)
 
     ratios = []
     for _ in range(pairs + 1):
@@ -145,10 +145,10 @@ def _child(length: int, name: str, *, absent: bool) -> None:
     request, context = layer_of(length)
     small, small_context = layer_of(64)
     logsumexp = torch.full(request.q.shape[:3], 20.0)
-    probes = possible(SETS[name], request, context)
+    probes = possible_probes(SETS[name], request, context)
     with torch.no_grad(), left_out(native_kernel=absent):
-        measured(small, torch.zeros(small.q.shape[:3]), probes, small_context)  # loads libraries
-        rise = peak(lambda: measured(request, logsumexp, probes, context, output=torch.empty_like(request.q)))
+        measure_statistics(small, torch.zeros(small.q.shape[:3]), probes, small_context)  # loads libraries
+        rise = peak(lambda: measure_statistics(request, logsumexp, probes, context, output=torch.empty_like(request.q)))
     held = (request.q.numel() + request.k.numel()) * request.q.element_size()
     print(rise / held)
 

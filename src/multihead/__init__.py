@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-class _Registration(MetaPathFinder):
+class _RegisterOperatorsWithTorch(MetaPathFinder):
     """Registers the operators of the library when torch has been imported."""
 
     def find_spec(
@@ -104,13 +104,13 @@ class _Registration(MetaPathFinder):
 
             def import_and_register(module: ModuleType) -> None:
                 import_torch(module)
-                _register()
+                _register_operators()
 
             spec.loader.exec_module = import_and_register  # type: ignore[method-assign]
         return spec
 
 
-class _Moved(MetaPathFinder):
+class _FinderOfMovedModules(MetaPathFinder):
     """The last finder: names the present module where a former one is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
@@ -118,14 +118,14 @@ class _Moved(MetaPathFinder):
             import_module("multihead.errors.moved").check_present(fullname)
 
 
-sys.meta_path.append(_Moved())
+sys.meta_path.append(_FinderOfMovedModules())
 
 
-def _register() -> None:
+def _register_operators() -> None:
     import_module("multihead.kernels.native.operator")
 
 
 if "torch" in sys.modules:
-    _register()
+    _register_operators()
 else:
-    sys.meta_path.insert(0, _Registration())
+    sys.meta_path.insert(0, _RegisterOperatorsWithTorch())

@@ -51,7 +51,7 @@ def readable_text(file: str) -> str:
             f"{file!r} is not UTF-8 text: its byte {error.start} is invalid.", "Save it as UTF-8."
         ) from None
     except OSError as error:
-        raise _unusable(file, error, "read") from None
+        raise _file_error(file, error, "read") from None
 
 
 def _standard_input() -> str:
@@ -97,7 +97,7 @@ def check_writable(targets: Sequence[str]) -> None:
     for target in targets:
         check_name(target)
         try:
-            place, info = _place(target)
+            place, info = _path_to_replace(target)
             if info is not None and stat.S_ISDIR(info.st_mode):
                 raise InputError(f"{target!r} is a folder.", "Give the name of a file.")
             if place is None:
@@ -114,7 +114,7 @@ def check_writable(targets: Sequence[str]) -> None:
                     f"{target!r} cannot be written: {str(place.parent)!r} is read-only.", "Choose another folder."
                 )
         except OSError as error:
-            raise _unusable(target, error, "written") from None
+            raise _file_error(target, error, "written") from None
     if len(set(files)) < len(files):
         raise InputError(f"The files {', '.join(targets)} are not all different.", "Give each a different name.")
 
@@ -141,9 +141,9 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     name = os.fspath(target)
     check_name(name)
     try:
-        place, info = _place(name)
+        place, info = _path_to_replace(name)
         if place is None:
-            with _into(name, info) as file:
+            with _open_in_place(name, info) as file:
                 yield file
             return
         _remove_leftovers(place)
@@ -152,10 +152,10 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno is None:
             raise  # it does not come from the operating system
-        raise _unusable(name, error, "written") from error
+        raise _file_error(name, error, "written") from error
 
 
-def _place(target: str) -> tuple[Path | None, os.stat_result | None]:
+def _path_to_replace(target: str) -> tuple[Path | None, os.stat_result | None]:
     """Resolve the path to replace; None where the existing file must be written in place.
 
     Returns:
@@ -184,7 +184,7 @@ def _stream_of(info: os.stat_result) -> int | None:
     return None
 
 
-def _into(name: str, info: os.stat_result | None) -> BinaryIO:
+def _open_in_place(name: str, info: os.stat_result | None) -> BinaryIO:
     """Open an existing device or pipe, or the file of a standard stream after its current content."""
     stream = None if info is None else _stream_of(info)
     if stream is None:
@@ -220,7 +220,7 @@ def _new_part(place: Path) -> tuple[Path, int]:
         part = place.with_name(f"{_temporary_prefix(place)}{secrets.token_hex(4)}.part")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         # Before the lock, another process may have removed it as a leftover.
-        if _lock(handle) is not False and part.exists():
+        if _try_lock(handle) is not False and part.exists():
             return part, handle
         os.close(handle)
 
@@ -234,7 +234,7 @@ def _remove_leftovers(place: Path) -> None:
             with suppress(OSError):
                 handle = os.open(entry.path, os.O_WRONLY)
                 try:
-                    if fcntl is not None and _lock(handle):
+                    if fcntl is not None and _try_lock(handle):
                         Path(entry.path).unlink()
                 finally:
                     os.close(handle)
@@ -247,7 +247,7 @@ def _temporary_prefix(place: Path) -> str:
     return f".{place.name.encode('utf-8', 'surrogateescape')[:MOST_NAME].decode('utf-8', 'ignore')}."
 
 
-def _lock(handle: int) -> bool | None:
+def _try_lock(handle: int) -> bool | None:
     """Lock an open file; False if another process holds the lock, None if files cannot be locked."""
     try:
         if fcntl is not None:
@@ -260,7 +260,7 @@ def _lock(handle: int) -> bool | None:
     return None
 
 
-def _unusable(name: str, error: OSError, verb: str) -> InputError:
+def _file_error(name: str, error: OSError, verb: str) -> InputError:
     """Build the error that explains why a file cannot be read or written."""
     if error.errno in _FULL:
         return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Free some space, or write elsewhere.")
@@ -287,7 +287,7 @@ class Parts:
         self._held: int | None = os.open(file, _READING)
         info = os.fstat(self._held)
         self._time = info.st_mtime_ns if hold else None
-        self._known = self._seen(info)
+        self._known = self._lasting_status(info)
         close = weakref.finalize(self, os.close, self._held)
         if not hold:
             close()
@@ -313,14 +313,14 @@ class Parts:
             try:
                 count = _read_at(handle, place, numbers)
                 # Checked after reading, so that the content that was read is the original one.
-                same = self._seen(os.fstat(handle)) == self._known
+                same = self._lasting_status(os.fstat(handle)) == self._known
             finally:
                 if self._held is None:
                     os.close(handle)
         except OSError as error:
-            raise self._changed() from error
+            raise self._error_of_change() from error
         if count < len(numbers) or not same:
-            raise self._changed()
+            raise self._error_of_change()
 
     def write(self, parts: dict[int, memoryview]) -> None:
         """Write buffers at their offsets within the file, and wait until they are on the disk.
@@ -333,23 +333,23 @@ class Parts:
         """
         try:
             with self.file.open("r+b") as file:
-                if self._seen(os.fstat(file.fileno())) != self._known:
-                    raise self._changed()
+                if self._lasting_status(os.fstat(file.fileno())) != self._known:
+                    raise self._error_of_change()
                 for place, numbers in parts.items():
                     file.seek(place)
                     file.write(numbers)
                 file.flush()
                 os.fsync(file.fileno())
         except FileNotFoundError as error:
-            raise self._changed() from error
+            raise self._error_of_change() from error
         except OSError as error:
-            raise _unusable(str(self.file), error, "written") from error
+            raise _file_error(str(self.file), error, "written") from error
 
-    def _seen(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
+    def _lasting_status(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
         """Return the part of a file's status that does not change unless another process changes the file."""
         return info.st_dev, info.st_ino, info.st_size, None if self._time is None else info.st_mtime_ns
 
-    def _changed(self) -> InputError:
+    def _error_of_change(self) -> InputError:
         return InputError(f"{str(self.file)!r} was changed, truncated or removed while it was read.", "Open it again.")
 
 

@@ -25,7 +25,7 @@ from multihead.kernels.call import (
 )
 from multihead.kernels.choose import KERNELS, plan
 from multihead.kernels.dense_tile import without_autocast, working_dtype
-from multihead.kernels.explanation import Explanation, explained
+from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.native import eager
 from multihead.kernels.nonfinite import may_overflow, restore_nan, without_nonfinite
 from multihead.kernels.quantised import Scales
@@ -41,7 +41,7 @@ from multihead.probes.statistics import NOTHING
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.terms import check_sinks_fit, check_softcap
 from multihead.tensors.shapes import FURTHEST, AttentionShape, resolved_query_start
-from multihead.tensors.tracing import traced, transformed
+from multihead.tensors.tracing import is_traced, is_transformed
 
 _FULL = Full()
 _OVERFLOWS = (
@@ -101,7 +101,7 @@ def attention(
     attended = None if kernel is not None or unknown else eager.attend(q, k, v, terms)
     if attended is not None:
         return attended[0]
-    request, dims = _request(attention, unknown, q, k, v, terms)
+    request, dims = _request_of_arguments(attention, unknown, q, k, v, terms)
     output = attend(request, kernel=kernel).output
     return output if dims is None else dims.restore(output)
 
@@ -139,7 +139,7 @@ def attention_with_logsumexp(
     attended = None if kernel is not None or unknown else eager.attend(q, k, v, terms)
     if attended is not None:
         return attended[0], attended[1]
-    request, dims = _request(attention_with_logsumexp, unknown, q, k, v, terms)
+    request, dims = _request_of_arguments(attention_with_logsumexp, unknown, q, k, v, terms)
     result = attend(request, kernel=kernel)
     if dims is None:
         return result.output, result.logsumexp
@@ -194,9 +194,9 @@ def attention_weights(
     check_slice("queries", queries)
     check_slice("keys", keys)
     terms = (mask, bias, softcap, sinks, scale, 0.0, query_start)
-    request, dims = _request(attention_weights, unknown, q, k, None, terms)
+    request, dims = _request_of_arguments(attention_weights, unknown, q, k, None, terms)
     first = measuring.first_pass(request) if logsumexp is None else None
-    known = _logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
+    known = _known_or_computed_logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
     tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
     return tile if dims is None else dims.restore(tile)
 
@@ -254,16 +254,16 @@ def statistics(
         if found is not None:
             return found
     reject_in_split("statistics", "Compute them outside, from all tokens.")
-    if traced() and not transformed() and not torch.compiler.is_compiling():
+    if is_traced() and not is_transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(
             "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
             "cannot be read.",
             "Call it outside of them, on the tensors themselves.",
         )
-    request, dims = _request(statistics, unknown, q, k, v, terms)
+    request, dims = _request_of_arguments(statistics, unknown, q, k, v, terms)
     has_values = v is not None
-    chosen = measuring.chosen(probes, request, context, has_values=has_values)
-    known = None if logsumexp is None else _logsumexp(request, logsumexp, dims)
+    chosen = measuring.choose_probes(probes, request, context, has_values=has_values)
+    known = None if logsumexp is None else _known_or_computed_logsumexp(request, logsumexp, dims)
     found = measured(request, chosen, context, logsumexp=known, has_values=has_values)
     return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
 
@@ -279,10 +279,12 @@ def measured(
     """Measure a checked request with probes that have all they need: (batch, heads, queries) each."""
     first = None if logsumexp is not None else measuring.first_pass(request, probes, context, has_values=has_values)
     if first is None:
-        known = _logsumexp(request, None, None) if logsumexp is None else logsumexp
+        known = _known_or_computed_logsumexp(request, None, None) if logsumexp is None else logsumexp
         first = measuring.FirstPass(known, {}, usual=False)
     known, parts, usual = first
-    return measuring.completed(request, known, probes, context, parts=parts, usual=usual, has_values=has_values)
+    return measuring.complete_statistics(
+        request, known, probes, context, parts=parts, usual=usual, has_values=has_values
+    )
 
 
 def explain(
@@ -312,11 +314,11 @@ def explain(
     memory   about 2.0 MiB besides q, k and v
     """
     terms = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    request, _ = _request(explain, unknown, q, k, v, terms)
-    return explained(request, kernel=kernel)
+    request, _ = _request_of_arguments(explain, unknown, q, k, v, terms)
+    return explain_request(request, kernel=kernel)
 
 
-def _request(
+def _request_of_arguments(
     function: Callable[..., object],
     unknown: dict[str, Never],
     q: Tensor,
@@ -435,7 +437,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     sequence = sequence_split.active
     if sequence is not None:
         return sequence.attend(request, kernel=kernel)
-    heard = published and bool(listeners()) and not traced()  # there are no values to publish in a trace
+    heard = published and bool(listeners()) and not is_traced()  # there are no values to publish in a trace
     if heard:
         request = replace(request, wanted=wanted_parts())
     bounds, chosen = plan(request, kernel=kernel)
@@ -457,7 +459,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     return attended
 
 
-def _logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims | None) -> Tensor:
+def _known_or_computed_logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims | None) -> Tensor:
     """Return the logsumexp that the caller knows, checked, or compute it without publishing the call."""
     shape = request.shape
     if known is None:

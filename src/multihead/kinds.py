@@ -139,16 +139,16 @@ class Kind:
 
     def label(self, lang: str) -> str:
         """Return its name on pages in a language."""
-        return _in(self.labels, lang) or self.name.replace("_", " ")
+        return _in_language(self.labels, lang) or self.name.replace("_", " ")
 
     def definition(self, lang: str, *, bound: bool = False) -> str:
         """Return its definition in a language; the one of a lower bound if `bound`, where there is one."""
         rules = {name: self.written(value) for name in _RULES if (value := getattr(self, name)) is not None}
-        about = (bound and _in(self.bound, lang)) or _in(self.about, lang)
+        about = (bound and _in_language(self.bound, lang)) or _in_language(self.about, lang)
         if about or self.probe is None:
             return about.format(**rules, reach=LOCAL_REACH)
-        joined = ", ".join(_in(_RULES[name], lang).format(value) for name, value in rules.items())
-        return _in(_ABOUT, lang).format(rules=joined[:1].upper() + joined[1:], statistic=self.probe.label)
+        joined = ", ".join(_in_language(_RULES[name], lang).format(value) for name, value in rules.items())
+        return _in_language(_ABOUT, lang).format(rules=joined[:1].upper() + joined[1:], statistic=self.probe.label)
 
     def written(self, value: float) -> str:
         """Write a number of it with its unit: "91 %"."""
@@ -159,7 +159,7 @@ class Kind:
     def said(self, texts: Words, lang: str, share: float, chance: float, **names: str) -> str:
         """Fill in its sentence, or its brief one, in a language."""
         values = {"share": self.written(share), "chance": self.written(chance), "label": self.label(lang)}
-        return _in(texts, lang).format(**values, **names)
+        return _in_language(texts, lang).format(**values, **names)
 
 
 def check_kinds(kinds: Sequence[object]) -> None:
@@ -178,7 +178,7 @@ def probes_of(kinds: Sequence[Kind]) -> list[Probe]:
     return [kind.probe for kind in kinds if isinstance(kind.probe, Probe) and kind.texts == "given"]
 
 
-def named(kinds: Sequence[Kind]) -> dict[str, Kind]:
+def kinds_by_name(kinds: Sequence[Kind]) -> dict[str, Kind]:
     """Return some kinds, and that of a head without any, by name."""
     return {kind.name: kind for kind in (*kinds, MIXED)}
 
@@ -192,20 +192,20 @@ def percent(share: float) -> str:
     return f"{share * 100:.{1 if share < TEN_PERCENT else 0}f}\u00a0%"
 
 
-def _in(words: Words, lang: str) -> str:
+def _in_language(words: Words, lang: str) -> str:
     return words.get(lang) or words.get("en", "")
 
 
 _NEAR_PARTS: tuple[Part, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
 
 
-def _near(parts: Parts) -> Tensor:
+def _near_keys_mass(parts: Parts) -> Tensor:
     return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
 
 
 NEAR = Probe(
     "near_mass",
-    _near,
+    _near_keys_mass,
     frozenset(_NEAR_PARTS),
     label="near",
     number_format=SHARE,

@@ -146,7 +146,7 @@ def test_the_quick_cases_of_the_benchmark_are_cases_of_the_table(bench: Bench) -
 @needs_native
 def test_a_library_is_compared_with_itself(bench: Bench) -> None:
     cases = ("--only", "full, N 16, D 64, fp32", "--only", "one query of 4 heads", "--rounds", 3, "--seconds", 0)
-    found = bench(library.path(), library.path(), "--set", "scalar", "--json", *cases)
+    found = bench(library.path_of_library(), library.path_of_library(), "--set", "scalar", "--json", *cases)
     assert (found.returncode, found.stderr) == (0, "")
     rows = [json.loads(line) for line in found.stdout.splitlines()]
     assert {row["name"] for row in rows} >= {"backward, full, N 16, D 64, fp32", "statistics, full, N 16, D 64, fp32"}
@@ -157,13 +157,13 @@ def test_a_library_is_compared_with_itself(bench: Bench) -> None:
 def test_a_wrong_result_and_another_struct_are_refused(bench: Bench, tmp_path: Path) -> None:
     source = tmp_path / "wrong.cpp"
     source.write_text(WRONG, encoding="utf-8")
-    options = ("-shared", "-fPIC", f"-I{ROOT / 'csrc'}", f'-DREAL="{library.path()}"')
+    options = ("-shared", "-fPIC", f"-I{ROOT / 'csrc'}", f'-DREAL="{library.path_of_library()}"')
     wrong = compiled(source, tmp_path / "wrong.so", *options, "-DLAYOUT=MULTIHEAD_LAYOUT")
-    found = bench(library.path(), wrong, "--set", "scalar", "--only", "full, N 16, D 64, fp32")
+    found = bench(library.path_of_library(), wrong, "--set", "scalar", "--only", "full, N 16, D 64, fp32")
     assert found.returncode == 1
     assert found.stderr.startswith("full, N 16, D 64, fp32: NEW differs from OLD: output[0, 0, 0, 0] is ")
     other = compiled(source, tmp_path / "other.so", *options, '-DLAYOUT="q k value "')
-    found = bench(other, library.path(), "--set", "scalar")
+    found = bench(other, library.path_of_library(), "--set", "scalar")
     assert found.returncode == 2
     assert found.stderr == (
         f"{other} has another struct Call: value where this benchmark has v. "

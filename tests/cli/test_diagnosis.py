@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multihead.cli.diagnosis import examine, openmp_runtimes
+from multihead.cli.diagnosis import diagnose, openmp_runtimes
 from multihead.kernels.choose import KERNELS
 from multihead.kernels.native import library
 
@@ -38,7 +38,7 @@ def test_a_system_that_does_not_list_runtimes_returns_none(tmp_path: Path) -> No
 
 
 def test_two_runtimes_are_warned_of() -> None:
-    found = replace(examine(), absence=None, refusal=None, runtimes=(Path("/a/libgomp.so.1"), Path("/b/libomp.so")))
+    found = replace(diagnose(), absence=None, refusal=None, runtimes=(Path("/a/libgomp.so.1"), Path("/b/libomp.so")))
     (warning,) = found.warnings
     assert warning == (
         "2 OpenMP runtimes are loaded, and their threads compete for the same cores: /a/libgomp.so.1, /b/libomp.so. "
@@ -46,9 +46,9 @@ def test_two_runtimes_are_warned_of() -> None:
     )
 
 
-@pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
+@pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 def test_the_native_library_shares_the_runtime_of_torch() -> None:
-    found = examine()
+    found = diagnose()
     if found.runtimes is None:
         pytest.skip("this system does not list which runtimes are loaded")
     assert len(found.runtimes) <= 1
@@ -56,7 +56,7 @@ def test_the_native_library_shares_the_runtime_of_torch() -> None:
 
 
 def test_the_refusals_of_every_kernel_are_reported() -> None:
-    found = {kernel.name: kernel.refusals for kernel in examine().kernels}
+    found = {kernel.name: kernel.refusals for kernel in diagnose().kernels}
     assert list(found) == list(KERNELS)
     assert found["reference"] == {}
     assert found["flex"] == {"every call": "it needs CUDA, and the tensors are on cpu"}
@@ -68,15 +68,15 @@ def test_the_refusals_of_every_kernel_are_reported() -> None:
 
 
 def test_choices_and_features_are_those_of_torch_and_the_library() -> None:
-    found = examine()
+    found = diagnose()
     assert (found.torch_version, found.threads) == (torch.__version__, torch.get_num_threads())
-    assert found.library == library.path()
-    assert found.chosen == (library.chosen().name if found.absence is None else None)
+    assert found.library == library.path_of_library()
+    assert found.chosen == (library.chosen_instruction_set().name if found.absence is None else None)
 
 
 def test_a_missing_library_is_a_warning_and_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_found", lambda: "its library was not built")
-    found = examine()
+    monkeypatch.setattr(library, "_found_library", lambda: "its library was not built")
+    found = diagnose()
     assert (found.library, found.sets, found.chosen) == (None, (), None)
     assert found.warnings[0] == (
         "The native kernel is not available: its library was not built. Calls use the next kernel that does not "
@@ -86,14 +86,14 @@ def test_a_missing_library_is_a_warning_and_the_rest_is_reported(monkeypatch: py
     assert native["float32"] == "its library was not built"
 
 
-@pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
+@pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 def test_an_impossible_request_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIHEAD_CPU", "avx9")
-    library._unforced.cache_clear()
+    library._best_instruction_set.cache_clear()
     try:
-        found = examine()
+        found = diagnose()
     finally:
-        library._unforced.cache_clear()
+        library._best_instruction_set.cache_clear()
     assert found.requested == "avx9"
     assert found.chosen is None
     assert found.warnings[0].startswith("MULTIHEAD_CPU is 'avx9', and there is no such instruction set. Give one that")

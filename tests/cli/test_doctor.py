@@ -63,7 +63,7 @@ No problems found.
 
 
 def run(monkeypatch: pytest.MonkeyPatch, found: room.Diagnosis, columns: int = 80) -> Result:
-    monkeypatch.setattr(room, "examine", lambda: found)
+    monkeypatch.setattr(room, "diagnose", lambda: found)
     return CliRunner().invoke(main, ["doctor"], env={"COLUMNS": str(columns)})
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from multihead.cli.look_output import COLUMNS, _drawn, print_files, print_textbook_heads
+from multihead.cli.look_output import COLUMNS, _rows_of_table, print_files, print_textbook_heads
 from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
 from multihead.record.analysis.chance import Evidence
@@ -75,7 +75,7 @@ def test_the_table_has_every_kind_of_a_head_and_a_line_of_chance() -> None:
     rows = [{**row, "kind": "repeated_induction+previous+local"}, {**other, "kind": "mixed"}]
     console = Console(width=80, no_color=True)
     with console.capture() as captured:
-        console.print(_drawn(rows, 80, KINDS, "en"))
+        console.print(_rows_of_table(rows, 80, KINDS, "en"))
     lines = [line.split() for line in captured.get().splitlines()]
     assert lines[3:5] == [["L0", "H1", "induction*", "+2", "0.50", "90"], ["L0", "H2", "mixed", "2.50", "10"]]
     assert lines[-1] == ["chance", "5.0"]

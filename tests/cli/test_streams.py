@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multihead.cli import _refuse, main, progress
+from multihead.cli import _exit_with_error, main, progress
 
 MAIN = "from multihead.cli import main; main()"
 
@@ -81,5 +81,5 @@ def test_text_that_is_not_utf_8_is_refused_whatever_the_encoding_of_the_terminal
 
 def test_an_error_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _refuse("The folder no\x1b[2J\u202efile\x9b\nis empty. Give another.")
+        _exit_with_error("The folder no\x1b[2J\u202efile\x9b\nis empty. Give another.")
     assert capsys.readouterr().err == "error: The folder no\\x1b[2J\\u202efile\\x9b is empty. Give another.\n"

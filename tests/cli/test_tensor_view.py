@@ -7,7 +7,7 @@ import io
 import torch
 from rich.console import Console
 
-from multihead.cli.tensor_view import draw, head_style, numbers, shape_lines, wrap
+from multihead.cli.tensor_view import draw_step, formatter_of_numbers, head_style, shape_lines, wrap_words
 from multihead.lab.walk import walk
 
 
@@ -16,7 +16,7 @@ def test_each_head_keeps_its_colour_and_its_label() -> None:
     entries = {
         axis: f"{name} {{}}".format for axis, name in {"batch": "sample", "length": "position", "heads": "head"}.items()
     }
-    drawing = draw(step, num_heads=3, entries=entries, width=80)
+    drawing = draw_step(step, num_heads=3, entries=entries, width=80)
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, color_system="standard", width=80)
     console.print(drawing.lines[1])
@@ -28,12 +28,12 @@ def test_each_head_keeps_its_colour_and_its_label() -> None:
 
 
 def test_numbers_are_written_with_as_many_decimals_as_they_need() -> None:
-    assert numbers(torch.tensor([1, 20]))(20) == "20"
-    assert numbers(torch.tensor([0.5, 0.0]))(0.5) == "0.5"
-    assert numbers(torch.tensor([0.25, 1.0]))(1.0) == "1.00"
-    assert numbers(torch.tensor([1 / 3, -torch.inf]))(1 / 3) == "0.333"
-    assert numbers(torch.tensor([1 / 3, -torch.inf]))(-torch.inf) == "-inf"
-    assert numbers(torch.tensor([0.5, -1e-17]))(-1e-17) == "0.0"
+    assert formatter_of_numbers(torch.tensor([1, 20]))(20) == "20"
+    assert formatter_of_numbers(torch.tensor([0.5, 0.0]))(0.5) == "0.5"
+    assert formatter_of_numbers(torch.tensor([0.25, 1.0]))(1.0) == "1.00"
+    assert formatter_of_numbers(torch.tensor([1 / 3, -torch.inf]))(1 / 3) == "0.333"
+    assert formatter_of_numbers(torch.tensor([1 / 3, -torch.inf]))(-torch.inf) == "-inf"
+    assert formatter_of_numbers(torch.tensor([0.5, -1e-17]))(-1e-17) == "0.0"
 
 
 def test_a_shape_stands_over_the_names_of_its_axes() -> None:
@@ -42,6 +42,6 @@ def test_a_shape_stands_over_the_names_of_its_axes() -> None:
 
 
 def test_chinese_lines_break_anywhere_but_before_a_closing_mark() -> None:
-    assert wrap("一二三四。五六", 8) == ["一二三", "四。五六"]
-    assert wrap("two words", 5) == ["two", "words"]
-    assert wrap("头 head_dim，共两列", 11) == ["头", "head_dim，", "共两列"]
+    assert wrap_words("一二三四。五六", 8) == ["一二三", "四。五六"]
+    assert wrap_words("two words", 5) == ["two", "words"]
+    assert wrap_words("头 head_dim，共两列", 11) == ["头", "head_dim，", "共两列"]

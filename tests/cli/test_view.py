@@ -216,7 +216,7 @@ def test_a_module_with_masks_of_the_user_is_imported_first(tmp_path: Path, monke
 
 
 def test_a_record_opened_by_the_command_is_what_was_saved(file: Path) -> None:
-    (one,) = view._loaded([str(file)])
+    (one,) = view._load_records([str(file)])
     assert one.name == "run.safetensors"
     assert one.folder == file.with_name("run.safetensors.levels")
     assert isinstance(one.record, Record)

@@ -83,7 +83,7 @@ def test_columns_are_turned_as_the_node_test_expects(name: str) -> None:
     heads = x if x.dim() == 4 else mh.split_heads(x, said["num_heads"])  # (batch, heads, length, head_dim)
     rotary = Rotary(dim=said.get("rotary_embedding_dim") or None, interleaved=bool(said.get("interleaved")))
     for waves in waves_of(node):
-        turned = rotary._applied(heads, waves)
+        turned = rotary._rotate_columns(heads, waves)
         found = turned if x.dim() == 4 else mh.merge_heads(turned)
         torch.testing.assert_close(found, node.expected, rtol=node.rtol, atol=node.atol)
 

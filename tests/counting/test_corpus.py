@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from multihead.counting import corpus
-from multihead.counting.corpus import Shard, divide, find_files, rows, sizes_of
+from multihead.counting.corpus import Shard, divide_into_shards, find_files, rows_of_shard, sizes_of
 from multihead.errors import InputError
 from tests.counting.tiny import jsonl, random_texts
 
@@ -25,8 +25,8 @@ TEXTS = random_texts(60)
 
 def read(file: str, *, shard_bytes: int | None = None) -> tuple[list[Shard], list[str | None]]:
     """Return the shards of a file in the order of its rows, and the texts of all of them."""
-    shards = sorted(divide(sizes_of([file]), "text", shard_bytes=shard_bytes))
-    return shards, [row.text for shard in shards for row in rows(shard, "text")]
+    shards = sorted(divide_into_shards(sizes_of([file]), "text", shard_bytes=shard_bytes))
+    return shards, [row.text for shard in shards for row in rows_of_shard(shard, "text")]
 
 
 class TestShards:
@@ -63,12 +63,14 @@ class TestShards:
         with fsspec.open("memory://corpus/a.txt", "w") as file:
             file.write("\n".join(TEXTS))
         files = find_files(["memory://corpus/*.txt"])
-        assert [row.text for shard in divide(sizes_of(files), "text") for row in rows(shard, "text")] == TEXTS
+        assert [
+            row.text for shard in divide_into_shards(sizes_of(files), "text") for row in rows_of_shard(shard, "text")
+        ] == TEXTS
 
     @pytest.mark.parametrize("total", [1 << 16, 1 << 20, 1 << 25, 1 << 30, 1 << 40])
     def test_they_become_smaller_so_that_processes_finish_together(self, total: int) -> None:
         """Processes that take one shard after the other, at equal rates: how much later than the first is the last?"""
-        shards = divide({"a.txt": total}, "text")
+        shards = divide_into_shards({"a.txt": total}, "text")
         sizes = [(total if each.stop < 0 else each.stop) - each.start for each in shards]
         assert (sum(sizes), sizes) == (total, sorted(sizes, reverse=True))
         assert sizes[0] <= corpus.LARGEST_SHARD
@@ -81,7 +83,9 @@ class TestShards:
             assert max(ends) - min(ends) <= max(sizes[-len(sizes) // 2 :])
 
     def test_the_largest_come_first_whatever_the_order_of_the_files(self) -> None:
-        shards = divide({"small.txt": 10, "b.txt.gz": 20_000, "large.txt": 50_000, "gone.txt": None}, "text")
+        shards = divide_into_shards(
+            {"small.txt": 10, "b.txt.gz": 20_000, "large.txt": 50_000, "gone.txt": None}, "text"
+        )
         assert [(each.file, each.start) for each in shards] == [
             ("b.txt.gz", 0), ("large.txt", 0), ("large.txt", 16384), ("large.txt", 32768), ("large.txt", 49152),
             ("small.txt", 0), ("gone.txt", 0),
@@ -106,7 +110,7 @@ class TestRowsThatAreNoText:
     def test_a_broken_line_is_named_and_the_next_one_read(self, tmp_path: Path, line: bytes, problem: str) -> None:
         file = tmp_path / "texts.jsonl"
         file.write_bytes(b'{"text": "first"}\n' + line + b'\n"last"\n')
-        found = list(rows(Shard(str(file), "jsonl", -1, 0, -1), "text"))
+        found = list(rows_of_shard(Shard(str(file), "jsonl", -1, 0, -1), "text"))
         assert [row.text for row in found] == ["first", None, "last"]
         assert (found[1].place, found[1].problem) == (f"{file} byte 18", problem)
 
@@ -116,7 +120,7 @@ class TestRowsThatAreNoText:
         monkeypatch.setattr(corpus, "LONGEST_LINE", 16)
         file = tmp_path / "texts.txt"
         file.write_bytes(b"a" * 100 + b"\nlast\n")
-        found = list(rows(Shard(str(file), "lines", -1, 0, -1), "text"))
+        found = list(rows_of_shard(Shard(str(file), "lines", -1, 0, -1), "text"))
         assert [(row.text, row.problem) for row in found] == [(None, "longer than 16 bytes"), ("last", "")]
         assert found[1].place == f"{file} byte 101"
 
@@ -124,7 +128,7 @@ class TestRowsThatAreNoText:
         file = str(tmp_path / "texts.parquet")
         broken = pa.array([b"first", b"\xff", None], pa.binary())
         pq.write_table(pa.table({"text": broken.view(pa.string())}), file)
-        found = list(rows(Shard(file, "parquet", 0, 0, -1), "text"))
+        found = list(rows_of_shard(Shard(file, "parquet", 0, 0, -1), "text"))
         assert [(row.text, row.problem) for row in found] == [("first", ""), (None, "not UTF-8"), (None, "no text")]
 
 
@@ -143,10 +147,10 @@ class TestFiles:
 
     def test_a_missing_file_is_one_shard_that_cannot_be_read(self, tmp_path: Path) -> None:
         there, gone = jsonl(tmp_path / "a.jsonl", TEXTS), str(tmp_path / "gone.parquet")
-        shards = divide(sizes_of(find_files([there, gone])), "text")
+        shards = divide_into_shards(sizes_of(find_files([there, gone])), "text")
         assert [shard.file for shard in shards] == [there, gone]
         with pytest.raises(FileNotFoundError):
-            list(rows(shards[1], "text"))
+            list(rows_of_shard(shards[1], "text"))
 
     @pytest.mark.parametrize(
         ("suffix", "damaged", "finding"),
@@ -175,7 +179,7 @@ class TestFiles:
         file = tmp_path / f"texts.txt{suffix}"
         file.write_bytes(damaged("\n".join(TEXTS).encode()))
         with pytest.raises(InputError, match=f"^{re.escape(f'{file} {finding}')}"):
-            list(rows(Shard(str(file), "lines", -1, 0, -1), "text"))
+            list(rows_of_shard(Shard(str(file), "lines", -1, 0, -1), "text"))
 
     def test_no_file_at_all_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"^There is no file '{tmp_path}/\*\.parquet'\. Check the names\.$"):
@@ -190,14 +194,14 @@ class TestFiles:
         file = str(tmp_path / "texts.parquet")
         pq.write_table(pa.table({"body": TEXTS, "number": range(60)}), file)
         with pytest.raises(InputError, match=r"has no column 'text'\. Give one of its columns: body, number\.$"):
-            list(rows(Shard(file, "parquet", 0, 0, -1), "text"))
+            list(rows_of_shard(Shard(file, "parquet", 0, 0, -1), "text"))
         with pytest.raises(InputError, match=r"holds int64, no text\. Give a column of strings\.$"):
-            list(rows(Shard(file, "parquet", 0, 0, -1), "number"))
+            list(rows_of_shard(Shard(file, "parquet", 0, 0, -1), "number"))
 
     def test_a_file_that_is_no_parquet_is_an_error_where_it_is_read(self, tmp_path: Path) -> None:
         file = tmp_path / "texts.parquet"
         file.write_bytes(b"PAR1 but not really")
-        shards = divide(sizes_of([str(file)]), "text")
+        shards = divide_into_shards(sizes_of([str(file)]), "text")
         assert shards == [Shard(str(file), "parquet", 0, 0, -1)]
         with pytest.raises(InputError, match=r"texts\.parquet cannot be read: .* Write it again\.$"):
-            list(rows(shards[0], "text"))
+            list(rows_of_shard(shards[0], "text"))

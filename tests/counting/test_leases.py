@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from multihead.counting.leases import EXPIRY, claim
+from multihead.counting.leases import EXPIRY, claim_shard
 
 OTHER = os.getppid()  # a process that runs
 
@@ -21,7 +21,7 @@ def lease_of(folder: Path, *, host: str | None = None, process: int = OTHER, age
 
 
 def test_a_shard_is_claimed_once(tmp_path: Path) -> None:
-    lease = claim(tmp_path, 3)
+    lease = claim_shard(tmp_path, 3)
     assert lease is not None
     assert json.loads(lease.file.read_text(encoding="utf-8"))["process"] == os.getpid()
     lease.release()
@@ -30,31 +30,31 @@ def test_a_shard_is_claimed_once(tmp_path: Path) -> None:
 
 def test_the_lease_of_a_process_that_runs_is_kept(tmp_path: Path) -> None:
     lease_of(tmp_path)
-    assert claim(tmp_path, 3) is None
+    assert claim_shard(tmp_path, 3) is None
 
 
 def test_the_lease_of_a_process_that_was_killed_is_void(tmp_path: Path) -> None:
     lease_of(tmp_path, process=2**22 + 1)  # above the largest number of a process
-    assert claim(tmp_path, 3) is not None
+    assert claim_shard(tmp_path, 3) is not None
 
 
 def test_the_lease_of_another_machine_is_kept_until_it_expires(tmp_path: Path) -> None:
     lease_of(tmp_path, host="elsewhere", process=2**22 + 1)
-    assert claim(tmp_path, 3) is None
+    assert claim_shard(tmp_path, 3) is None
     lease_of(tmp_path, host="elsewhere", age=EXPIRY + 1)
-    assert claim(tmp_path, 3) is not None
+    assert claim_shard(tmp_path, 3) is not None
 
 
 def test_a_lease_that_was_never_written_is_void_after_a_while(tmp_path: Path) -> None:
     file = lease_of(tmp_path)
     file.write_bytes(b"")
-    assert claim(tmp_path, 3) is None
+    assert claim_shard(tmp_path, 3) is None
     os.utime(file, (1, file.stat().st_mtime - 10))
-    assert claim(tmp_path, 3) is not None
+    assert claim_shard(tmp_path, 3) is not None
 
 
 def test_a_renewed_lease_lasts_longer(tmp_path: Path) -> None:
-    lease = claim(tmp_path, 3)
+    lease = claim_shard(tmp_path, 3)
     assert lease is not None
     os.utime(lease.file, (1, 1))
     lease.renew()
@@ -65,7 +65,7 @@ def test_a_renewed_lease_lasts_longer(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_another_process_took_is_not_an_error(tmp_path: Path) -> None:
-    lease = claim(tmp_path, 3)
+    lease = claim_shard(tmp_path, 3)
     assert lease is not None
     lease.file.unlink()
     lease.renewed -= EXPIRY

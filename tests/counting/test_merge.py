@@ -13,9 +13,9 @@ import pytest
 
 import multihead as mh
 from multihead.counting import merge
-from multihead.counting.merge import HEADS, SHARDS, Merged, merged, missing_shards, write_merged
+from multihead.counting.merge import HEADS, SHARDS, Merged, merge_shards, missing_shards, write_merged
 from multihead.counting.plan import read_plan
-from multihead.counting.shard import OF_CHANCE, completed, parquet_of, read_metadata, schema
+from multihead.counting.shard import OF_CHANCE, parquet_of, read_metadata, schema, with_missing_columns
 from multihead.errors import InputError
 
 
@@ -62,7 +62,7 @@ def test_a_shard_of_an_earlier_version_makes_chance_unknown_and_nothing_else() -
     for tables in ([one_row(1.0, shard=0), old], [old, one_row(1.0, shard=0)]):
         found = Merged(1)
         for table in tables:
-            found.add(completed(table))
+            found.add(with_missing_columns(table))
         row = found.table().to_pylist()[0]
         assert (row["count"], row["mean"]) == (2, 2.5)
         assert [row[name] for name in OF_CHANCE] == [None] * 4
@@ -133,13 +133,13 @@ class TestAFolder:
         plan.shard_file(copy, 1).unlink()
 
         def merged_slowly(*args: Any) -> Merged:
-            calls.append(merged(*args))
+            calls.append(merge_shards(*args))
             if len(calls) == 1:
                 for file in (plan.shard_file(Path(), 1), HEADS, SHARDS):
                     shutil.copy(folder / file, copy / file)
             return calls[-1]
 
-        monkeypatch.setattr(merge, "merged", merged_slowly)
+        monkeypatch.setattr(merge, "merge_shards", merged_slowly)
         write_merged(copy, plan, left_out=(1,))
         assert len(calls) == 2
         for file in (HEADS, SHARDS):
@@ -149,21 +149,21 @@ class TestAFolder:
         plan = read_plan(copy)
         plan.shard_file(copy, 1).unlink()
         assert missing_shards(copy, plan) == [1]
-        assert len(merged(copy, plan).shards) == len(plan.shards) - 1
+        assert len(merge_shards(copy, plan).shards) == len(plan.shards) - 1
 
     def test_a_shard_of_another_census_is_an_error(self, copy: Path) -> None:
         plan = read_plan(copy)
         file = plan.shard_file(copy, 1)
         file.write_bytes(parquet_of(pq.read_table(file), {"plan": "other"}))
         with pytest.raises(InputError, match=r"000001\.parquet' is not a shard of this census\. Delete it and run"):
-            merged(copy, plan)
+            merge_shards(copy, plan)
 
     def test_a_shard_that_is_cut_off_is_an_error_that_names_it(self, copy: Path) -> None:
         plan = read_plan(copy)
         file = plan.shard_file(copy, 1)
         file.write_bytes(file.read_bytes()[:100])
         with pytest.raises(InputError, match=r"000001\.parquet' cannot be read: .* Delete it and run the census again"):
-            merged(copy, plan)
+            merge_shards(copy, plan)
 
     def test_the_table_of_shards_says_where_each_is(self, counted: mh.Census) -> None:
         assert counted.shards["shard"].to_pylist() == list(range(len(counted.plan.shards)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multihead import probes
-from multihead.counting.plan import FILE, Plan, identity, model_id, read_plan, tokenizer_id
+from multihead.counting.plan import FILE, Plan, identity_of_probe, model_id, read_plan, tokenizer_id
 from multihead.errors import ArgumentError, InputError
 from multihead.models.loading import LoadedModel, load
 from tests.counting.tiny import bert, tokenizer
@@ -102,9 +102,9 @@ class TestProbes:
     def test_those_of_the_library_are_made_again_from_their_parts(self, plan: Plan) -> None:
         tokens = probes.tokens_mass("digits", (3, 4))
         chosen = (probes.PROBES["entropy"], probes.offset_mass(-5), probes.first_keys_mass(4), tokens)
-        assert replace(plan, probes=tuple(identity(each) for each in chosen)).built_in_probes() == chosen
+        assert replace(plan, probes=tuple(identity_of_probe(each) for each in chosen)).built_in_probes() == chosen
 
     def test_one_of_the_same_name_with_other_parts_is_not(self, plan: Plan) -> None:
         mine = probes.Probe("offset_plus_2_mass", lambda parts: parts["entropy"], {"entropy"})
         with pytest.raises(ArgumentError, match=r"^The probe offset_plus_2_mass is defined in a script"):
-            replace(plan, probes=(identity(mine),)).built_in_probes()
+            replace(plan, probes=(identity_of_probe(mine),)).built_in_probes()

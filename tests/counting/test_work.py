@@ -15,7 +15,7 @@ import pytest
 
 import multihead as mh
 from multihead.counting import work
-from multihead.counting.leases import claim
+from multihead.counting.leases import claim_shard
 from multihead.counting.merge import HEADS, missing_shards, write_merged
 from multihead.counting.plan import LEASES, read_plan
 from multihead.counting.shard import Counter
@@ -45,7 +45,7 @@ def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
     killed: list[int] = []
     seen: list[int] = []
     monkeypatch.setattr(subprocess, "Popen", kept)
-    monkeypatch.setattr(work, "claim", lambda *_: None)  # this process leaves all shards to the other one
+    monkeypatch.setattr(work, "claim_shard", lambda *_: None)  # this process leaves all shards to the other one
     plan = read_plan(folder).write(tmp_path)
     counter = Counter(load(model), plan, plan.built_in_probes())
     outcome = count_here(counter, tmp_path, range(len(plan.shards)), 1, kill_first, others=1)
@@ -108,7 +108,7 @@ def test_a_shard_that_another_process_counts_is_left_to_it(started: Counter, tmp
     found = [index for index, _ in count_shards(started, tmp_path, range(4))]
     assert found == [0, 2, 3]
     assert missing_shards(tmp_path, started.plan)[0] == 1
-    assert claim(tmp_path / LEASES, 0) is not None  # its own leases were released
+    assert claim_shard(tmp_path / LEASES, 0) is not None  # its own leases were released
 
 
 def test_the_lease_is_released_after_an_error(
@@ -131,7 +131,7 @@ def test_a_process_with_another_model_is_rejected(started: Counter, tmp_path: Pa
 
 def test_a_model_without_a_tokenizer_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"^tiny reads no text\. Give a model with a tokenizer\.$"):
-        work.usable(LoadedModel("", "tiny", bert(), None))
+        work.check_reads_text(LoadedModel("", "tiny", bert(), None))
 
 
 def test_the_rate_is_in_tokens_per_second() -> None:

@@ -184,7 +184,7 @@ def second_derivative(attend: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor,
 @each_mask
 def test_a_second_derivative_is_that_of_the_truth_and_says_what_it_costs(name: str, kernel: str | None) -> None:
     tensors = tuple(0.3 * each for each in qkv())
-    if kernel == "native" and library.absence() is not None:
+    if kernel == "native" and library.reason_of_absence() is not None:
         pytest.skip("there is no native library here")
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

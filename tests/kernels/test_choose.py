@@ -14,7 +14,17 @@ from multihead.errors import ArgumentError, SlowPathError
 from multihead.functional import request_of
 from multihead.kernels import choose as module
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.choose import CLASSES, KERNELS, TRAINING, Measured, choose, class_of, losses, plan, slower
+from multihead.kernels.choose import (
+    CLASSES,
+    KERNELS,
+    TRAINING,
+    Measured,
+    choose,
+    class_of,
+    is_slower,
+    measured_losses,
+    plan,
+)
 from multihead.kernels.native import library
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.plan.bounds import bounds_of, key_bounds
@@ -92,7 +102,7 @@ def test_a_call_with_tensors_of_its_own_is_planned_each_time(options: dict[str, 
 def test_the_instruction_set_takes_part_in_the_choice() -> None:
     request, _ = equal_requests()
     before = plan(request)
-    with library.using("scalar"):
+    with library.using_instruction_set("scalar"):
         assert plan(request).bounds is before.bounds
         assert plan(request) is not before
     assert plan(request) is before
@@ -113,12 +123,12 @@ def tensors(queries: int = LENGTH, keys: int = LENGTH, value_dim: int = 8) -> tu
 
 
 def said(request: AttentionRequest, set_name: str = "scalar") -> str | None:
-    return slower(request, bounds_of(request), set_name)
+    return is_slower(request, bounds_of(request), set_name)
 
 
 def lost(monkeypatch: pytest.MonkeyPatch, **ratios: float) -> None:
     named = {name.replace("_training", TRAINING): ratio for name, ratio in ratios.items()}
-    monkeypatch.setattr(module, "LOST", losses([Measured("scalar", "float32", "a machine", named)]))
+    monkeypatch.setattr(module, "LOST", measured_losses([Measured("scalar", "float32", "a machine", named)]))
 
 
 REQUESTS = {
@@ -197,5 +207,5 @@ def test_a_set_that_lost_nothing_costs_next_to_nothing(monkeypatch: pytest.Monke
     request = REQUESTS["full"]
     bounds = bounds_of(request)
     for name, limit in (("avx2", 5e-6), ("scalar", 20e-6)):  # generous: the machine may be busy
-        seconds = min(timeit.repeat(lambda name=name: slower(request, bounds, name), number=200, repeat=5)) / 200
+        seconds = min(timeit.repeat(lambda name=name: is_slower(request, bounds, name), number=200, repeat=5)) / 200
         assert seconds < limit

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import explanation
 from multihead.kernels.call import Work
-from multihead.kernels.explanation import Explanation, explained
+from multihead.kernels.explanation import Explanation, explain_request
 
 Q = torch.zeros(2, 4, 100, 16)
 
@@ -43,8 +43,8 @@ def test_each_line_says_one_thing() -> None:
 
 def test_a_request_is_explained_as_the_function_explains_its_tensors() -> None:
     request = request_of(Q, Q, Q, masks.Causal())
-    assert explained(request) == mh.explain(Q, Q, Q, mask=masks.Causal())
-    assert explained(request, kernel="reference").kernel == "reference"
+    assert explain_request(request) == mh.explain(Q, Q, Q, mask=masks.Causal())
+    assert explain_request(request, kernel="reference").kernel == "reference"
 
 
 def test_a_transform_is_explained_from_within() -> None:

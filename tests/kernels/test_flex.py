@@ -35,7 +35,7 @@ def taking_calls_on_the_cpu() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "refusal", lambda request, bounds: None)
-        patch.setattr(flex, "_compiled", lambda: flex._flex)
+        patch.setattr(flex, "_compiled_flex_attention", lambda: flex._call_flex_attention)
         patch.setattr(room, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         patch.setattr(room, "_validate_device", lambda q, k, v: None)
         yield
@@ -210,8 +210,8 @@ def test_a_second_derivative_is_led_around_it_with_a_warning(
     """As on CUDA, where the compiled backward raises in double backward, and in eager mode."""
     torch.compiler.reset()
     if backend is not None:
-        compiled = torch.compile(flex._flex, backend=backend, fullgraph=True)
-        monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+        compiled = torch.compile(flex._call_flex_attention, backend=backend, fullgraph=True)
+        monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: compiled)
     found = []
     for kernel in ("flex", "reference"):
         torch.manual_seed(0)
@@ -245,7 +245,7 @@ def test_where_pytorch_cannot_compile_the_reference_kernel_runs_with_a_warning(
     def failing(*_: object, **__: object) -> None:
         raise FailOnRecompileLimitHit("8")
 
-    monkeypatch.setattr(flex, "_compiled", lambda: failing)
+    monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: failing)
     with pytest.warns(SlowPathWarning) as warned:
         output = mh.attention(Q, Q, Q, kernel="flex")
     assert str(warned[0].message) == (
@@ -350,10 +350,10 @@ def test_scales_and_softcaps_are_compiled_as_constants() -> None:
         assert all(isinstance(given, Tensor) for given in inputs)
         return graph.forward
 
-    compiled = torch.compile(flex._flex, backend=backend, fullgraph=True)
+    compiled = torch.compile(flex._call_flex_attention, backend=backend, fullgraph=True)
     for scale, softcap in ((0.25, 2.0), (0.5, 3.0), (0.75, 4.0)):
         request = request_of(Q, Q, Q, scale=scale, softcap=softcap)
-        output, _ = flex._compute(request, bounds_of(request), compiled)
+        output, _ = flex._output_and_logsumexp(request, bounds_of(request), compiled)
         expected = mh.attention(Q, Q, Q, scale=scale, softcap=softcap, kernel="reference")
         torch.testing.assert_close(output, expected)
     assert scales == [0.25, 0.5, 0.75]

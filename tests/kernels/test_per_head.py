@@ -13,7 +13,7 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import per_head
 from multihead.kernels.call import AttentionCall, AttentionRequest, listen
-from multihead.kernels.per_head import attended_by_head, suits
+from multihead.kernels.per_head import attended_by_head, computes_per_head
 from multihead.masks.place import Place
 from tests.kernel_names import needs_native
 
@@ -133,24 +133,26 @@ def test_it_accepts_dropout_and_plain_calls_without_gradients_only() -> None:
     full, _ = made(masks.Full())
     causal, _ = made(masks.Causal())
     dropped, _ = made(masks.Causal(), dropout=0.5)
-    assert suits(dropped, need_weights=True)
-    assert suits(still(full), need_weights=True)
+    assert computes_per_head(dropped, need_weights=True)
+    assert computes_per_head(still(full), need_weights=True)
     with torch.no_grad():
-        assert suits(full, need_weights=True)
-    assert not suits(full, need_weights=True)  # the fused kernel has the faster gradient
-    assert not suits(still(causal), need_weights=True)  # and skips what a mask hides
+        assert computes_per_head(full, need_weights=True)
+    assert not computes_per_head(full, need_weights=True)  # the fused kernel has the faster gradient
+    assert not computes_per_head(still(causal), need_weights=True)  # and skips what a mask hides
     many = torch.zeros(1, 1, 1025, 2)
-    assert not suits(request_of(many, many, many), need_weights=True)
-    assert not suits(request_of(*(torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16),) * 3), need_weights=True)
-    assert not suits(request_of(torch.zeros(1, 1, 0, 2), *(torch.zeros(1, 1, 3, 2),) * 2), need_weights=True)
+    assert not computes_per_head(request_of(many, many, many), need_weights=True)
+    assert not computes_per_head(request_of(*(torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16),) * 3), need_weights=True)
+    assert not computes_per_head(
+        request_of(torch.zeros(1, 1, 0, 2), *(torch.zeros(1, 1, 3, 2),) * 2), need_weights=True
+    )
 
 
 @needs_native
 def test_without_weights_it_leaves_plain_calls_to_the_native_kernel_and_keeps_dropout() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    assert not suits(request_of(q, q, q), need_weights=False)
-    assert suits(request_of(q, q, q, dropout=0.5), need_weights=False)
-    assert suits(request_of(*(q.double(),) * 3), need_weights=False)  # which that kernel refuses
+    assert not computes_per_head(request_of(q, q, q), need_weights=False)
+    assert computes_per_head(request_of(q, q, q, dropout=0.5), need_weights=False)
+    assert computes_per_head(request_of(*(q.double(),) * 3), need_weights=False)  # which that kernel refuses
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -159,7 +161,7 @@ def test_inputs_that_are_not_finite_are_left_to_the_kernels(name: str, bad: floa
     request, _ = made(masks.Full(), dropout=0.5)
     restore_nan = getattr(request, name).detach().clone()
     restore_nan[1, 2, 3, 0] = bad
-    assert not suits(still(request, **{name: restore_nan}), need_weights=True)
+    assert not computes_per_head(still(request, **{name: restore_nan}), need_weights=True)
 
 
 def test_a_bias_of_minus_infinity_hides_and_any_other_that_is_not_finite_is_left() -> None:
@@ -167,9 +169,11 @@ def test_a_bias_of_minus_infinity_hides_and_any_other_that_is_not_finite_is_left
     hiding = torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.float64)
     hiding[..., 2, :] = -torch.inf
     calm = still(request, bias=hiding)
-    assert suits(calm, need_weights=True)
+    assert computes_per_head(calm, need_weights=True)
     output, weights = attended_by_head(calm, need_weights=True, average=False)
     assert weights is not None
     assert (weights[:, :, 2] == 0).all()
     assert (output[:, :, 2] == 0).all()
-    assert not suits(still(request, bias=hiding.masked_fill(hiding == -torch.inf, torch.inf)), need_weights=True)
+    assert not computes_per_head(
+        still(request, bias=hiding.masked_fill(hiding == -torch.inf, torch.inf)), need_weights=True
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from multihead.lab.matching import vectors
+from multihead.lab.matching import match_vectors
 from multihead.lab.parameters import parameters
 from multihead.lab.run import Answers
 from multihead.lab.tasks import TASKS
@@ -18,7 +18,7 @@ def few_answers() -> Answers:
         parameters=parameters(embed_dim=16, length=4, heads=(1, 2)),
         experiments=tuple(compare(task, heads=(1, 2), seeds=2, steps=4) for task in TASKS.values()),
         copies=compare(TASKS["two"], heads=(2,), seeds=2, steps=4, start="copied"),
-        vectors=vectors(trials=40, seeds=2, lengths=(8, 64), noises=(0.5, 2.0)),
+        vectors=match_vectors(trials=40, seeds=2, lengths=(8, 64), noises=(0.5, 2.0)),
         seeds=2,
         seed=0,
         quick=False,

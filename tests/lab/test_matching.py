@@ -6,31 +6,31 @@ import pytest
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.lab.matching import CONTENTS, Spread, vectors
+from multihead.lab.matching import CONTENTS, Spread, match_vectors
 
 
 def test_without_noise_a_long_row_of_even_content_always_finds_its_partner() -> None:
-    found = vectors(trials=50, seeds=2, noises=(0.0,), lengths=(64,))
+    found = match_vectors(trials=50, seeds=2, noises=(0.0,), lengths=(64,))
     even = found.matches[0]
     assert even.content == "even"
     assert even.long == Spread.of([1.0, 1.0], questions=50)
 
 
 def test_under_heavy_noise_everything_is_a_guess() -> None:
-    found = vectors(candidates=10, trials=500, seeds=2, noises=(1e6,), lengths=(8,))
+    found = match_vectors(candidates=10, trials=500, seeds=2, noises=(1e6,), lengths=(8,))
     for match in found.matches:
         guess = 1 / 45 if match.content == "two" else 1 / 10
         assert abs(match.long.mean - guess) < 0.06
 
 
 def test_where_all_rows_carry_the_partner_the_knowing_ones_are_all() -> None:
-    for match in vectors(trials=50, seeds=2, noises=(1.0,), lengths=(8,)).matches:
+    for match in match_vectors(trials=50, seeds=2, noises=(1.0,), lengths=(8,)).matches:
         if match.content in ("even", "uneven", "groups"):
             assert match.own == match.short
 
 
 def test_every_content_is_measured_at_every_noise() -> None:
-    found = vectors(trials=10, seeds=1, noises=(0.5, 1.0), lengths=(8, 16))
+    found = match_vectors(trials=10, seeds=1, noises=(0.5, 1.0), lengths=(8, 16))
     assert [(match.content, match.noise) for match in found.matches] == [
         (content, noise) for content in CONTENTS for noise in (0.5, 1.0)
     ]
@@ -39,7 +39,7 @@ def test_every_content_is_measured_at_every_noise() -> None:
 
 def test_scaled_scores_keep_softmax_as_flat_at_every_length() -> None:
     """Without a partner, q . k / sqrt(columns) has the same variance at every length, and q . k grows."""
-    short, long = vectors(trials=300, seeds=2, noises=(1.0,), lengths=(16, 256)).lengths
+    short, long = match_vectors(trials=300, seeds=2, noises=(1.0,), lengths=(16, 256)).lengths
     assert abs(short.scaled_keys.mean - long.scaled_keys.mean) < 2
     assert long.plain_keys.mean < short.plain_keys.mean / 2
     assert long.plain_slope.mean < short.plain_slope.mean
@@ -47,8 +47,8 @@ def test_scaled_scores_keep_softmax_as_flat_at_every_length() -> None:
 
 def test_the_same_seed_gives_the_same_numbers_and_another_gives_others() -> None:
     small = {"trials": 30, "seeds": 2, "noises": (1.0,), "lengths": (8,)}
-    assert vectors(**small) == vectors(**small)
-    assert vectors(**small).matches != vectors(**small, seed=7).matches
+    assert match_vectors(**small) == match_vectors(**small)
+    assert match_vectors(**small).matches != match_vectors(**small, seed=7).matches
 
 
 def test_a_spread_is_the_mean_and_the_standard_deviation_of_its_values() -> None:
@@ -77,24 +77,24 @@ def test_a_single_seed_is_never_apart_and_a_share_has_at_least_its_binomial_erro
 
 def test_parts_that_do_not_fit_and_empty_measurements_are_refused() -> None:
     with pytest.raises(ArgumentError) as parts:
-        vectors(parts=7)
+        match_vectors(parts=7)
     assert str(parts.value) == (
         "parts is 7, and columns is 64. Give an even number of parts that divides the columns, such as 8 for 64."
     )
     with pytest.raises(ArgumentError) as empty:
-        vectors(trials=0)
+        match_vectors(trials=0)
     assert str(empty.value) == (
         "There are 64 candidates, 0 trials and 5 seeds. Give at least 2 candidates, 1 trial and 1 seed."
     )
 
 
 def test_what_only_some_rows_carry_is_found_by_these_and_not_by_all() -> None:
-    found = {match.content: match for match in vectors(trials=200, seeds=2, noises=(0.0,), lengths=(8,)).matches}
+    found = {match.content: match for match in match_vectors(trials=200, seeds=2, noises=(0.0,), lengths=(8,)).matches}
     assert found["part"].long.mean < 0.3 < 0.5 < found["part"].own.mean
     assert found["even"].long.mean == 1
 
 
 def test_two_partners_are_each_found_by_their_own_half() -> None:
-    two = vectors(trials=200, seeds=2, noises=(0.0,), lengths=(8,)).matches[-1]
+    two = match_vectors(trials=200, seeds=2, noises=(0.0,), lengths=(8,)).matches[-1]
     assert two.content == "two"
     assert two.own.mean > 0.9

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multihead.lab.matching import Match, Spread, vectors
+from multihead.lab.matching import Match, Spread, match_vectors
 from multihead.lab.report import build_chapters, copies_chapter, experiment_chapter
 from multihead.lab.tasks import HeadLook
 from multihead.lab.text import Chapter, language
@@ -115,7 +115,7 @@ def test_the_verdict_on_long_and_short_rows_follows_from_the_shares(matches, exp
 
 
 def test_one_seed_gives_no_verdict_on_rows() -> None:
-    found = vectors(trials=20, seeds=1, lengths=(8, 64), noises=(0.5,))
+    found = match_vectors(trials=20, seeds=1, lengths=(8, 64), noises=(0.5,))
     for lang, words in (("en", "One seed has no spread"), ("zh", "只有一个种子")):
         made = {each.name: each for each in build_chapters(replace(few_answers(), vectors=found), language(lang))}
         assert made["vectors"].answer.startswith(words)

@@ -6,7 +6,7 @@ import pytest
 
 from multihead.errors import ArgumentError
 from multihead.lab.matching import Spread
-from multihead.lab.text import NBSP, language, percent, shape, small
+from multihead.lab.text import NBSP, format_percent, format_rounding_error, format_shape, language
 
 
 def test_items_are_joined_in_the_manner_of_the_language() -> None:
@@ -23,13 +23,13 @@ def test_numbers_hold_together_over_the_end_of_a_line() -> None:
     assert english.spread(Spread(0.981, None)) == f"98.1{NBSP}%"
     assert english.number(Spread(12.34, None)) == "12.3"
     assert (english.seeds(1), english.seeds(5)) == (f"1{NBSP}seed", f"5{NBSP}seeds")
-    assert percent(0.5, 0) == f"50{NBSP}%"
+    assert format_percent(0.5, 0) == f"50{NBSP}%"
 
 
 def test_shapes_and_rounding_errors_are_written_plainly() -> None:
-    assert shape((1, 2, 12, 12)) == "(1, 2, 12, 12)"
-    assert small(0.0) == "0"
-    assert small(6.4e-14) == "6.4e-14"
+    assert format_shape((1, 2, 12, 12)) == "(1, 2, 12, 12)"
+    assert format_rounding_error(0.0) == "0"
+    assert format_rounding_error(6.4e-14) == "6.4e-14"
 
 
 def test_another_language_is_refused() -> None:

@@ -12,7 +12,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.layer.arguments import LayerCall
 from multihead.layer.cache.cache import Memory
 from multihead.layer.packing import Padding
-from multihead.layer.steps import extend, first_position, gate, normalise, prepend, rotate
+from multihead.layer.steps import apply_gates, extend_cache, first_position, normalise, prepend_learned_keys, rotate
 
 Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 
@@ -65,12 +65,12 @@ def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
     cache, lengths = KeyValueCache(), torch.tensor([3, 2])
     padded = call_of(within=True, mask=masks.Causal())
     padded.padding = Padding.of(padded.x, padded.x, lengths, None, together=False)
-    extend(cache, padded, Q, K, K)
+    extend_cache(cache, padded, Q, K, K)
     assert padded.scales is None
     assert not torch.as_tensor(padded.start).any()
     assert masks.picture(padded.mask, queries=3, keys=3) == "■ · ·   ■ · ·\n■ ■ ·   ■ ■ ·\n■ ■ ■   · · ·"
     call = call_of(within=True, mask=masks.Causal())
-    k, v = extend(cache, call, Q, 2 * K, K)
+    k, v = extend_cache(cache, call, Q, 2 * K, K)
     assert torch.equal(torch.as_tensor(call.start), lengths)
     assert torch.equal(k[1, :, 2:5], 2 * K[1])
     assert v.shape == k.shape
@@ -78,10 +78,10 @@ def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
 
 def test_a_cache_keeps_the_memory_of_a_cross_attention() -> None:
     cache, call = KeyValueCache(), call_of(within=False)
-    k, _ = extend(cache, call, Q, K, K)
+    k, _ = extend_cache(cache, call, Q, K, K)
     later = call_of(within=False)
     later.cached = cache.memory
-    again, _ = extend(cache, later, Q, K, K)
+    again, _ = extend_cache(cache, later, Q, K, K)
     assert (call.start, later.start) == (0, 0)
     assert again is k
     assert cache.query_start == 6
@@ -96,17 +96,17 @@ def test_a_gate_multiplies_what_its_head_gives(size: tuple[int, ...]) -> None:
     expected = torch.einsum(
         "bhqd,bhq->bhqd", OUTPUT, gates.view(1, 3, 1).expand(2, 3, 4) if len(size) == 1 else gates.expand(2, 3, 4)
     )
-    assert torch.allclose(gate(OUTPUT, gates), expected)
+    assert torch.allclose(apply_gates(OUTPUT, gates), expected)
 
 
 def test_a_gate_keeps_the_dtype_of_what_it_multiplies() -> None:
-    assert gate(OUTPUT.bfloat16(), torch.ones(3)).dtype == torch.bfloat16
+    assert apply_gates(OUTPUT.bfloat16(), torch.ones(3)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("size", [(2,), (3, 4), (2, 3, 5)])
 def test_gates_that_do_not_fit_are_refused(size: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError) as refusal:
-        gate(OUTPUT, torch.ones(size))
+        apply_gates(OUTPUT, torch.ones(size))
     assert str(refusal.value) == (
         f"head_gates has shape {size}, and there are 3 heads. "
         "Give one factor per head: shape (3,), or one that broadcasts to (batch, heads, queries) = (2, 3, 4)."
@@ -115,6 +115,6 @@ def test_gates_that_do_not_fit_are_refused(size: tuple[int, ...]) -> None:
 
 def test_a_learned_row_stands_before_all_others_in_each_sample() -> None:
     key = torch.randn(3, 5)
-    whole = prepend(key, OUTPUT)
+    whole = prepend_learned_keys(key, OUTPUT)
     assert torch.equal(whole[:, :, 1:], OUTPUT)
     assert torch.equal(whole[:, :, 0], key.expand(2, 3, 5))

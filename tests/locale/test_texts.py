@@ -18,7 +18,7 @@ from multihead.locale.texts import LANGUAGES, section, statistic_label, text
 from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
 
-ENGLISH, CHINESE = (texts._texts(lang) for lang in LANGUAGES)
+ENGLISH, CHINESE = (texts._texts_in_language(lang) for lang in LANGUAGES)
 HAN = re.compile("[\u4e00-\u9fff]")
 PAGES = {
     "viewer/static/report": ("common", "page", "report"),

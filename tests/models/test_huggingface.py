@@ -108,7 +108,7 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
             heard.append(call.request.dropout)
 
     model = hf.BertModel(hf.BertConfig(**ENCODER, vocab_size=VOCABULARY, attention_probs_dropout_prob=0.25))
-    with listen(Ear()), huggingface.installed(model):
+    with listen(Ear()), huggingface.install(model):
         model.train()(**batch_of("bert"))
         model.eval()(**batch_of("bert"))
     assert heard == [0.25, 0.25, 0.0, 0.0]

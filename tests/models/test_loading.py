@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import multihead as mh
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
-from multihead.models.loading import CONTINUED, Encoded, LoadedModel, decoder_input, encode, load, quiet
+from multihead.models.loading import CONTINUED, Encoded, LoadedModel, decoder_input, encode, load, without_messages
 from tests.families import family
 from tests.gguf_file import written
 
@@ -332,7 +332,7 @@ def test_quiet_restores_all_settings() -> None:
 
     library.enable_progress_bar()
     before = library.get_verbosity()
-    with quiet():
+    with without_messages():
         assert not library.is_progress_bar_enabled()
         assert library.get_verbosity() == logging.CRITICAL
         warnings.warn("nobody hears this", stacklevel=1)

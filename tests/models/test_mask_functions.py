@@ -15,7 +15,7 @@ from transformers import masking_utils as library
 from multihead import masks
 from multihead.models.huggingface import mask_for
 from multihead.models.lazy_mask import LazyMask
-from multihead.models.mask_functions import Extent, recognised
+from multihead.models.mask_functions import Extent, mask_of_function
 
 LEFT = torch.tensor([0, 2])
 PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 2, 2]])
@@ -53,7 +53,7 @@ def extent(**changes: Any) -> Extent:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_known_function_is_converted_to_the_same_mask(name: str) -> None:
     function, expected = FUNCTIONS[name]
-    assert recognised(function, extent()) == expected
+    assert mask_of_function(function, extent()) == expected
 
 
 PLACES = [(9, 9, 0, 0), (1, 9, 8, 0), (3, 9, 6, 0), (1, 5, 8, 4), (2, 5, 9, 6)]
@@ -91,7 +91,7 @@ def assert_alike(found: Tensor, expected: Tensor | None) -> None:
 @pytest.mark.parametrize("inner", [library.causal_mask_function, library.sliding_window_causal_mask_function(2)])
 def test_packed_sequences_become_documents(inner: Callable[..., Any]) -> None:
     function = library.packed_sequence_compatibility_function(inner, POSITIONS, PACKED)
-    mask = recognised(function, extent())
+    mask = mask_of_function(function, extent())
     assert mask is not None
     assert "Documents" in repr(mask)
     call = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": function}
@@ -101,7 +101,7 @@ def test_packed_sequences_become_documents(inner: Callable[..., Any]) -> None:
 @given(size=st.integers(1, 7), length=st.integers(1, 20), left=st.integers(0, 6))
 def test_chunks_become_documents_that_start_at_the_first_token(size: int, length: int, left: int) -> None:
     function = library.chunked_causal_mask_function(size, torch.tensor([0, min(left, length)]))
-    assert recognised(function, extent(queries=length, keys=length)) is not None
+    assert mask_of_function(function, extent(queries=length, keys=length)) is not None
     call = {"batch_size": 2, "q_length": length, "kv_length": length, "mask_function": function}
     assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 
@@ -111,7 +111,7 @@ def test_a_function_with_the_name_of_a_known_one_is_not_recognised() -> None:
         return key >= query
 
     impostor.__qualname__ = "causal_mask_function"
-    assert recognised(impostor, extent()) is None
+    assert mask_of_function(impostor, extent()) is None
     call = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": impostor}
     assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 

@@ -17,7 +17,7 @@ from multihead import masks
 from multihead.errors import ModelError
 from multihead.kernels.call import listen
 from multihead.models import huggingface
-from multihead.models.packed import FAMILIES, _pack, packed
+from multihead.models.packed import FAMILIES, _pack_inputs, leave_out_padding
 from tests.families import DECODER, ENCODER, TEXT, VOCABULARY, family
 
 BATCH, LENGTH = 4, 12
@@ -132,7 +132,7 @@ class TestEveryFamily:
         real = batch["attention_mask"].bool()
         model, expected = eager(name, batch, dtype=dtype, output_hidden_states=True)
         rows = Rows(model)
-        with packed(model), mh.strict():
+        with leave_out_padding(model), mh.strict():
             output = model(**batch, output_hidden_states=True)
         runs_padded = padding == "holes" and name in BY_DISTANCE
         assert rows.sizes[0] == ((BATCH, LENGTH) if runs_padded else (1, int(real.sum())))
@@ -151,7 +151,7 @@ class TestEveryFamily:
         expected, output = eager(name, batch, dtype=dtype)
         output.loss.backward()
         model = model_of(name, dtype=dtype)
-        with packed(model):
+        with leave_out_padding(model):
             model(**batch).loss.backward()
         wanted = {key: parameter.grad for key, parameter in expected.named_parameters()}
         assert any(grad is not None and grad.any() for grad in wanted.values())
@@ -165,7 +165,7 @@ class TestEveryFamily:
         batch = batch_of(name, padding)
         with torch.no_grad():
             model, expected = eager(name, batch)
-            with packed(model), mh.strict():
+            with leave_out_padding(model), mh.strict():
                 output = model(**batch)
         real = batch["attention_mask"].bool()
         at_tokens = real if output.logits.shape[:2] == real.shape else slice(None)
@@ -178,10 +178,10 @@ class TestWhatTheCallerGives:
     @torch.no_grad()
     def compare(self, model: Any, *args: Any, **batch: Any) -> None:
         real = batch["attention_mask"].bool()
-        with huggingface.installed(model):
+        with huggingface.install(model):
             expected = model(*args, **batch)
         rows = Rows(model)
-        with packed(model):
+        with leave_out_padding(model):
             output = model(*args, **batch)
         assert rows.sizes == [(1, int(real.sum()))]
         assert type(output) is type(expected)
@@ -194,9 +194,9 @@ class TestWhatTheCallerGives:
         batch = batch_of(name, "right")
         config = model_of(name).config
         model = POOLED[name](config).double().eval()
-        with huggingface.installed(model):
+        with huggingface.install(model):
             expected = model(**batch)
-        with packed(model):
+        with leave_out_padding(model):
             output = model(**batch)
         torch.testing.assert_close(output.pooler_output, expected.pooler_output, atol=1e-9, rtol=0)
 
@@ -241,7 +241,7 @@ class TestWhatTheCallerGives:
     @torch.no_grad()
     def test_some_of_the_hidden_states_may_be_chosen(self) -> None:
         model, batch = model_of("bert").base_model, batch_of("bert", "right")
-        with packed(model):
+        with leave_out_padding(model):
             states = model(**batch, output_hidden_states=[1]).hidden_states
         assert [None if each is None else tuple(each.shape) for each in states[:2]] == [None, (BATCH, LENGTH, 32)]
 
@@ -267,10 +267,10 @@ class TestCallsThatRunPadded:
 
     @torch.no_grad()
     def compare(self, model: Any, batch: dict[str, Any]) -> None:
-        with huggingface.installed(model):
+        with huggingface.install(model):
             expected = model(**batch)
         rows = Rows(model)
-        with packed(model):
+        with leave_out_padding(model):
             output = model(**batch)
         assert rows.sizes == [(BATCH, LENGTH)]
         assert torch.equal(output[0], expected[0])
@@ -319,7 +319,7 @@ class TestCallsThatRunPadded:
     def test_a_model_whose_attention_was_changed_afterwards(self) -> None:
         model, batch = model_of("bert"), batch_of("bert", "right")
         rows = Rows(model)
-        with packed(model), torch.no_grad():
+        with leave_out_padding(model), torch.no_grad():
             model.set_attn_implementation("eager")
             model(**batch, output_attentions=True)
         assert rows.sizes == [(BATCH, LENGTH)]
@@ -328,9 +328,9 @@ class TestCallsThatRunPadded:
         model, batch = model_of("bert").base_model, batch_of("bert", "right")
 
         def runs_padded(batch: dict[str, Tensor]) -> Tensor:
-            return batch["input_ids"].new_tensor(_pack(FAMILIES["BertModel"], model, (), batch) is None)
+            return batch["input_ids"].new_tensor(_pack_inputs(FAMILIES["BertModel"], model, (), batch) is None)
 
-        with huggingface.installed(model):
+        with huggingface.install(model):
             assert not runs_padded(batch)
             assert torch.compile(runs_padded, backend="eager", fullgraph=True)(batch)
 
@@ -342,9 +342,9 @@ class TestCaches:
     def test_the_cache_of_a_prompt_is_padded(self) -> None:
         model, batch = model_of("llama"), batch_of("llama", "left")
         real = batch["attention_mask"].bool()
-        with huggingface.installed(model):
+        with huggingface.install(model):
             expected = model(**batch).past_key_values
-        with packed(model):
+        with leave_out_padding(model):
             found = model(**batch).past_key_values
         for layer, wanted in zip(found.layers, expected.layers, strict=True):
             for x, y in ((layer.keys, wanted.keys), (layer.values, wanted.values)):
@@ -361,7 +361,7 @@ class TestCaches:
         options = {"max_new_tokens": 6, "do_sample": False, **options}
         expected = model.generate(**batch, **options)
         rows = Rows(model)
-        with packed(model):
+        with leave_out_padding(model):
             output = model.generate(**batch, **options)
         assert torch.equal(output, expected)
         beams = options.get("num_beams", 1)
@@ -374,7 +374,7 @@ class TestCaches:
         model = model_of("t5", dtype=torch.float64)
         model.set_attn_implementation("eager")
         expected = model.generate(**batch, max_new_tokens=6)
-        with packed(model):
+        with leave_out_padding(model):
             output = model.generate(**batch, max_new_tokens=6)
         assert torch.equal(output, expected)
 
@@ -397,7 +397,7 @@ class TestTraining:
             if checkpointed:
                 getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
             rows = Rows(model)
-            with packed(model), mh.strict():
+            with leave_out_padding(model), mh.strict():
                 model(**batch).loss.backward()
             assert rows.sizes[0] == (1, int(batch["attention_mask"].sum()))
             grads.append([parameter.grad for parameter in model.parameters()])
@@ -408,7 +408,7 @@ class TestTraining:
     def test_autocast_computes_in_bfloat16(self, name: str) -> None:
         batch = batch_of(name, "right", labels=True)
         model = model_of(name)
-        with packed(model), torch.autocast("cpu", torch.bfloat16):
+        with leave_out_padding(model), torch.autocast("cpu", torch.bfloat16):
             output = model(**batch)
         output.loss.backward()
         _, expected = eager(name, batch)
@@ -423,7 +423,7 @@ class TestTraining:
             return requests[-1]
 
         made, model = huggingface.request_of, model_of("t5")
-        with pytest.MonkeyPatch.context() as patch, packed(model):
+        with pytest.MonkeyPatch.context() as patch, leave_out_padding(model):
             patch.setattr(huggingface, "request_of", see)
             model.encoder(**{key: batch_of("t5", "right")[key] for key in ("input_ids", "attention_mask")})
         assert [tuple(request.bias.values.shape) for request in requests] == [(1, 4, 2 * 27 - 1)] * 2
@@ -436,7 +436,7 @@ def test_an_observed_model_is_recorded_sample_by_sample(name: str, padding: str)
     with torch.no_grad():
         with mh.observe(model) as expected:
             model(**batch)
-        with packed(model), mh.observe(model) as seen:
+        with leave_out_padding(model), mh.observe(model) as seen:
             model(**batch)
     assert [layer.name for layer in seen.layers] == [layer.name for layer in expected.layers]
     for layer, wanted in zip(seen.layers, expected.layers, strict=True):
@@ -456,7 +456,7 @@ def test_a_listener_that_does_not_observe_hears_the_row() -> None:
             shapes.append((call.request.mask, call.request.q.shape[::2]))
 
     model, batch = model_of("llama"), batch_of("llama", "left")
-    with packed(model), listen(Ear()):
+    with leave_out_padding(model), listen(Ear()):
         model(**batch)
     assert shapes == [(masks.Causal() & masks.Documents((12, 5, 1, 9)), (1, 27))] * 2
 
@@ -471,7 +471,7 @@ class TestTheModelIsPutBack:
         model.set_attn_implementation("eager")
         with torch.no_grad():
             expected = model(**batch)[0]
-            with packed(model):
+            with leave_out_padding(model):
                 assert self.hooks(model)
                 model(**batch)
             assert not self.hooks(model)
@@ -479,16 +479,16 @@ class TestTheModelIsPutBack:
 
     def test_after_an_exception_in_the_model(self) -> None:
         model, batch = model_of("bert"), batch_of("bert", "right")
-        with packed(model), pytest.raises(IndexError):
+        with leave_out_padding(model), pytest.raises(IndexError):
             model(**{**batch, "input_ids": batch["input_ids"] + VOCABULARY})
         assert not self.hooks(model)
-        with packed(model), torch.no_grad():
+        with leave_out_padding(model), torch.no_grad():
             assert model(**batch).logits.shape == (BATCH, LENGTH, 2)
 
     @torch.no_grad()
     def test_when_the_result_is_closed(self) -> None:
         model = model_of("bert")
-        undo = packed(model)
+        undo = leave_out_padding(model)
         assert self.hooks(model)
         undo.close()
         assert not self.hooks(model)
@@ -496,16 +496,16 @@ class TestTheModelIsPutBack:
     @torch.no_grad()
     def test_packing_twice_is_packing_once(self) -> None:
         model, batch = model_of("bert"), batch_of("bert", "right")
-        with packed(model):
+        with leave_out_padding(model):
             expected = model(**batch).logits
-            with packed(model):
+            with leave_out_padding(model):
                 assert torch.equal(model(**batch).logits, expected)
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     @torch.no_grad()
     def test_a_copy_of_a_packed_model_is_packed(self, copied: Callable[[Any], Any]) -> None:
         model, batch = model_of("bert"), batch_of("bert", "right")
-        with packed(model):
+        with leave_out_padding(model):
             expected = model(**batch).logits
             other = copied(model)
         rows = Rows(other)
@@ -517,7 +517,7 @@ class TestModelsThatCannotBePacked:
     @pytest.mark.parametrize("name", ["gpt2", "whisper", "vit"])
     def test_other_families_are_rejected(self, name: str) -> None:
         model = family(name)
-        with pytest.raises(ModelError) as raised, packed(model):
+        with pytest.raises(ModelError) as raised, leave_out_padding(model):
             pass
         assert str(raised.value) == (
             f"{type(model).__name__} cannot leave out padding. "
@@ -526,11 +526,11 @@ class TestModelsThatCannotBePacked:
 
     def test_a_model_next_to_a_supported_one_is_rejected(self) -> None:
         both = torch.nn.ModuleDict({"text": model_of("bert"), "image": family("vit")})
-        with pytest.raises(ModelError, match=r"^ViTModel cannot leave out padding\. "), packed(both):
+        with pytest.raises(ModelError, match=r"^ViTModel cannot leave out padding\. "), leave_out_padding(both):
             pass
 
     def test_other_modules_are_rejected(self) -> None:
-        with pytest.raises(ModelError) as raised, packed(torch.nn.Linear(2, 2)):
+        with pytest.raises(ModelError) as raised, leave_out_padding(torch.nn.Linear(2, 2)):
             pass
         assert str(raised.value) == (
             f"Linear contains no model of transformers. "
@@ -546,9 +546,9 @@ class TestModelsThatCannotBePacked:
                 return super().forward(*args, **kwargs)
 
         config = hf.BertConfig(**ENCODER, **TEXT)
-        with packed(Same(config)):
+        with leave_out_padding(Same(config)):
             pass
-        with pytest.raises(ModelError, match=r"^Other cannot leave out padding\. "), packed(Other(config)):
+        with pytest.raises(ModelError, match=r"^Other cannot leave out padding\. "), leave_out_padding(Other(config)):
             pass
 
 

@@ -13,14 +13,14 @@ from torch import nn
 
 import multihead as mh
 from multihead.errors import ModelError
-from multihead.models.rejection import configurations
+from multihead.models.rejection import configurations_of
 from tests.families import ENCODER, TEXT, VOCABULARY, family
 
 mh.use()
 
 
 def choices(model: nn.Module) -> list[str]:
-    return [config._attn_implementation for config in configurations(model)]
+    return [config._attn_implementation for config in configurations_of(model)]
 
 
 def bloom() -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead.errors import ArgumentError, ModelError, SlowPathError
 from multihead.models import huggingface
-from multihead.models.rejection import configurations
+from multihead.models.rejection import configurations_of
 from tests.families import DECODER, LENGTH, TEXT, batch_of, family
 from tests.watched import eager
 
@@ -30,7 +30,7 @@ def used(name: str) -> Any:
 
 
 def choices(model: nn.Module) -> list[str]:
-    return [config._attn_implementation for config in configurations(model)]
+    return [config._attn_implementation for config in configurations_of(model)]
 
 
 def at_tokens(output: Tensor, batch: dict[str, Tensor]) -> Tensor:

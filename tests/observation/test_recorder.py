@@ -207,7 +207,7 @@ def test_layers_that_share_a_mask_cut_a_batch_into_samples_once() -> None:
     model, batch = family("bert"), batch_of("bert", padding="right")
     with (
         torch.no_grad(),
-        patch.object(batch_module, "spans", side_effect=batch_module.spans) as cuts,
+        patch.object(batch_module, "spans_of_call", side_effect=batch_module.spans_of_call) as cuts,
         mh.observe(model) as seen,
     ):
         model(**batch)

@@ -197,7 +197,7 @@ def chosen_strategies(group: Any, rank: int) -> dict[str, str]:
             split = sequence_split.active
             assert isinstance(split, sequence._Split)
             shape = sequence.AttentionShape.of(q, q, q)
-            found[name] = split._chosen(shape, sequence.ring_plan(mask, 16, split.layout, rank)).strategy
+            found[name] = split._choose_strategy(shape, sequence.ring_plan(mask, 16, split.layout, rank)).strategy
             torch.testing.assert_close(mh.attention(q, q, q, mask=mask), q)
     return found
 

@@ -19,7 +19,7 @@ from multihead.parallel import context_parallel, shard, unshard
 from multihead.parallel.exchange import (
     Ranks,
     by_token,
-    described,
+    comparable_value,
     gather,
     heads_for_tokens,
     of_ranges,
@@ -227,13 +227,13 @@ def test_values_are_described_alike_where_they_are_equal() -> None:
     """However they lie in memory; an expanded tensor is not written out."""
     x = torch.arange(6.0).view(2, 3)
     for same in (x.clone(), x.t().contiguous().t(), torch._neg_view(-x)):
-        assert described(same) == described(x)
-    assert described(torch.ones(1).expand(2, 3)) == described(torch.ones(1, 1).expand(2, 3))
+        assert comparable_value(same) == comparable_value(x)
+    assert comparable_value(torch.ones(1).expand(2, 3)) == comparable_value(torch.ones(1, 1).expand(2, 3))
     for other in (x + 1, x.double(), x.view(3, 2), x.flip(0)):
-        assert described(other) != described(x)
-    assert described([{"x": x}, None, "a"]) == [{"x": described(x)}, None, "a"]
-    assert described(lambda: None) == "function"  # printed with an address, which differs between processes
-    assert described(torch.zeros(0, 3)) == "float32 (0, 3) with checksum 00000000"
+        assert comparable_value(other) != comparable_value(x)
+    assert comparable_value([{"x": x}, None, "a"]) == [{"x": comparable_value(x)}, None, "a"]
+    assert comparable_value(lambda: None) == "function"  # printed with an address, which differs between processes
+    assert comparable_value(torch.zeros(0, 3)) == "float32 (0, 3) with checksum 00000000"
 
 
 def one_rank_fails(group: Any, rank: int) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 import multihead as mh
 from multihead import probes
 from multihead.kernels.call import AttentionCall, listen
-from multihead.kernels.native.library import absence
+from multihead.kernels.native.library import reason_of_absence
 from multihead.kernels.parts import Part
 from multihead.parallel import context_parallel, measuring, unshard
 from multihead.parallel.layout import Layout
-from multihead.probes.statistics import parts_of, resolved
+from multihead.probes.statistics import parts_of, resolve_probes
 from tests.parallel import cases
 from tests.parallel.processes import Processes
 
@@ -23,7 +23,7 @@ PROBES = (
     *("entropy", "mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass", "first_mass"),
     *("largest_weight", "largest_key", "largest_score", probes.offset_mass(-5), probes.first_keys_mass(3)),
 )
-WANTED = parts_of(resolved(PROBES))
+WANTED = parts_of(resolve_probes(PROBES))
 CASES = (
     *(("full", "all"), ("causal", "none"), ("window", "none"), ("lengths", "all")),
     *(("prefix", "all"), ("user-defined", "none"), ("a tensor", "all")),
@@ -77,7 +77,9 @@ def whole(dtype: torch.dtype) -> list[dict[str, Tensor]]:
         ("ring", "balanced", torch.float64),
         ("ulysses", "balanced", torch.float64),
         ("gather", "balanced", torch.float64),
-        pytest.param("ring", "balanced", torch.float32, marks=pytest.mark.skipif(absence() is not None, reason="slow")),
+        pytest.param(
+            "ring", "balanced", torch.float32, marks=pytest.mark.skipif(reason_of_absence() is not None, reason="slow")
+        ),
     ],
 )
 def test_statistics_are_those_of_one_process(four: Processes, strategy: str, layout: str, dtype: torch.dtype) -> None:
@@ -85,7 +87,7 @@ def test_statistics_are_those_of_one_process(four: Processes, strategy: str, lay
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     for of_rank in four.results(split, 4, strategy, layout, dtype):
         for case, parts, statistics in zip(CASES, of_rank, expected, strict=True):
-            for probe in resolved(PROBES):
+            for probe in resolve_probes(PROBES):
                 found = probe.of(parts).nan_to_num(neginf=0)  # the largest score of a query without keys
                 torch.testing.assert_close(
                     found,

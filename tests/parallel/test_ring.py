@@ -111,7 +111,9 @@ def largest(group: Any, rank: int, strategy: Any) -> tuple[int, int]:
     return mode.size, k.nbytes + v.nbytes
 
 
-@pytest.mark.skipif(mh.kernels.native.library.absence() is not None, reason="the reference kernel holds the weights")
+@pytest.mark.skipif(
+    mh.kernels.native.library.reason_of_absence() is not None, reason="the reference kernel holds the weights"
+)
 def test_no_rank_holds_the_keys_of_the_whole_sequence(four: Processes) -> None:
     assert all(held <= own for held, own in four.results(largest, "ring"))
     assert all(held > own for held, own in four.results(largest, "gather"))
@@ -123,13 +125,13 @@ def test_parts_are_merged_by_their_logsumexp() -> None:
     output, logsumexp = torch.zeros_like(expected), torch.full_like(expected_logsumexp, -torch.inf)
     for keys in (slice(0, 1), slice(1, 4), slice(4, 6)):
         part = mh.functional.attention_with_logsumexp(q, k[:, :, keys], v[:, :, keys])
-        ring.merge(output, logsumexp, *part)
+        ring.merge_outputs(output, logsumexp, *part)
     torch.testing.assert_close((output, logsumexp), (expected, expected_logsumexp))
 
 
 def test_parts_without_keys_change_nothing() -> None:
     output, logsumexp = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
-    ring.merge(output, logsumexp, torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf))
+    ring.merge_outputs(output, logsumexp, torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf))
     assert not output.any()
     assert (logsumexp == -torch.inf).all()
 

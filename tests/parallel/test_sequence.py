@@ -13,7 +13,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
-from multihead.kernels.native.library import absence
+from multihead.kernels.native.library import reason_of_absence
 from multihead.masks.place import Place
 from multihead.parallel import context_parallel
 from tests.parallel import cases
@@ -68,7 +68,7 @@ def test_the_native_kernel_agrees_in_float32(four: Processes, strategy: str, lay
     agree(four.results(cases.split_calls, 4, todo), todo, tolerance=1e-4)
 
 
-@pytest.mark.skipif(absence() is not None, reason="only the native kernel repeats a dropout")
+@pytest.mark.skipif(reason_of_absence() is not None, reason="only the native kernel repeats a dropout")
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_the_dropped_weights_are_those_of_one_process(four: Processes, strategy: str, layout: str) -> None:
     """Rank 0 draws the seed, and each weight is dropped by its sample, head, query and key in the whole call."""

@@ -12,11 +12,11 @@ from multihead.kernels.dense_tile import seen
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
-from multihead.probes.from_native import available, measure
+from multihead.probes.from_native import measurable_parts, measure
 from multihead.probes.lookups import at_offset, on_first
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import of_call
-from multihead.probes.streaming import STREAMED, streamed
+from multihead.probes.streaming import STREAMED, measure_in_tiles
 from tests.kernel_names import needs_native
 from tests.oracle import pooled
 
@@ -41,11 +41,11 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     request = request_of(q, k, k, mask, bias=bias, sinks=torch.randn(4))
     _, logsumexp = attention_with_logsumexp(q, k, k, mask=mask, bias=bias, sinks=request.sinks, kernel="reference")
     subject = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special))
-    assert available(subject.context, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
+    assert measurable_parts(subject.context, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
         ("tokens_mass", "special")
     }
     found = measure(subject, PARTS | {("tokens_mass", "special")})
-    tiled, on_special = streamed(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
+    tiled, on_special = measure_in_tiles(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
     assert on_special is not None
     tiled |= {part: at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "offset_mass"}
     tiled |= {FIRST_KEY: on_first(subject, 1), SPECIAL_KEYS: on_special[..., 0]}
@@ -61,7 +61,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
 
 def test_parts_that_the_kernel_would_measure_otherwise_are_not_available() -> None:
     context = ProbeContext(first_key=1, map_pool="max")
-    assert available(context, {FIRST_KEY, "pooled_map", SPECIAL_KEYS, "received"}) == {"received"}
+    assert measurable_parts(context, {FIRST_KEY, "pooled_map", SPECIAL_KEYS, "received"}) == {"received"}
 
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of, statistics
 from multihead.probes import ProbeContext, repeats
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.streaming import streamed
+from multihead.probes.streaming import measure_in_tiles
 from multihead.scores import RelativeBias
 
 PARTS = ("duplicate_mass", "induction_mass")
@@ -46,8 +46,8 @@ def test_looked_up_token_by_token_they_weigh_what_tiles_find(
     monkeypatch.setattr(repeats, "CELLS", cells)
     ids = torch.randint(0, 40, (2, 70)).masked_fill(torch.rand(2, 70) < 0.5, 7)
     subject = subject_of(ids, queries=70, **CASES[case])
-    assert repeats.supports(subject)
-    found, (tiled, _) = repeats.repeated(subject, PARTS), streamed(subject, PARTS)
+    assert repeats.supports_call(subject)
+    found, (tiled, _) = repeats.measure_repeats(subject, PARTS), measure_in_tiles(subject, PARTS)
     for part in PARTS:
         torch.testing.assert_close(found[part], tiled[part], atol=1e-12, rtol=0)
         assert bool((found[part] > 0).any())
@@ -55,7 +55,7 @@ def test_looked_up_token_by_token_they_weigh_what_tiles_find(
 
 def test_a_mask_with_gaps_is_left_to_the_tiles() -> None:
     ids = torch.zeros(1, 9, dtype=torch.int64)
-    assert not repeats.supports(subject_of(ids, queries=9, mask=masks.Window(2) | masks.Prefix(1)))
+    assert not repeats.supports_call(subject_of(ids, queries=9, mask=masks.Window(2) | masks.Prefix(1)))
 
 
 def test_a_head_that_copies_has_all_its_mass_behind_the_earlier_token() -> None:

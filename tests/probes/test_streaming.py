@@ -11,7 +11,7 @@ from multihead.functional import request_of
 from multihead.probes import streaming
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.streaming import streamed
+from multihead.probes.streaming import measure_in_tiles
 
 
 def subject(mask: masks.Mask) -> MeasuredCall:
@@ -22,7 +22,7 @@ def subject(mask: masks.Mask) -> MeasuredCall:
 
 
 def test_only_the_parts_that_are_needed_are_made() -> None:
-    found, weighed = streamed(subject(masks.Full()), ("largest_weight",))
+    found, weighed = measure_in_tiles(subject(masks.Full()), ("largest_weight",))
     assert list(found) == ["largest_weight"]
     assert bool((found["largest_weight"] > 1).all())
     assert weighed is None
@@ -32,15 +32,15 @@ def test_tiles_that_the_bounds_hide_are_not_computed(monkeypatch: pytest.MonkeyP
     """Documents of 5 tokens in tiles of 5 queries: each tile takes the keys of one document."""
     monkeypatch.setattr(streaming, "ROWS", 5)
     looked_at = []
-    tiles = streaming._tiles
+    tiles = streaming._tiles_of_rows
 
     def noted(stream: streaming._Stream, group: streaming._Group, rows: slice) -> object:
         for tile in tiles(stream, group, rows):
             looked_at.extend((rows.start, key) for key in range(*tile.columns))
             yield tile
 
-    monkeypatch.setattr(streaming, "_tiles", noted)
-    streamed(subject(masks.Documents((5, 5, 5))), ("received",))
+    monkeypatch.setattr(streaming, "_tiles_of_rows", noted)
+    measure_in_tiles(subject(masks.Documents((5, 5, 5))), ("received",))
     # And the last five queries, which see nothing, cost nothing.
     assert looked_at == [(first, key) for first in (0, 5, 10) for key in range(first, first + 5)]
 
@@ -51,10 +51,10 @@ def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPa
     logsumexp = torch.randn(2, 8, 9, dtype=torch.float64)
     together = MeasuredCall.of(request, logsumexp, ProbeContext(map_size=4))
     parts = ("entropy", "largest_key", "received", "pooled_map")
-    whole, _ = streamed(together, parts)
+    whole, _ = measure_in_tiles(together, parts)
     monkeypatch.setattr(streaming, "CELLS", streaming.ROWS * streaming.WIDTH * 6)
-    assert [group.heads for group in streaming._groups(together)] == [slice(0, 6), slice(6, 8)] * 2
-    grouped, _ = streamed(together, parts)
+    assert [group.heads for group in streaming._groups_of_call(together)] == [slice(0, 6), slice(6, 8)] * 2
+    grouped, _ = measure_in_tiles(together, parts)
     for part in parts:
         torch.testing.assert_close(grouped[part], whole[part], equal_nan=True, atol=1e-12, rtol=0)
 

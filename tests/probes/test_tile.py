@@ -188,8 +188,8 @@ def test_totals_of_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     request, totals = request_of(q, k, k), RowTotals()
     logsumexp = attention_with_logsumexp(q, k, k)[1]
     rows: list[slice] = []
-    streamed = tiles._streamed
-    monkeypatch.setattr(tiles, "_streamed", lambda *given: rows.append(given[2]) or streamed(*given))
+    streamed = tiles._logsumexp_block_by_block
+    monkeypatch.setattr(tiles, "_logsumexp_block_by_block", lambda *given: rows.append(given[2]) or streamed(*given))
     found = [
         tile(request, logsumexp, queries=slice(first, first + 40), keys=slice(0, 9), totals=totals)
         for first in (0, 10, 30, 0)

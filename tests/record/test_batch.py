@@ -23,7 +23,7 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.place import Span
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
-from multihead.record.batch import BatchRows, cut, hull, spans, without_queries
+from multihead.record.batch import BatchRows, cut_request, hull_of_flags, spans_of_call, without_queries
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
@@ -68,7 +68,7 @@ def test_a_part_of_a_mask_is_the_mask_of_the_part(
     request = call_of(masks.Full(), query_start=start).request
     request = replace(request, mask=MASKS[name])
     whole = seen(request).expand(BATCH, HEADS, -1, -1)[sample, :, slice(*rows), slice(*keys)]
-    part = cut(AttentionCall(request, attend(request)), Span(sample, rows, keys)).request
+    part = cut_request(AttentionCall(request, attend(request)), Span(sample, rows, keys)).request
     assert part.shape.batch == 1
     assert torch.equal(seen(part).expand(1, HEADS, -1, -1)[0], whole)
 
@@ -79,7 +79,7 @@ def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> Non
     bias = torch.randn(1, HEADS, QUERIES, KEYS)
     call = call_of(masks.Causal() & masks.Keep(padding, "batch keys"), query_start=3, bias=bias)
     whole = tile(call.request, call.attended.logsumexp)
-    part = cut(call, Span(1, (0, 6), (3, 9)))
+    part = cut_request(call, Span(1, (0, 6), (3, 9)))
     assert part.request.query_start == 0
     assert part.request.mask == masks.Causal()
     torch.testing.assert_close(tile(part.request, part.attended.logsumexp)[0], whole[1, :, :, 3:])
@@ -87,25 +87,25 @@ def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> Non
 
 class TestWhereSamplesStand:
     def test_without_padding_they_stand_everywhere(self) -> None:
-        assert spans(call_of(masks.Full()).request) == [Span(index, (0, 6), (0, 9)) for index in range(2)]
+        assert spans_of_call(call_of(masks.Full()).request) == [Span(index, (0, 6), (0, 9)) for index in range(2)]
 
     def test_keys_that_no_query_may_see_are_left_out(self) -> None:
-        assert [each.keys for each in spans(call_of(masks.Lengths((9, 5))).request)] == [(0, 9), (0, 5)]
-        assert [each.keys for each in spans(call_of(masks.Causal()).request)] == [(0, 6), (0, 6)]
+        assert [each.keys for each in spans_of_call(call_of(masks.Lengths((9, 5))).request)] == [(0, 9), (0, 5)]
+        assert [each.keys for each in spans_of_call(call_of(masks.Causal()).request)] == [(0, 6), (0, 6)]
 
     def test_queries_at_the_end_that_see_nothing_are_padding_where_nothing_else_says(self) -> None:
         mask = masks.Lengths(((9, 9, 9, 9, 9, 9), (9, 9, 9, 0, 0, 0)))
-        assert [each.queries for each in spans(call_of(mask).request)] == [(0, 6), (0, 3)]
+        assert [each.queries for each in spans_of_call(call_of(mask).request)] == [(0, 6), (0, 3)]
 
     def test_padding_that_is_known_is_left_out_on_both_sides(self) -> None:
         queries = torch.tensor([[True] * 6, [False, True, True, True, True, False]])
         keys = torch.tensor([[True] * 9, [False, False, *[True] * 5, False, False]])
-        found = spans(call_of(masks.Full()).request, queries=queries, keys=keys)
+        found = spans_of_call(call_of(masks.Full()).request, queries=queries, keys=keys)
         assert found == [Span(0, (0, 6), (0, 9)), Span(1, (1, 5), (2, 7))]
 
     def test_a_sample_of_padding_alone_is_empty(self) -> None:
         nothing = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
-        found = spans(call_of(masks.Full()).request, queries=nothing)
+        found = spans_of_call(call_of(masks.Full()).request, queries=nothing)
         assert [each.queries for each in found] == [(0, 0), (0, 0)]
 
     def test_a_packed_row_holds_one_sample_a_document(self) -> None:
@@ -114,8 +114,8 @@ class TestWhereSamplesStand:
             request_of(q, q, q, masks.Causal() & masks.Documents((4, 3))),
             origin=CallOrigin(nn.Module(), torch.tensor([4, 3])),
         )
-        assert spans(request) == [Span(0, (0, 4), (0, 4)), Span(0, (4, 7), (4, 7))]
-        part = cut(AttentionCall(request, attend(request)), spans(request)[1]).request
+        assert spans_of_call(request) == [Span(0, (0, 4), (0, 4)), Span(0, (4, 7), (4, 7))]
+        part = cut_request(AttentionCall(request, attend(request)), spans_of_call(request)[1]).request
         assert part.mask == masks.Causal()
         assert part.query_start == 0
         assert part.packed_lengths is None
@@ -125,13 +125,13 @@ def test_a_whole_sample_keeps_the_statistics_its_kernel_gave() -> None:
     call = call_of(masks.Full())
     given_ = {"entropy": torch.rand(BATCH, HEADS, QUERIES)}
     call = AttentionCall(call.request, replace(call.attended, statistics=given_))
-    whole, part = cut(call, Span(1, (0, 6), (0, 9))), cut(call, Span(1, (0, 5), (0, 9)))
+    whole, part = cut_request(call, Span(1, (0, 6), (0, 9))), cut_request(call, Span(1, (0, 5), (0, 9)))
     assert torch.equal(whole.attended.statistics["entropy"], given_["entropy"][1:])
     assert part.attended.statistics == {}
 
 
 def test_padding_between_real_queries_sees_nothing() -> None:
-    call = cut(call_of(masks.Full()), Span(0, (0, 6), (0, 9)))
+    call = cut_request(call_of(masks.Full()), Span(0, (0, 6), (0, 9)))
     real = torch.tensor([True, True, False, True, False, True])
     found = without_queries(call, real)
     assert torch.equal(seen(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
@@ -264,12 +264,12 @@ def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() ->
     measured = dict.fromkeys(("entropy", first, own, "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
     call = AttentionCall(call.request, replace(call.attended, statistics=measured))
     part = Span(1, (2, 5), (2, 8))
-    assert cut(call, part).attended.statistics.keys() == set()
-    assert cut(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
+    assert cut_request(call, part).attended.statistics.keys() == set()
+    assert cut_request(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
     both = replace(part, holds_all=True, holds_first=True)
-    assert cut(call, both).attended.statistics.keys() == measured.keys()
+    assert cut_request(call, both).attended.statistics.keys() == measured.keys()
     before = replace(both, keys=(6, 8))  # the first query stands before the first key
-    assert cut(call, before).attended.statistics.keys() == measured.keys() - {own}
+    assert cut_request(call, before).attended.statistics.keys() == measured.keys() - {own}
 
 
 def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
@@ -281,7 +281,7 @@ def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
         (masks.Keep(keys, "batch keys") & masks.Window(1, after=8), (True, True), (True, True)),
         (masks.Window(1, after=2), (True, True), (False, False)),
     ):
-        found = spans(call_of(mask).request, queries=queries, keys=keys)
+        found = spans_of_call(call_of(mask).request, queries=queries, keys=keys)
         assert [(each.holds_all, each.holds_first) for each in found] == [first, second]
 
 
@@ -289,7 +289,7 @@ def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
     ("flags", "expected"), [([0, 1, 0, 1, 0], (1, 4)), ([1, 1], (0, 2)), ([0, 0], (0, 0)), ([], (0, 0))]
 )
 def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expected: tuple[int, int]) -> None:
-    assert hull(torch.tensor(flags, dtype=torch.bool)) == expected
+    assert hull_of_flags(torch.tensor(flags, dtype=torch.bool)) == expected
 
 
 def test_nobody_hears_of_a_cut() -> None:

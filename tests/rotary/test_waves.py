@@ -94,8 +94,8 @@ def test_the_same_positions_are_looked_up_once() -> None:
 
 def test_a_table_grows_by_doubling() -> None:
     kept, made = tables(), []
-    plain = kept._compute
-    kept._compute = lambda of: (made.append((int(of[0]), int(of[-1]) + 1)), plain(of))[1]  # type: ignore[method-assign]
+    plain = kept._compute_factors
+    kept._compute_factors = lambda of: (made.append((int(of[0]), int(of[-1]) + 1)), plain(of))[1]  # type: ignore[method-assign]
     for position in range(600):
         kept.between(position, position + 1)
     assert made == [(0, 128), (0, 256), (0, 512), (0, 1024)]

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multihead.tensors.tracing import (
     constant_in_graphs,
+    is_readable,
+    is_recorded,
+    is_traced,
+    is_transformed,
     jit_traced,
-    readable,
-    recorded,
     runs_backward,
-    traced,
-    transformed,
     untraced,
 )
 
@@ -27,28 +27,28 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def test_values_are_read_on_the_cpu_alone() -> None:
-    assert readable(CPU)
-    assert not readable(META)
-    assert not traced()
+    assert is_readable(CPU)
+    assert not is_readable(META)
+    assert not is_traced()
 
 
 def test_no_value_is_read_within_a_transform() -> None:
     told: list[bool] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        told.extend((transformed(), traced(), readable(CPU)))
+        told.extend((is_transformed(), is_traced(), is_readable(CPU)))
         return x.sum()
 
     for transform in (torch.func.vmap, torch.func.grad):
         told.clear()
         transform(noted)(torch.ones(2))
         assert told == [True, True, False]
-    assert not transformed()
+    assert not is_transformed()
 
 
 def test_no_value_is_read_within_a_graph() -> None:
     def noted(x: torch.Tensor) -> torch.Tensor:
-        return x + traced() + 2 * readable(CPU) + 4 * transformed()
+        return x + is_traced() + 2 * is_readable(CPU) + 4 * is_transformed()
 
     torch.compiler.reset()
     assert torch.compile(noted, backend="eager", fullgraph=True)(torch.zeros(())) == 1
@@ -89,8 +89,8 @@ class Passing(TorchDispatchMode):
 )
 def test_a_mode_records_and_some_have_no_values(mode: Callable[[], Any], *, without_values: bool) -> None:
     with mode():
-        assert (recorded(), traced(), readable(CPU)) == (True, without_values, not without_values)
-    assert (recorded(), traced(), readable(CPU)) == (False, False, True)
+        assert (is_recorded(), is_traced(), is_readable(CPU)) == (True, without_values, not without_values)
+    assert (is_recorded(), is_traced(), is_readable(CPU)) == (False, False, True)
 
 
 @pytest.mark.parametrize("options", [{}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}])
@@ -98,17 +98,17 @@ def test_make_fx_records_what_must_not_be_read(options: dict[str, Any]) -> None:
     told: list[bool] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        told.extend((recorded(), traced(), transformed(), readable(CPU)))
+        told.extend((is_recorded(), is_traced(), is_transformed(), is_readable(CPU)))
         return x + 1
 
     make_fx(noted, **options)(torch.ones(2))
     assert told == [True, True, False, False]
-    assert not recorded()
+    assert not is_recorded()
 
 
 def test_a_mode_that_replaces_functions_records_nothing() -> None:
     with torch.device("cpu"):
-        assert not recorded()
+        assert not is_recorded()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -116,7 +116,7 @@ def test_torch_jit_trace_makes_no_tensors_of_sizes_where_it_is_kept_out() -> Non
     told: list[object] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        told.extend((recorded(), traced(), jit_traced(), type(x.shape[0])))
+        told.extend((is_recorded(), is_traced(), jit_traced(), type(x.shape[0])))
         with untraced():
             told.extend((jit_traced(), type(x.shape[0])))
         told.append(jit_traced())

@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 
 @needs_compiler
 def test_where_there_is_a_compiler_the_library_is_built_and_leaks_nothing() -> None:
-    assert native.errors_of(str(COMPILER), library.absence(), native.OBJECTS) == []
+    assert native.errors_of(str(COMPILER), library.reason_of_absence(), native.OBJECTS) == []
 
 
 def test_a_missing_library_is_an_error_where_there_is_a_compiler(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_missing_library_is_an_error_where_there_is_a_compiler(tmp_path: Path)
     ]
 
 
-@pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
+@pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 def test_a_missing_object_file_is_an_error(tmp_path: Path) -> None:
     assert native.errors_of("/usr/bin/c++", None, tmp_path)[0] == (
         f"{tmp_path}/scalar.cpp.o is missing, so its symbols cannot be read. {native.SEE}"

@@ -74,9 +74,9 @@ def test_the_files_of_the_package_are_its_modules_texts_and_pages() -> None:
 
 
 @needs_nm
-@pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
+@pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 def test_this_library_needs_neither_python_nor_a_newer_glibc_than_torch() -> None:
-    symbols = wheel.symbols_of(Path(str(library.path())))
+    symbols = wheel.symbols_of(Path(str(library.path_of_library())))
     assert any(name == "posix_memalign" and glibc is not None for name, glibc in symbols)
     assert wheel.errors_of_symbols(symbols) == []
 

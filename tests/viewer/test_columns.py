@@ -8,7 +8,7 @@ from typing import Any
 from multihead.locale.texts import statistic_label
 from multihead.probes import PROBES, Statistic
 from multihead.probes.catalogue import REPEATED, statistic
-from multihead.viewer.columns import column, names_of, unrecorded
+from multihead.viewer.columns import column, columns_not_recorded, names_of
 
 
 def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
@@ -42,10 +42,10 @@ def test_separators_have_the_column_after_special_tokens() -> None:
 
 def test_statistics_that_were_not_recorded_are_listed_with_their_labels() -> None:
     left_out = "sink_mass", "induction_mass", "repeated_first"
-    missing = unrecorded([name for name in (*PROBES, *REPEATED) if name not in left_out], "zh")
+    missing = columns_not_recorded([name for name in (*PROBES, *REPEATED) if name not in left_out], "zh")
     assert missing == [
         {"id": "sink_mass", "label": statistic_label("sink_mass", "zh", "")},
         {"id": "induction_mass", "label": statistic_label("induction_mass", "zh", "")},
         {"id": "repeated_first", "label": statistic_label("repeated_first", "zh", "")},
     ]
-    assert {"largest_key", "received", "pooled_map"}.isdisjoint(each["id"] for each in unrecorded((), "en"))
+    assert {"largest_key", "received", "pooled_map"}.isdisjoint(each["id"] for each in columns_not_recorded((), "en"))

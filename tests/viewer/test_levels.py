@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from multihead import masks
 from multihead.viewer import levels
-from multihead.viewer.levels import LayerLevels, count
+from multihead.viewer.levels import LayerLevels, number_of_levels
 from tests.viewer.watching import block_means, watch
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def test_what_is_kept_of_a_record_in_float64_is_float64() -> None:
     sample = watch(dtype=torch.float64, mask=masks.Causal()).layers[0].sample()
     kept = LayerLevels(sample, None, OF)
     build(kept, 0)
-    sums = sum(kept._cells(f"{name}.{kept.count - 1}", 0).sum() for name in ("sums", "first_sums"))
+    sums = sum(kept._read_cells(f"{name}.{kept.count - 1}", 0).sum() for name in ("sums", "first_sums"))
     assert sums == pytest.approx(37, abs=1e-12)
 
 
@@ -97,9 +97,9 @@ def test_a_long_text_has_levels_from_blocks_of_64_on() -> None:
 
 def test_the_last_level_has_at_most_64_cells_a_side() -> None:
     for length in (1, 63, 64, 65, 128, 129, 4096, 4097, 100_000, 1 << 20):
-        last = count(length, 5) - 1
-        assert levels.cells(length, last) <= 64
-        assert last == 0 or levels.cells(length, last - 1) > 64
+        last = number_of_levels(length, 5) - 1
+        assert levels.cells_per_side(length, last) <= 64
+        assert last == 0 or levels.cells_per_side(length, last - 1) > 64
 
 
 @pytest.mark.usefixtures("shallow")
@@ -116,7 +116,7 @@ class TestTheFile:
         with safe_open(file, "np") as read:
             assert read.metadata() == {"format": "multihead levels", "version": "1", **OF}
             assert read.get_tensor("done").tolist() == [1, 0]
-            np.testing.assert_array_equal(read.get_tensor("sums.2")[0], kept._cells("sums.2", 0))
+            np.testing.assert_array_equal(read.get_tensor("sums.2")[0], kept._read_cells("sums.2", 0))
             assert read.get_tensor("counts.1").dtype == np.int32
         assert [each.name for each in file.parent.iterdir()] == [file.name]
 

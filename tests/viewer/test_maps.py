@@ -47,9 +47,9 @@ def test_a_hidden_cell_is_not_a_zero() -> None:
 
 def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
     sample = sample_of()
-    both = maps.largest(sample, number=4, rounding=maps.Rounding())
+    both = maps.encode_largest_weights(sample, number=4, rounding=maps.Rounding())
     for head, text in enumerate(both):
-        assert maps.largest(sample, number=4, rounding=maps.Rounding(), head=head) == [text]
+        assert maps.encode_largest_weights(sample, number=4, rounding=maps.Rounding(), head=head) == [text]
         raw = zlib.decompress(base64.b64decode(text), -15)
         planes = torch.frombuffer(bytearray(raw), dtype=torch.uint8).int().view(-1, 37, 4)
         keys, shares = (planes[2] << 8 | planes[3]).cumsum(-1), decoded(planes[0] << 8 | planes[1], 16)
@@ -65,9 +65,9 @@ def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
 
 def test_the_largest_of_all_is_that_of_one_a_query_and_reads_no_map() -> None:
     sample = sample_of()
-    alone = maps.largest(sample, number=1, rounding=maps.Rounding())
+    alone = maps.encode_largest_weights(sample, number=1, rounding=maps.Rounding())
     sample.tiles.clear()
-    assert maps.largest_of_all(sample, rounding=maps.Rounding()) == alone
+    assert maps.encode_largest_of_all(sample, rounding=maps.Rounding()) == alone
     assert sample.tiles == []
 
 
@@ -75,15 +75,15 @@ def test_without_the_largest_weights_there_are_none_to_code() -> None:
     sample = sample_of()
     del sample.statistics["largest_key"]
     with pytest.raises(ProbeError) as caught:
-        maps.largest_of_all(sample, rounding=maps.Rounding())
+        maps.encode_largest_of_all(sample, rounding=maps.Rounding())
     assert str(caught.value) == (
         'The record has no largest weights. Observe with the probes "largest_weight" and "largest_key".'
     )
 
 
 def test_runs_that_do_not_fill_the_last_bin_do_not_thin_it() -> None:
-    assert maps.bins(torch.arange(7.0)[None], 3).tolist() == [[1.0, 4.0, 6.0]]
-    assert maps.bins(torch.arange(3.0)[None], 10).tolist() == [[0.0, 1.0, 2.0]]
+    assert maps.average_bins(torch.arange(7.0)[None], 3).tolist() == [[1.0, 4.0, 6.0]]
+    assert maps.average_bins(torch.arange(3.0)[None], 10).tolist() == [[0.0, 1.0, 2.0]]
 
 
 def test_strips_are_coded_from_zero_to_their_top() -> None:

@@ -14,14 +14,14 @@ from multihead.record.analysis import similar
 from multihead.record.analysis.highlights import findings
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, changed, listed, rows_of, sample_description
+from multihead.viewer.payload import Run, changed_heads, describe_run, rows_of, sample_description
 from multihead.viewer.tokens import SPECIAL
 from tests.viewer.watching import watch
 
 
 def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
     run = Run("a.safetensors", watch(9, lengths=(9, 4), mask=masks.Causal()))
-    assert listed(run) == {
+    assert describe_run(run) == {
         "name": "a.safetensors",
         "title": "ModuleList",
         "keep": "all",
@@ -32,7 +32,7 @@ def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
 def test_a_text_is_named_by_its_first_words_without_special_tokens() -> None:
     record = watch(6)
     record.set_text(Text(None, ["<s>", "A", "gull", "with", "one", "leg"], [True, *[False] * 5]))
-    assert listed(Run("a.safetensors", record))["samples"][0]["opening"] == "A gull with one leg"
+    assert describe_run(Run("a.safetensors", record))["samples"][0]["opening"] == "A gull with one leg"
 
 
 def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
@@ -52,7 +52,7 @@ def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
 
 def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
     run = Run("a.safetensors", watch(9, keep="statistics"))
-    assert listed(run)["keep"] == "statistics"
+    assert describe_run(run)["keep"] == "statistics"
     layer = sample_description(run, 0)["layers"][0]
     assert (layer["levels"], layer["maps"]) == (0, False)
     pooled = Run("b.safetensors", watch(9, keep="statistics", probes=("entropy", "pooled_map")))
@@ -139,7 +139,7 @@ def test_names_that_a_page_shows_cannot_turn_it() -> None:
     record = watch(9)
     record.title, record.layers[0].name = "\u202etitle", "\x1b\u2066layer"
     run = Run("\u202efile", record)
-    assert (listed(run)["name"], listed(run)["title"]) == ("\\u202efile", "\\u202etitle")
+    assert (describe_run(run)["name"], describe_run(run)["title"]) == ("\\u202efile", "\\u202etitle")
     assert sample_description(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"
 
 
@@ -167,7 +167,7 @@ def test_of_a_long_text_what_changed_is_read_off_some_queries(monkeypatch: pytes
     before, after = (Run(name, watch(40, mask=masks.Causal(), seed=seed)) for seed, name in enumerate("ab"))
     monkeypatch.setattr(similar, "CELLS", 1)
     steps: list[int] = []
-    body = changed(before, after, 0, 1, lang="en", progress=lambda: steps.append(1))
+    body = changed_heads(before, after, 0, 1, lang="en", progress=lambda: steps.append(1))
     assert body["every"] == 3
     assert len(body["heads"]) == 1
     assert body["heads"][0]["divergence"] == before.record.changed(after.record, queries=16)[0].divergence

@@ -9,7 +9,7 @@ import pytest
 
 from multihead import masks
 from multihead.viewer import levels, pyramid
-from multihead.viewer.pyramid import Builder, Pyramid, state
+from multihead.viewer.pyramid import Builder, Pyramid, state_of_building
 from tests.viewer.watching import watch
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -70,7 +70,7 @@ def test_a_head_that_is_built_or_unknown_is_not_wanted() -> None:
 def test_short_texts_have_nothing_to_build() -> None:
     made = Pyramid(watch(2), 0, None)
     assert (made.total, made.finished, made.step()) == (0, True, False)
-    assert state(made) == {"state": "ready", "done": 0, "total": 0, "inMemory": False}
+    assert state_of_building(made) == {"state": "ready", "done": 0, "total": 0, "inMemory": False}
 
 
 def test_what_is_kept_in_the_folder_is_not_built_again(tmp_path: Path) -> None:
@@ -93,15 +93,15 @@ def test_what_is_kept_in_the_folder_is_not_built_again(tmp_path: Path) -> None:
 
 
 def test_states_of_a_pyramid() -> None:
-    assert state(None) == {"state": "none", "done": 0, "total": 0}
+    assert state_of_building(None) == {"state": "none", "done": 0, "total": 0}
     made = made_pyramid()
     made.step()
-    progress = state(made)
+    progress = state_of_building(made)
     assert progress["state"] == "building"
     assert 0 < progress["done"] < 1
     order(made)
-    assert state(made) == {"state": "ready", "done": 4, "total": 4, "inMemory": True}
-    failed = state(made, ValueError("no room"))
+    assert state_of_building(made) == {"state": "ready", "done": 4, "total": 4, "inMemory": True}
+    failed = state_of_building(made, ValueError("no room"))
     assert failed["state"] == "none"
     assert failed["error"] == "The coarse levels could not be built: no room"
 

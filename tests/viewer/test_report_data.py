@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.record.analysis.highlights import layer_profiles
 from multihead.viewer import report_data
 from multihead.viewer.page_budget import Store
-from multihead.viewer.tokens import reading
+from multihead.viewer.tokens import layout_of_tokens
 from tests.dense_record import DenseRecord, random_weights, record_of
 
 SPECIAL = [True, *[False] * 28, True]
@@ -19,7 +19,7 @@ TOKENS = ["[CLS]", *["word"] * 28, "[SEP]"]
 
 
 def facts_of(record: Any, **given: Any) -> dict[str, str]:
-    texts = {"main": reading(TOKENS), **given}
+    texts = {"main": layout_of_tokens(TOKENS), **given}
     return dict(report_data.facts(record, layer_profiles(record.layers), texts, sample=0, lang="en"))
 
 
@@ -56,13 +56,13 @@ def test_layers_with_different_heads_are_counted_apart() -> None:
 
 
 def test_cross_attention_is_called_so() -> None:
-    found = facts_of(record_of(random_weights(2, 30, 50)), keys=reading(["x"] * 50))
+    found = facts_of(record_of(random_weights(2, 30, 50)), keys=layout_of_tokens(["x"] * 50))
     assert found["Attention"] == "cross-attention"
     assert found["Key tokens"] == "50"
 
 
 def test_the_texts_of_a_layer_are_found_by_their_lengths() -> None:
-    texts = {"main": reading(["q"] * 4), "keys": reading(["k"] * 9)}
+    texts = {"main": layout_of_tokens(["q"] * 4), "keys": layout_of_tokens(["k"] * 9)}
     record = DenseRecord(
         [
             *record_of(random_weights(1, 9, 9)).layers,
@@ -92,7 +92,7 @@ def test_a_statistic_that_a_layer_lacks_is_no_number() -> None:
     del record.layers[1].sample().statistics["self_mass"]
     read = layer_profiles(record.layers)
     data = report_data.page_data(
-        record, read, {"main": reading(TOKENS)}, sample=0, special=None, tokens=TOKENS, lang="en"
+        record, read, {"main": layout_of_tokens(TOKENS)}, sample=0, special=None, tokens=TOKENS, lang="en"
     )
     assert data["metrics"]["self_mass"][1] is None
     assert "separator_mass" not in data["metrics"]
@@ -110,7 +110,7 @@ def test_the_separator_is_called_by_its_name_where_it_has_one(
     special: list[bool] | None, tokens: list[str], expected: list[str]
 ) -> None:
     record: Any = record_of(random_weights(1, len(tokens), len(tokens)), special=special)
-    texts = {"main": reading(tokens)}
+    texts = {"main": layout_of_tokens(tokens)}
     data = report_data.page_data(
         record,
         layer_profiles(record.layers, special=special),
@@ -129,7 +129,7 @@ def test_what_each_token_receives_is_the_mean_over_heads_and_queries() -> None:
     data = report_data.page_data(
         record,
         layer_profiles(record.layers),
-        {"main": reading(TOKENS)},
+        {"main": layout_of_tokens(TOKENS)},
         sample=0,
         special=None,
         tokens=TOKENS,
@@ -146,7 +146,7 @@ def test_the_rounding_that_is_printed_is_a_bound(value: float, text: str) -> Non
 
 @pytest.mark.parametrize(("value", "text"), [(20_000_000, "20 MB"), (1_250_000, "1.2 MB"), (80_000, "80 kB")])
 def test_sizes_are_short(value: int, text: str) -> None:
-    assert report_data.size(value, "en") == text
+    assert report_data.readable_size(value, "en") == text
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_sizes_are_short(value: int, text: str) -> None:
     ],
 )
 def test_the_foot_says_what_the_page_holds(store: Store, part: str) -> None:
-    assert part in report_data.stored(store, max_bytes=20_000_000, lang="en")
+    assert part in report_data.sentence_on_store(store, max_bytes=20_000_000, lang="en")

@@ -33,7 +33,7 @@ def test_every_file_of_the_page_is_served_with_its_type() -> None:
 
 
 def test_the_page_carries_its_texts_in_its_language() -> None:
-    html = bytes(responses.page("zh").body).decode()
+    html = bytes(responses.page_response("zh").body).decode()
     (found,) = re.findall(r'<script type="application/json" id="texts">(.*?)</script>', html)
     assert json.loads(found) == section("zh", "common", "page", "viewer")
     assert '<html lang="zh-CN">' in html
@@ -57,7 +57,7 @@ def test_no_other_file_is_served(folder: str, name: str) -> None:
 
 
 def test_numbers_are_float32_with_their_shape() -> None:
-    answer = responses.floats(np.array([[1.5, np.nan, 2.0]]))
+    answer = responses.floats_response(np.array([[1.5, np.nan, 2.0]]))
     assert answer.headers["x-shape"] == "1,3"
     np.testing.assert_array_equal(np.frombuffer(answer.body, "<f4"), np.float32([1.5, np.nan, 2.0]))
 

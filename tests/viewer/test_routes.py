@@ -373,7 +373,7 @@ def slowly(begun: threading.Event, ended: list[str]) -> Callable[..., Any]:
 
 def test_a_tile_whose_client_went_away_is_given_up(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), []
-    monkeypatch.setattr(routes, "fine", slowly(begun, ended))
+    monkeypatch.setattr(routes, "fine_tile", slowly(begun, ended))
     with serving(Run("a", record)) as served:
         with served.requesting(f"{HEAD}/tile?level=0&row=0&column=0"):
             assert begun.wait(10)
@@ -396,7 +396,7 @@ def test_requests_at_once_are_all_answered_and_the_same_ones_computed_once(
         time.sleep(0.01)
         return fine(sample, head, level, row=row, column=column, **options)
 
-    monkeypatch.setattr(routes, "fine", counting)
+    monkeypatch.setattr(routes, "fine_tile", counting)
     with serving(Run("a", record)) as served, ThreadPoolExecutor(16) as clients:
         paths = [
             f"{SAMPLE}/heads/0/{head}/tile?level=0&row={row}&column={column}"
@@ -415,7 +415,7 @@ def test_a_failure_is_a_sentence_and_the_server_keeps_running(record: Record, mo
     def fail(*given: Any, **options: Any) -> Any:
         raise ValueError("secret")
 
-    monkeypatch.setattr(routes, "fine", fail)
+    monkeypatch.setattr(routes, "fine_tile", fail)
     with serving(Run("a", record)) as served:
         answer = served.get(f"{HEAD}/tile?level=0&row=0&column=0")
         assert answer.status == 500

@@ -16,9 +16,9 @@ import torch
 from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, listed, sample_description
+from multihead.viewer.payload import Run, describe_run, sample_description
 from multihead.viewer.share import SharedHead, file_name, shared_page
-from multihead.viewer.tiles import fine, row_of
+from multihead.viewer.tiles import fine_tile, row_of
 from tests.viewer.serving import Served, serving
 from tests.viewer.watching import watch
 
@@ -61,13 +61,13 @@ def a_head(layer: int, head: int) -> SharedHead:
     one = RUN.record.layers[layer].sample(0)
 
     def tile(level: int, row: int, column: int, *, sink: bool) -> Any:
-        return fine(one, head, level, row=row, column=column, sink=sink)
+        return fine_tile(one, head, level, row=row, column=column, sink=sink)
 
     return SharedHead(0, layer, head, one, tile)
 
 
 def written(*heads: SharedHead, place: str = "#a=L1H0&n=40&x=20&y=30&q=50", **given: Any) -> bytes:
-    described_run = {"runs": [listed(RUN)], "samples": [sample_description(RUN, 0)]}
+    described_run = {"runs": [describe_run(RUN)], "samples": [sample_description(RUN, 0)]}
     return shared_page(heads, small=lambda run, layer: None, place=place, lang="en", **described_run | given)
 
 
@@ -81,7 +81,7 @@ def test_every_tile_of_a_head_is_in_the_file_bit_for_bit_if_it_fits() -> None:
     assert {name for name in names if name.split()[1] == "1"} >= {"0/1/0 1 0 0 0", "0/1/0 1 0 0 1"}
     for name in names:
         level, row, column, sink = map(int, name.split()[1:])
-        assert same(values(arrays[name]), fine(one, 0, level, row=row, column=column, sink=bool(sink))), name
+        assert same(values(arrays[name]), fine_tile(one, 0, level, row=row, column=column, sink=bool(sink))), name
 
 
 def test_the_weights_of_the_queries_around_the_chosen_one_are_in_the_file() -> None:

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from multihead import masks
 from multihead.probes.blocks import CancelledError
 from multihead.viewer import tiles
-from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
+from multihead.viewer.tiles import Cache, Workers, fine_tile, row_of, tiles_of, whole_maps
 from tests.viewer.test_levels import KINDS
 from tests.viewer.watching import block_means, watch
 
@@ -34,14 +34,14 @@ def test_a_tile_holds_the_means_over_what_may_be_seen(
         expected = block_means(sample, head, level, sink=sink)
         for row in range(tiles_of(sample.num_queries, level)):
             for column in range(tiles_of(sample.num_keys, level)):
-                found = torch.from_numpy(fine(sample, head, level, row=row, column=column, sink=sink)).double()
+                found = torch.from_numpy(fine_tile(sample, head, level, row=row, column=column, sink=sink)).double()
                 part = expected[3 * row : 3 * row + 3, 3 * column : 3 * column + 3]
                 assert_close(found, part, rtol=1e-7, atol=1e-12, equal_nan=True)
 
 
 def test_small_maps_are_those_of_every_head() -> None:
     sample = watch(heads=4, kv_heads=2, mask=masks.Causal(), dtype=torch.float64).layers[0].sample()
-    found = small(sample, 2)
+    found = whole_maps(sample, 2)
     assert found.shape == (4, 10, 10)
     for head in range(4):
         assert_close(
@@ -211,4 +211,4 @@ class TestTheWorkers:
 def test_a_tile_that_nobody_wants_is_left_unfinished() -> None:
     sample = watch(300, mask=masks.Causal()).layers[0].sample()
     with pytest.raises(CancelledError):
-        fine(sample, 0, 0, row=0, column=0, cancelled=lambda: True)
+        fine_tile(sample, 0, 0, row=0, column=0, cancelled=lambda: True)

@@ -158,7 +158,7 @@ def _compare(model: Any, result: Result, mutation: str | None) -> None:
     if not layers and not attention_elsewhere(model):
         result.outcome = "no attention"
         return
-    with huggingface.installed(model):
+    with huggingface.install(model):
         pass  # raises where a model is rejected
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products have no float64
@@ -338,7 +338,7 @@ def _ours(model: Any, trace: Trace, mutation: str | None) -> Iterator[None]:
             attention_mask, options = without(mutation, attention_mask, options)
         return huggingface.attend_for(module, query, key, value, attention_mask, **options)
 
-    with huggingface.installed(model):
+    with huggingface.install(model):
         AttentionInterface.register(huggingface.NAME, attend)
         try:
             yield

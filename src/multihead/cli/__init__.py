@@ -73,26 +73,26 @@ class Commands(click.Group):
         try:
             status = super().main(args, prog_name, complete_var, **extra)
         except MultiheadError as error:
-            _refuse(str(error))
+            _exit_with_error(str(error))
         except click.Abort:
             sys.exit(INTERRUPTED)
         except click.UsageError as error:
             help_command = f"{error.ctx.command_path} --help" if error.ctx else "multihead --help"
-            _refuse(f"{error.format_message()} See `{help_command}`.")
+            _exit_with_error(f"{error.format_message()} See `{help_command}`.")
         except click.ClickException as error:
-            _refuse(error.format_message())
+            _exit_with_error(error.format_message())
         except OSError as error:
             if error.errno not in STREAM_ENDED:
                 raise
             _end_without_output(error)
         try:
-            _flush(sys.stdout)
+            _flush_if_open(sys.stdout)
         except OSError as error:
             _end_without_output(error)
         sys.exit(status if isinstance(status, int) else 0)
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _exit_with_error(sentence: str) -> NoReturn:
     """Print an error as one line and exit with status 2."""
     click.echo(f"error: {visible(' '.join(sentence.split()))}", err=True)
     sys.exit(BAD_INPUT)
@@ -111,7 +111,7 @@ def _open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
 
 
-def _flush(stream: TextIO | None) -> None:
+def _flush_if_open(stream: TextIO | None) -> None:
     if stream is not None and not stream.closed:
         stream.flush()
 
@@ -123,7 +123,7 @@ def _end_without_output(error: OSError) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if error.errno == errno.EPIPE:
         sys.exit(1)
-    _refuse(f"The output cannot be written: {error.strerror}. Redirect it to another file or device.")
+    _exit_with_error(f"The output cannot be written: {error.strerror}. Redirect it to another file or device.")
 
 
 def _replace_unencodable(stream: TextIO | None) -> None:

@@ -27,7 +27,7 @@ def read_audio(file: str) -> tuple[NDArray[np.float32], int]:
     """
     check_name(file)
     try:
-        samples, rate = _array(file) if file.lower().endswith(".npy") else _wav(file)
+        samples, rate = _read_array(file) if file.lower().endswith(".npy") else _read_wav(file)
     except FileNotFoundError:
         raise InputError(f"There is no file {file!r}.", "Check its name.") from None
     except (OSError, EOFError, ValueError, wave.Error) as error:
@@ -40,7 +40,7 @@ def read_audio(file: str) -> tuple[NDArray[np.float32], int]:
     return samples, rate
 
 
-def _wav(file: str) -> tuple[NDArray[np.float32], int]:
+def _read_wav(file: str) -> tuple[NDArray[np.float32], int]:
     with wave.open(file, "rb") as opened:
         width, channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
         if width > 4:
@@ -58,7 +58,7 @@ def _wav(file: str) -> tuple[NDArray[np.float32], int]:
     return whole.reshape(-1, channels).mean(1).astype(np.float32), rate
 
 
-def _array(file: str) -> tuple[NDArray[np.float32], int]:
+def _read_array(file: str) -> tuple[NDArray[np.float32], int]:
     found = np.load(file, allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind != "f":
         raise ValueError("it is not an array of floating-point samples in one dimension")

@@ -145,11 +145,11 @@ def census(
         raise click.UsageError("--against needs --page: the page compares the two. Give --page FILE.")
     if page is not None:
         check_writable([page])
-    other = None if against is None else _loaded(against)
+    other = None if against is None else _load_census(against)
     if not texts or out is None:
         if texts or out is not None or (page is None and place is None):
             raise click.UsageError("Give --texts and --out to count, or a census with --page or --read.")
-        _read(model, page, other, place, lang)
+        _print_or_write_text(model, page, other, place, lang)
         return
     if place is not None:
         raise click.UsageError("--read prints a text of a census that exists. Give its directory, without --texts.")
@@ -203,15 +203,15 @@ def census(
         context.exit(1)
 
 
-def _loaded(folder: str) -> Census:
+def _load_census(folder: str) -> Census:
     from multihead.counting.result import Census
 
     return Census.load(folder)
 
 
-def _read(folder: str, page: str | None, other: Census | None, place: str | None, lang: str) -> None:
+def _print_or_write_text(folder: str, page: str | None, other: Census | None, place: str | None, lang: str) -> None:
     """Print a text of a census, or write its page."""
-    found = _loaded(folder)
+    found = _load_census(folder)
     if place is not None:
         shard, _, index = place.partition(":")
         if not (shard.isdecimal() and index.isdecimal()):
@@ -252,7 +252,7 @@ def _print_heads(found: Census, lang: str) -> None:
     click.echo()
 
 
-def _table(names: Sequence[str], lang: str) -> Table:
+def _empty_table(names: Sequence[str], lang: str) -> Table:
     """Return an empty table whose first and last columns are words, and whose others are numbers."""
     from rich import box
     from rich.table import Table
@@ -269,7 +269,7 @@ def _table(names: Sequence[str], lang: str) -> Table:
 def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
     from multihead.record.notebook import CHANCE
 
-    made = _table(("statistic", "mean", "chance", "largest"), lang)
+    made = _empty_table(("statistic", "mean", "chance", "largest"), lang)
     for name, shown in found.plan.statistics.items():
         known = [row for row in rows if name in row]
         if not known:
@@ -284,7 +284,7 @@ def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: st
 
 
 def _kinds_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
-    made = _table(("kind", "heads", "chance", "largest shares"), lang)
+    made = _empty_table(("kind", "heads", "chance", "largest shares"), lang)
     heads = found.kinds() if any("kind" in row for row in rows) else []  # without chance there are none
     for kind in found.all_kinds:
         named = [each for each in heads if each.kind == kind.name]

@@ -101,18 +101,18 @@ def compare(
     rows = [one.row() for one in changed]
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
-        _print(changed, (before, after), top=top, lang=lang)
+        _print_changes(changed, (before, after), top=top, lang=lang)
 
 
-def _print(changed: Sequence[ChangedHead], files: tuple[str, str], *, top: int, lang: str) -> None:
+def _print_changes(changed: Sequence[ChangedHead], files: tuple[str, str], *, top: int, lang: str) -> None:
     """Print the two runs, a table of the most changed heads, and how many changed their kinds."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    from multihead.kinds import KINDS, named
+    from multihead.kinds import KINDS, kinds_by_name
 
-    words, by_name = section(lang, "common", "compare"), named(KINDS)
+    words, by_name = section(lang, "common", "compare"), kinds_by_name(KINDS)
     console = Console(highlight=False)
     names = {"before": visible(Path(files[0]).name), "after": visible(Path(files[1]).name)}
     known = [one.divergence for one in changed if one.divergence == one.divergence]

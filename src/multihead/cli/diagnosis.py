@@ -99,35 +99,35 @@ class Diagnosis:
         return tuple(problems)
 
 
-def examine() -> Diagnosis:
+def diagnose() -> Diagnosis:
     """Examine the machine, torch, the native library and every kernel.
 
-    >>> [kernel.name for kernel in examine().kernels][-1]
+    >>> [kernel.name for kernel in diagnose().kernels][-1]
     'reference'
     """
     chosen: str | None = None
     refusal: str | None = None
-    if library.absence() is None:
+    if library.reason_of_absence() is None:
         try:
-            chosen = library.chosen().name
+            chosen = library.chosen_instruction_set().name
         except ArgumentError as error:
             refusal = str(error)
-    capabilities = _capabilities()
+    capabilities = _supported_instruction_sets()
     return Diagnosis(
         system=f"{platform.system()} {platform.machine()}",
         cpu=str(capabilities.get("cpu_name") or platform.processor() or "unknown"),
         features=tuple(name for name in FEATURES if capabilities.get(name)),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
-        library=library.path(),
-        absence=library.absence(),
+        library=library.path_of_library(),
+        absence=library.reason_of_absence(),
         sets=library.instruction_sets(),
         requested=os.environ.get(library.ENVIRONMENT) or None,
         chosen=chosen,
         refusal=refusal,
-        lacking=library.lacking(),
+        lacking=library.missing_faster_set(),
         runtimes=openmp_runtimes(),
-        kernels=tuple(_kernel(name) for name in KERNELS),
+        kernels=tuple(_diagnose_kernel(name) for name in KERNELS),
     )
 
 
@@ -146,15 +146,15 @@ def openmp_runtimes(maps: Path = MAPS) -> tuple[Path, ...] | None:
     return tuple(sorted(Path(path) for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", path)))
 
 
-def _capabilities() -> dict[str, object]:
+def _supported_instruction_sets() -> dict[str, object]:
     read: Callable[[], dict[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
     return {} if read is None else read()
 
 
-def _kernel(name: str) -> Kernel:
+def _diagnose_kernel(name: str) -> Kernel:
     """Return which kinds of calls a kernel refuses."""
     refusals = {}
-    calls = _calls()
+    calls = _calls_of_each_kind()
     for kind, request in calls.items():
         reason = KERNELS[name].refusal(request, bounds_of(request))
         if reason is not None:
@@ -164,7 +164,7 @@ def _kernel(name: str) -> Kernel:
     return Kernel(name, refusals)
 
 
-def _calls() -> dict[str, AttentionRequest]:
+def _calls_of_each_kind() -> dict[str, AttentionRequest]:
     """Return small calls, one of each kind that some kernel may refuse."""
 
     def tensor(dtype: torch.dtype = torch.float32) -> Tensor:

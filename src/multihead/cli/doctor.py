@@ -32,47 +32,47 @@ def doctor() -> None:
     # Imported here, so that --help does not load torch.
     from rich.console import Console
 
-    from multihead.cli.diagnosis import examine
+    from multihead.cli.diagnosis import diagnose
 
-    found = examine()
+    found = diagnose()
     console = Console(highlight=False, soft_wrap=True)
     _print_machine(console, found)
     _print_native(console, found)
     _print_kernels(console, found)
     console.print()
     for warning in found.warnings:
-        _print(console, f"! {warning}", style="yellow")
+        _print_sentence(console, f"! {warning}", style="yellow")
     if not found.warnings:
-        _print(console, "No problems found.", style="green")
+        _print_sentence(console, "No problems found.", style="green")
 
 
 def _print_machine(console: Console, found: Diagnosis) -> None:
-    _print(console, "Machine", style="bold")
-    _entry(console, "system", found.system)
-    _entry(console, "processor", found.cpu)
-    _entry(console, "features", ", ".join(found.features) or "torch names none")
-    _entry(console, "torch", f"{found.torch_version}, {_counted(found.threads, 'thread')}")
+    _print_sentence(console, "Machine", style="bold")
+    _print_entry(console, "system", found.system)
+    _print_entry(console, "processor", found.cpu)
+    _print_entry(console, "features", ", ".join(found.features) or "torch names none")
+    _print_entry(console, "torch", f"{found.torch_version}, {_count_with_noun(found.threads, 'thread')}")
     if found.runtimes is None:
-        _entry(console, "OpenMP", "the loaded runtimes cannot be listed on this system")
+        _print_entry(console, "OpenMP", "the loaded runtimes cannot be listed on this system")
     else:
         for runtime in found.runtimes:
-            _entry(console, "OpenMP", str(runtime))
+            _print_entry(console, "OpenMP", str(runtime))
         if not found.runtimes:
-            _entry(console, "OpenMP", "no runtime is loaded as a separate library")
+            _print_entry(console, "OpenMP", "no runtime is loaded as a separate library")
 
 
 def _print_native(console: Console, found: Diagnosis) -> None:
     console.print()
-    _print(console, "Native kernel", style="bold")
+    _print_sentence(console, "Native kernel", style="bold")
     if found.absence is not None:
-        _entry(console, "library", f"none: {found.absence}")
+        _print_entry(console, "library", f"none: {found.absence}")
         return
-    _entry(console, "library", str(found.library))
+    _print_entry(console, "library", str(found.library))
     for each in found.sets:
-        _entry(console, each.name, _state(each, found))
+        _print_entry(console, each.name, _state_of_instruction_set(each, found))
 
 
-def _state(each: InstructionSet, found: Diagnosis) -> str:
+def _state_of_instruction_set(each: InstructionSet, found: Diagnosis) -> str:
     """Return whether an instruction set is used, runs here, or why it does not."""
     if each.name == found.chosen:
         return "used: set by MULTIHEAD_CPU" if found.requested else "used: the fastest that runs here"
@@ -85,38 +85,38 @@ def _state(each: InstructionSet, found: Diagnosis) -> str:
 
 def _print_kernels(console: Console, found: Diagnosis) -> None:
     console.print()
-    _print(console, "Kernels, the fastest first", style="bold")
+    _print_sentence(console, "Kernels, the fastest first", style="bold")
     for kernel in found.kernels:
         kinds: dict[str, list[str]] = {}
         for kind, reason in kernel.refusals.items():
             kinds.setdefault(reason, []).append(kind)
         if not kinds:
-            _entry(console, kernel.name, "supports every call")
+            _print_entry(console, kernel.name, "supports every call")
         label = kernel.name
         for reason, refused in kinds.items():
-            _entry(console, label, f"rejects {', '.join(refused)}: {reason}")
+            _print_entry(console, label, f"rejects {', '.join(refused)}: {reason}")
             label = ""
 
 
-def _counted(count: int, noun: str) -> str:
+def _count_with_noun(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _entry(console: Console, label: str, text: str) -> None:
+def _print_entry(console: Console, label: str, text: str) -> None:
     """Print a label and its text, wrapped next to the label."""
-    from multihead.cli.tensor_view import wrap
+    from multihead.cli.tensor_view import wrap_words
 
-    for number, line in enumerate(wrap(text, _width(console) - 3 - LABEL)):
+    for number, line in enumerate(wrap_words(text, _width_of_console(console) - 3 - LABEL)):
         console.print(f"   {'' if number else label:<{LABEL}}", style="dim", end="", markup=False)
         console.print(line, markup=False)
 
 
-def _print(console: Console, sentence: str, *, style: str = "") -> None:
-    from multihead.cli.tensor_view import wrap
+def _print_sentence(console: Console, sentence: str, *, style: str = "") -> None:
+    from multihead.cli.tensor_view import wrap_words
 
-    for line in wrap(sentence, _width(console)):
+    for line in wrap_words(sentence, _width_of_console(console)):
         console.print(line, style=style, markup=False)
 
 
-def _width(console: Console) -> int:
+def _width_of_console(console: Console) -> int:
     return min(max(console.width, 40), 100)

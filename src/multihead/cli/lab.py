@@ -70,7 +70,7 @@ def lab(
     ones. Prints the results and writes one page that opens offline.
     """
     check_writable([out])
-    counts = _parsed(heads)
+    counts = _parsed_head_counts(heads)
     require("jinja2", purpose="The lab", extra="lab")
     if workers is not None and workers < 1:
         raise ArgumentError(f"The number of workers is {workers}.", "Give at least 1.")
@@ -97,19 +97,19 @@ def lab(
             progress=lambda name, done, total: steps.show(phrases.words[f"doing.{name}"], done, total),
         )
     path = write_page(answers, out, lang=lang)
-    _print(console, phrases.words["page title"], style="bold")
-    _print(console, phrases.words["lead"])
+    _print_sentence(console, phrases.words["page title"], style="bold")
+    _print_sentence(console, phrases.words["lead"])
     if quick:
-        _print(console, phrases.words["quick"], style="yellow")
+        _print_sentence(console, phrases.words["quick"], style="yellow")
     for number, chapter in enumerate(build_chapters(answers, phrases), start=1):
         _print_chapter(console, number, chapter, phrases)
     console.print()
-    _print(
+    _print_sentence(
         console, phrases.translate("page at" if answers.experiments else "page only", path=visible(path)), style="green"
     )
 
 
-def _parsed(heads: str) -> tuple[int, ...]:
+def _parsed_head_counts(heads: str) -> tuple[int, ...]:
     try:
         found = tuple(int(entry) for entry in heads.replace("，", ",").split(","))
     except ValueError:
@@ -121,32 +121,32 @@ def _parsed(heads: str) -> tuple[int, ...]:
     return found
 
 
-def _print(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:
-    from multihead.cli.tensor_view import wrap
+def _print_sentence(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:
+    from multihead.cli.tensor_view import wrap_words
 
-    for line in wrap(sentence, min(max(console.width, 40), 100) - indent):
+    for line in wrap_words(sentence, min(max(console.width, 40), 100) - indent):
         console.print(" " * indent + line, style=style, markup=False)
 
 
 def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> None:
     """Print one chapter: the question, the answer, the text, the tables."""
     console.print()
-    _print(console, f"{number}. {chapter.title}", style="bold")
-    _print(console, chapter.answer, style="cyan", indent=3)
+    _print_sentence(console, f"{number}. {chapter.title}", style="bold")
+    _print_sentence(console, chapter.answer, style="cyan", indent=3)
     for paragraph in chapter.text:
-        _print(console, paragraph, indent=3)
+        _print_sentence(console, paragraph, indent=3)
     for one in chapter.tables:
-        _draw(console, one)
+        _print_table(console, one)
     if chapter.looks_tables:
         console.print()
-        _print(console, phrases.words["looks.heading"], style="bold", indent=3)
+        _print_sentence(console, phrases.words["looks.heading"], style="bold", indent=3)
         for sentence in chapter.looks:
-            _print(console, sentence, indent=3)
+            _print_sentence(console, sentence, indent=3)
         for one in chapter.looks_tables:
-            _draw(console, one)
+            _print_table(console, one)
 
 
-def _draw(console: Console, table: Table) -> None:
+def _print_table(console: Console, table: Table) -> None:
     """Print one table, as wide as it needs and the terminal allows."""
     from rich import box
     from rich.padding import Padding
@@ -161,7 +161,7 @@ def _draw(console: Console, table: Table) -> None:
     for row in table.rows:
         drawn.add_row(*row)
     console.print()
-    _print(console, table.caption, style="dim", indent=3)
+    _print_sentence(console, table.caption, style="dim", indent=3)
     width = min(console.width, MAX_TABLE_WIDTH)
     console.print(Padding(drawn, (0, 0, 0, 3)), markup=False, soft_wrap=False, width=width)
 

@@ -105,7 +105,7 @@ def look(
     number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
-    text, sound = _input(text_file, prompt, audio, textbook=textbook)
+    text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
     check_writable([str(target) for target in (*targets, record_file) if target is not None])
     chosen = None if layers is None else parsed_layers(layers)
@@ -116,9 +116,9 @@ def look(
     # Imported here, so that --help does not load torch.
     from multihead.models.loading import check_text, encode, load
     from multihead.observation.textbook import add_repeated
-    from multihead.record.analysis.roles import marked
+    from multihead.record.analysis.roles import rows_with_roles
     from multihead.record.memory_use import memory_of
-    from multihead.viewer.looking import check_layers, measured_repeats, prepared, recorded, written_page
+    from multihead.viewer.looking import check_layers, measured_repeats, prepared, run_and_record, written_page
 
     for each in (text if sound is None else None, decoder_text):
         if each is not None:
@@ -138,7 +138,7 @@ def look(
         # First, because it may reject the model.
         repeated = measured_repeats(loaded, steps.show, lang) if textbook else {}
         run = prepared(loaded, encoded, sound, decoder_text, steps.show, lang)
-        record = recorded(loaded, run, chosen, steps.show, lang)
+        record = run_and_record(loaded, run, chosen, steps.show, lang)
         add_repeated(record, repeated)
         memory = memory_of(record.layers)
         if record_file is not None:
@@ -160,7 +160,7 @@ def look(
         )
     table = record.table(sort=sort, top=top, kinds=False)
     read = {profile.number: profile for profile in profiles}
-    rows = [{**row, **read[row["layer"]].row(row["head"])} for row in marked(record.layers, table.rows)]
+    rows = [{**row, **read[row["layer"]].row(row["head"])} for row in rows_with_roles(record.layers, table.rows)]
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         print_heads(record, profiles, run, rows, lang=lang)
@@ -169,7 +169,7 @@ def look(
         print_files(page, record_file, memory, lang)
 
 
-def _input(
+def _text_or_audio(
     text_file: str | None, prompt: str | None, audio: str | None, *, textbook: bool
 ) -> tuple[str, tuple[NDArray[np.float32], int] | None]:
     """Return the text to read and no audio, or an empty text and the samples of the audio with their rate."""

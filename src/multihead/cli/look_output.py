@@ -55,8 +55,8 @@ def print_heads(
     from multihead.record.analysis.highlights import findings
 
     console = Console(highlight=False)
-    console.print(_read(record, run, lang) + "\n", markup=False)
-    console.print(_drawn(rows, console.width, record.all_kinds, lang))
+    console.print(_sentence_on_input(record, run, lang) + "\n", markup=False)
+    console.print(_rows_of_table(rows, console.width, record.all_kinds, lang))
     repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
     if any(repeats.intersection(row["kind"].split("+")) for row in rows):
         console.print(text("look.on repeats", lang), markup=False)
@@ -70,14 +70,14 @@ def print_heads(
         console.print(f"  {finding}", markup=False, soft_wrap=True)
 
 
-def _read(record: Record, run: Run, lang: str) -> str:
+def _sentence_on_input(record: Record, run: Run, lang: str) -> str:
     """Return the sentence on what the model read."""
 
     def counted(encoded: Encoded) -> str:
         number = len(encoded.tokens)
         return text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
 
-    values = {"model": visible(record.title), "heads": _counted(record, lang)}
+    values = {"model": visible(record.title), "heads": _count_layers_and_heads(record, lang)}
     if run.decoder is None:
         return text("look.read", lang, tokens=counted(run.texts[0]), **values)
     key = "look.generated" if run.generated else "look.decoded"
@@ -119,27 +119,29 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
 def print_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
     """Print the memory used, the files written, and how to see more."""
     if memory.weights >= HEAVY and memory.peak is not None:
-        sizes = {name: _size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
+        sizes = {name: _readable_size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
         click.echo("\n" + text("look.memory", lang, **sizes))
     click.echo("\n" + text("look.page", lang, page=page))
     if record_file is not None:
-        size = _size(Path(record_file).stat().st_size)
-        click.echo(text("look.record", lang, file=visible(record_file), size=size, quoted=_quoted(record_file)))
+        size = _readable_size(Path(record_file).stat().st_size)
+        click.echo(
+            text("look.record", lang, file=visible(record_file), size=size, quoted=_quoted_for_shell(record_file))
+        )
     elif page.mode != "whole":
         click.echo(text("look.more", lang))
 
 
-def _quoted(file: str) -> str:
+def _quoted_for_shell(file: str) -> str:
     """Quote a file's name for a shell, control characters as escapes within $'...'."""
     shown = visible(file.replace("\\", "\\\\").replace("'", "\\'"))
     return shlex.quote(file) if visible(file) == file else f"$'{shown}'"
 
 
-def _size(num_bytes: int) -> str:
+def _readable_size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _drawn(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str) -> Any:
+def _rows_of_table(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str) -> Any:
     """Lay out the table: one row per head, with its kind and its means."""
     from rich import box
     from rich.table import Table
@@ -157,13 +159,13 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind],
     for name in ("head", "role", "kind") if has_roles else ("head", "kind"):
         drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=name != "kind")
     for each in shown:
-        drawn.add_column(_heading(each, lang), justify="right", no_wrap=True)
+        drawn.add_column(_column_heading(each, lang), justify="right", no_wrap=True)
     for row in rows:
         numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
-        named = _kinds(row["kind"].split("+"), kinds, lang)
+        named = _cell_of_kinds(row["kind"].split("+"), kinds, lang)
         if row.get("alignment"):
             named = text("look.and alignment", lang, kind=named, alignment=text("common.alignment", lang))
-        role = [_role(row["role"], lang)] if has_roles else []
+        role = [_name_of_role(row["role"], lang)] if has_roles else []
         drawn.add_row(f"L{row['layer']} H{row['head']}", *role, named, *numbers)
     chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different levels of chance
     for row in rows:
@@ -172,33 +174,33 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind],
         chances.setdefault(level, set()).add(row.get("role", ""))
     drawn.add_section()
     for level, roles in [*chances.items()][:MOST_LEVELS]:
-        role = [_role("".join(roles) if len(roles) == 1 else "", lang)] if has_roles else []
+        role = [_name_of_role("".join(roles) if len(roles) == 1 else "", lang)] if has_roles else []
         drawn.add_row(text("look.chance", lang), *role, "", *level)
     return drawn
 
 
-def _role(role: str, lang: str) -> str:
+def _name_of_role(role: str, lang: str) -> str:
     return text("look.cross", lang) if role == "cross" else text(f"common.role.{role}", lang) if role else ""
 
 
-def _kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> str:
+def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> str:
     """Name the first kind of a head, "*" if it was measured on repeated random tokens, and count the others."""
-    from multihead.kinds import named
+    from multihead.kinds import kinds_by_name
 
-    first = named(kinds)[names[0]]
+    first = kinds_by_name(kinds)[names[0]]
     name = visible(first.label(lang))
     if first.texts == "repeats" and first.probe is not None:
         name = short_statistic_label(first.probe.name, lang, first.probe.label) + "*"
     return name + (f" +{len(names) - 1}" if len(names) > 1 else "")
 
 
-def _heading(shown: Statistic, lang: str) -> str:
+def _column_heading(shown: Statistic, lang: str) -> str:
     """Return the two lines above a column: the short label and the unit, or a label of two words."""
     label = short_statistic_label(shown.name, lang, shown.short_label)
     return f"{label}\n{unit_label(shown.unit, lang)}" if shown.unit else label.replace(" ", "\n", 1)
 
 
-def _counted(record: Record, lang: str) -> str:
+def _count_layers_and_heads(record: Record, lang: str) -> str:
     layers, heads = len(record.layers), [layer.num_heads for layer in record.layers]
     if len(set(heads)) > 1:
         return text("look.heads in layers", lang, heads=sum(heads), layers=layers)

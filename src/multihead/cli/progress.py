@@ -118,7 +118,7 @@ class _Lines:
                 self._step, self._began = step, time.monotonic()
                 self._due = self._began + FIRST
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._watch, daemon=True)
+                    self._thread = threading.Thread(target=self._print_from_time_to_time, daemon=True)
                     self._thread.start()
                 self._lock.notify()
             self._done, self._total, self._detail = done, total, detail
@@ -140,7 +140,7 @@ class _Lines:
             self._print(finished=True)
         self._step, self._printed = None, False
 
-    def _watch(self) -> None:
+    def _print_from_time_to_time(self) -> None:
         with self._lock:
             while not self._closed:
                 self._lock.wait(None if self._step is None else max(self._due - time.monotonic(), 0.0))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multihead.lab.walk import Step
 
-__all__ = ["Drawing", "draw", "head_style", "numbers", "shape_lines", "wrap"]
+__all__ = ["Drawing", "draw_step", "formatter_of_numbers", "head_style", "shape_lines", "wrap_words"]
 
 # As torch does: a tensor of up to this many values is printed in full, a larger one with 3 entries at each end.
 FULL_VALUES = 1000
@@ -57,7 +57,7 @@ def head_style(head: int) -> str:
     return HEAD_STYLES[head % len(HEAD_STYLES)]
 
 
-def numbers(tensor: Tensor) -> Callable[[float], str]:
+def formatter_of_numbers(tensor: Tensor) -> Callable[[float], str]:
     """Return a function that formats a tensor's values with as many decimals as they need."""
     if not tensor.is_floating_point():
         return lambda value: str(int(value))
@@ -79,12 +79,12 @@ def shape_lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str
     for row in (sizes, axes):
         # One axis keeps its comma, as in Python: (6,).
         cells = [f"{entry}," for entry in row[:-1]] + [row[-1] if len(row) > 1 else f"{row[0]},"]
-        padded = [_left(cell, width + 2) for cell, width in zip(cells, widths, strict=True)]
+        padded = [_align_left(cell, width + 2) for cell, width in zip(cells, widths, strict=True)]
         lines.append(f"({''.join(padded).rstrip()})")
     return lines[0], lines[1]
 
 
-def wrap(sentence: str, width: int) -> list[str]:
+def wrap_words(sentence: str, width: int) -> list[str]:
     """Break text between words or Chinese characters, but never before closing punctuation."""
     lines, line = [], ""
     for piece in PIECES.findall(sentence):
@@ -95,7 +95,7 @@ def wrap(sentence: str, width: int) -> list[str]:
     return [*lines, line.rstrip()] if line.strip() else lines
 
 
-def draw(
+def draw_step(
     step: Step,
     *,
     num_heads: int,
@@ -112,10 +112,10 @@ def draw(
         width: columns of the terminal.
         notes: for (block, row), a word printed next to the row and the head whose colour it gets.
     """
-    return _Painter(step, _framed(step, num_heads), entries, width, notes or {}).drawing()
+    return _Painter(step, _frame_of_step(step, num_heads), entries, width, notes or {}).drawing()
 
 
-def _framed(step: Step, num_heads: int) -> Frame:
+def _frame_of_step(step: Step, num_heads: int) -> Frame:
     tensor, axes = step.tensor, step.axes
     if axes[0] == "batch*heads":
         tensor = tensor.reshape(-1, num_heads, *tensor.shape[1:])
@@ -137,7 +137,7 @@ def _framed(step: Step, num_heads: int) -> Frame:
     )
 
 
-def _ends(size: int, edge: int) -> list[int | None]:
+def _indices_at_both_ends(size: int, edge: int) -> list[int | None]:
     """List the indices to show, None for a gap."""
     if size <= 2 * edge + 1:
         return list(range(size))
@@ -152,10 +152,10 @@ class _Painter:
         self.tensor, self.axes = frame.tensor, frame.axes
         big = self.tensor.numel() > FULL_VALUES
         sizes = self.tensor.shape
-        self.lines = _ends(sizes[0], 1 if big else sizes[0])
-        self.blocks = _ends(sizes[1], 1 if big else sizes[1])
-        self.rows = _ends(sizes[2], EDGE if big else sizes[2])
-        self.columns = _ends(sizes[3], EDGE if big else sizes[3])
+        self.lines = _indices_at_both_ends(sizes[0], 1 if big else sizes[0])
+        self.blocks = _indices_at_both_ends(sizes[1], 1 if big else sizes[1])
+        self.rows = _indices_at_both_ends(sizes[2], EDGE if big else sizes[2])
+        self.columns = _indices_at_both_ends(sizes[3], EDGE if big else sizes[3])
         self.gutter = self._gutter_width()
         self.width = width
         self._fit_columns()
@@ -176,15 +176,15 @@ class _Painter:
         size = self.tensor.shape[3]
         max_edge = EDGE if None in self.columns else size
         for edge in range(max_edge, 0, -1):
-            self.columns = _ends(size, edge)
-            shown = self._shown()
-            self.write = numbers(shown)
+            self.columns = _indices_at_both_ends(size, edge)
+            shown = self._shown_rows()
+            self.write = formatter_of_numbers(shown)
             self.cell = max(len(self.write(value)) for value in shown.flatten().tolist())
             self.cell = max(self.cell, self._widest_label())
             if self.gutter + self._block_width() <= self.width:
                 return
 
-    def _shown(self) -> Tensor:
+    def _shown_rows(self) -> Tensor:
         shown = self.tensor
         for place, indices in enumerate((self.lines, self.blocks, self.rows, self.columns)):
             kept = [index for index in indices if index is not None]
@@ -216,7 +216,7 @@ class _Painter:
             before = column
         return groups
 
-    def _between(self, left: int | None, right: int | None) -> str:
+    def _gap_between(self, left: int | None, right: int | None) -> str:
         if self.frame.head_place == 3 and left is not None and right is not None:
             return " │ " if self.heads[left] != self.heads[right] else " "
         return " "
@@ -226,7 +226,7 @@ class _Painter:
         before: int | None = None
         for number, column in enumerate(self.columns):
             if number:
-                line.append(self._between(before, column), style="dim")
+                line.append(self._gap_between(before, column), style="dim")
             line.append_text(Text(GAP, style="dim") if column is None else cells[column])
             before = column
         return line
@@ -254,7 +254,7 @@ class _Painter:
         written = self.write(self.tensor[place].item())
         head = self._head(*place[1:])
         style = "dim" if written == "-inf" else head_style(head) if head is not None else ""
-        return Text(_right(written, self.cell), style=style)
+        return Text(_align_right(written, self.cell), style=style)
 
     def _painted_block(self, line: int, block: int) -> list[Text]:
         """Draw one block: title, names of the keys, rows, and the heads below their columns."""
@@ -265,12 +265,12 @@ class _Painter:
             painted.append(Text(self._title(line, block), style=style))
         if self.axes[3] == "keys":
             painted.append(self._row_of({
-                column: Text(_right(self._entry(3, column), self.cell), style="dim")
+                column: Text(_align_right(self._entry(3, column), self.cell), style="dim")
                 for column in self.columns if column is not None
             }))  # fmt: skip
         for row in self.rows:
             if row is None:
-                painted.append(Text(_right(GAP, self.cell), style="dim"))
+                painted.append(Text(_align_right(GAP, self.cell), style="dim"))
                 continue
             text = self._row_of({
                 column: self._cell((line, block, row, column)) for column in self.columns if column is not None
@@ -292,7 +292,7 @@ class _Painter:
                 below.append("   ")
             wide = len(columns) * self.cell + len(columns) - 1
             label = self.names["heads"](head)
-            below.append(_centred(label, wide), style=f"bold {head_style(head)}")
+            below.append(_align_centre(label, wide), style=f"bold {head_style(head)}")
             before = columns[-1]
         return below
 
@@ -351,14 +351,14 @@ class _Painter:
         return labels
 
 
-def _left(text: str, width: int) -> str:
+def _align_left(text: str, width: int) -> str:
     return text + " " * (width - cell_len(text))
 
 
-def _right(text: str, width: int) -> str:
+def _align_right(text: str, width: int) -> str:
     return " " * (width - cell_len(text)) + text
 
 
-def _centred(text: str, width: int) -> str:
+def _align_centre(text: str, width: int) -> str:
     before = max(width - cell_len(text), 0) // 2
-    return _left(" " * before + text, width)
+    return _align_left(" " * before + text, width)

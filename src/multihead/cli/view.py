@@ -82,7 +82,7 @@ def view(
         import_module_of_user(module)
     with Steps(lang) as steps:
         steps.show(text("view.opening", lang, names=", ".join(map(visible, records))))
-        runs = _loaded(records)
+        runs = _load_records(records)
     for run in runs:
         if not run.num_samples:
             raise InputError(
@@ -107,7 +107,7 @@ def view(
         if browser:
             webbrowser.open(redirect(address))
 
-    with _exit_on_sigterm(), _redirect() as redirect, Steps(lang) as steps:
+    with _exit_on_sigterm(), _redirecting_page() as redirect, Steps(lang) as steps:
 
         def progress(done: float, total: int) -> None:
             """Show the coarse levels while some are left to be built."""
@@ -137,7 +137,7 @@ def import_module_of_user(module: str) -> None:
 
 
 @contextmanager
-def _redirect() -> Iterator[Callable[[str], str]]:
+def _redirecting_page() -> Iterator[Callable[[str], str]]:
     """Yield a function that writes a page redirecting to an address, and returns the URL of that page.
 
     Every user of the machine can read the command line of the browser, and the viewer's address contains its token.
@@ -173,20 +173,20 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _loaded(files: Sequence[str]) -> list[Run]:
+def _load_records(files: Sequence[str]) -> list[Run]:
     from multihead.observation.record import Record
     from multihead.viewer.payload import Run
 
-    groups = _runs([(Path(file), Record.load(file, mapped=False)) for file in files])
+    groups = _runs_of_files([(Path(file), Record.load(file, mapped=False)) for file in files])
     names = [path.name for path, _ in groups]
     return [
         # Files with the same name are shown with their folders.
-        Run(path.name if names.count(path.name) == 1 else str(path), record, _levels(path, record))
+        Run(path.name if names.count(path.name) == 1 else str(path), record, _folder_of_levels(path, record))
         for path, record in groups
     ]
 
 
-def _runs(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
+def _runs_of_files(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
     """Join the records of ranks, each given as a file of its own, as a shell expands run.*.safetensors."""
     from multihead.observation.record import Record
 
@@ -201,7 +201,7 @@ def _runs(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
     return [(records[0][0], Record.joined(parts))]
 
 
-def _levels(path: Path, record: Record) -> Path:
+def _folder_of_levels(path: Path, record: Record) -> Path:
     """Return the folder of the coarse levels: next to the file, or to the first of the files that a pattern matches."""
     name = path.name if path.exists() else f"{record.id}.safetensors"
     return path.with_name(f"{name}.levels")

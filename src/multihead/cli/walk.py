@@ -95,14 +95,14 @@ def walk(
         length=length,
         model_dim=model_dim,
         num_heads=heads,
-        lengths=None if lengths is None else _parsed(lengths),
+        lengths=None if lengths is None else _parsed_lengths(lengths),
         bias=bias,
         seed=seed,
     )
     _Printer(steps, lang, Console(highlight=False, soft_wrap=True)).print(part)
 
 
-def _parsed(lengths: str) -> tuple[int, ...]:
+def _parsed_lengths(lengths: str) -> tuple[int, ...]:
     try:
         return tuple(int(entry) for entry in lengths.replace("，", ",").split(","))
     except ValueError:
@@ -128,8 +128,8 @@ class _Printer:
             "scale": sizes.scale,
             "heads_of": self._text(
                 "heads and columns",
-                heads=self._counted("head", sizes.num_heads),
-                columns=self._counted("column", sizes.head_dim),
+                heads=self._count_with_noun("head", sizes.num_heads),
+                columns=self._count_with_noun("column", sizes.head_dim),
             ),
             "last": steps["x"].tensor.numel() - 1,
             "smaller": steps["inputs"].code.rpartition(" ")[2],
@@ -139,7 +139,7 @@ class _Printer:
     def _text(self, key: str, **values: Any) -> str:
         return text(f"walk.{key}", self.lang, **values)
 
-    def _counted(self, noun: str, number: int) -> str:
+    def _count_with_noun(self, noun: str, number: int) -> str:
         return self._text(f"1 {noun}") if number == 1 else self._text(f"{noun}s", n=number)
 
     def print(self, part: str) -> None:
@@ -167,9 +167,9 @@ class _Printer:
             self._print_text(f"{command} {options}", indent=INDENT)
 
     def _print_text(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
-        from multihead.cli.tensor_view import wrap
+        from multihead.cli.tensor_view import wrap_words
 
-        for line in wrap(sentence, min(self.width, 100) - indent):
+        for line in wrap_words(sentence, min(self.width, 100) - indent):
             self.console.print(" " * indent + line, style=style, markup=False)
 
     def _open_part(self, part: str) -> None:
@@ -182,14 +182,14 @@ class _Printer:
         self.console.print()
         self.console.print(f"{number:>2} {title}", style="bold", markup=False)
         self._print_text(passage, indent=INDENT)
-        for sentence in self._asides(chapter):
+        for sentence in self._remarks_at_these_sizes(chapter):
             self._print_text(sentence, indent=INDENT)
         for name in chapter.steps:
-            self._show(self.steps[name])
+            self._print_step(self.steps[name])
         for line in self._by_hand(chapter.name):
             self._print_text(self._text("by hand") + line, indent=INDENT)
 
-    def _asides(self, chapter: Chapter) -> list[str]:
+    def _remarks_at_these_sizes(self, chapter: Chapter) -> list[str]:
         """Return the remarks that apply only at these sizes."""
         sizes = self.steps.sizes
         if chapter.name == "by_head" and sizes.length == sizes.num_heads:
@@ -204,16 +204,16 @@ class _Printer:
             return [self._text("empty")]
         return []
 
-    def _show(self, step: Step) -> None:
+    def _print_step(self, step: Step) -> None:
         """Print the code of a tensor, its shape over the names of its axes, and its values."""
         from rich.text import Text
 
-        from multihead.cli.tensor_view import draw, shape_lines, wrap
+        from multihead.cli.tensor_view import draw_step, shape_lines, wrap_words
 
         self.console.print()
         # Break code at an operator, not within a list of arguments.
         code = f"{step.name} = {step.code}".replace(", ", ",¤")
-        for number, line in enumerate(wrap(code, self.width - 2 * INDENT)):
+        for number, line in enumerate(wrap_words(code, self.width - 2 * INDENT)):
             self.console.print(
                 " " * (2 * INDENT if number else INDENT) + line.replace("¤", " "), style="bold", markup=False
             )
@@ -223,12 +223,12 @@ class _Printer:
         entries: dict[str, Callable[[int], str]] = {axis: partial(self._entry, axis) for axis in AXES}
         if step.name in ("z", "concat"):
             entries["heads"] = lambda head: self._text("entry.result", n=head, number=head + 1)
-        drawing = draw(
+        drawing = draw_step(
             step,
             num_heads=self.steps.sizes.num_heads,
             entries=entries,
             width=self.width - INDENT,
-            notes=self._mixed() if step.name == "wrong" and not self._nothing_to_mix() else None,
+            notes=self._sources_of_wrong_rows() if step.name == "wrong" and not self._nothing_to_mix() else None,
         )
         for row in drawing.lines:
             self.console.print(Text(" " * INDENT).append_text(row))
@@ -243,7 +243,7 @@ class _Printer:
     def _nothing_to_mix(self) -> bool:
         return 1 in (self.steps.sizes.length, self.steps.sizes.num_heads)
 
-    def _mixed(self) -> Notes:
+    def _sources_of_wrong_rows(self) -> Notes:
         """Return the position and head that each row of the wrong reshape came from."""
         positions = self.steps["wrong_position"].tensor.tolist()
         heads = self.steps["wrong_head"].tensor.tolist()
@@ -255,14 +255,14 @@ class _Printer:
 
     def _by_hand(self, chapter: str) -> list[str]:
         """Write out one entry of a chapter as a sum."""
-        from multihead.cli.tensor_view import numbers
+        from multihead.cli.tensor_view import formatter_of_numbers
 
         sizes, steps = self.steps.sizes, self.steps
         last = sizes.length - 1
         block = sizes.flat - 1
 
         def written(name: str, *index: int) -> str:
-            return numbers(steps[name].tensor)(steps[name].tensor[index].item())
+            return formatter_of_numbers(steps[name].tensor)(steps[name].tensor[index].item())
 
         query, key = (partial(self._entry, axis) for axis in ("queries", "keys"))
         if chapter == "scores" and sizes.head_dim <= MAX_TERMS:

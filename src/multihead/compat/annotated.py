@@ -76,7 +76,7 @@ class MultiHeadAttention(nn.Module):
             after dropout, from which the output is computed.
         """
         dropout = self.dropout.p if self.training else 0.0
-        request: AttentionRequest = request_of(Q, K, V, _mask(mask), dropout=dropout, origin=CallOrigin(self))
+        request: AttentionRequest = request_of(Q, K, V, _mask_of_tensor(mask), dropout=dropout, origin=CallOrigin(self))
         return attend_with_weights(request)
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ class MultiHeadedAttention(nn.Module):
         return self.linears[3](merge_heads(output))  # type: ignore[no-any-return]
 
 
-def _mask(mask: Tensor | None) -> Mask:
+def _mask_of_tensor(mask: Tensor | None) -> Mask:
     """Convert a mask of 0 and 1, which broadcasts from the last dimension, as tensors do."""
     if mask is None:
         return Full()

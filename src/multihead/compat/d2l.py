@@ -27,7 +27,7 @@ from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.layer.packing import Packing
 from multihead.masks import Full, Lengths, Mask
 from multihead.masks.place import CallSize, Place
-from multihead.tensors.tracing import readable
+from multihead.tensors.tracing import is_readable
 
 __all__ = ["DotProductAttention", "MultiHeadAttention", "masked_softmax", "transpose_output", "transpose_qkv"]
 
@@ -83,9 +83,9 @@ class DotProductAttention(nn.Module):
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _check_3d(name, tensor)
         q, k, v = queries[:, None], keys[:, None], values[:, None]  # (batch, 1, length, features)
-        return self._attended(q, k, v, _mask(_lengths(valid_lens, keys.shape[1])), owner=self)[:, 0]
+        return self._attend(q, k, v, _mask_of_valid_lens(_as_int_lengths(valid_lens, keys.shape[1])), owner=self)[:, 0]
 
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, owner: nn.Module) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, owner: nn.Module) -> Tensor:
         """Compute attention on tensors that are split into heads: (batch, heads, queries, value_dim)."""
         dropout = self.dropout.p if self.training else 0.0
         request: AttentionRequest = request_of(q, k, v, mask, dropout=dropout, origin=CallOrigin(owner))
@@ -154,9 +154,9 @@ class MultiHeadAttention(nn.Module):
         self.num_heads = num_heads
         self.attention = DotProductAttention(dropout)
         # In the book's order, so that the same seed draws the same parameters.
-        self.W_q = _linear(query_size, num_hiddens, bias=bias)
-        self.W_k = _linear(key_size, num_hiddens, bias=bias)
-        self.W_v = _linear(value_size, num_hiddens, bias=bias)
+        self.W_q = _lazy_or_linear(query_size, num_hiddens, bias=bias)
+        self.W_k = _lazy_or_linear(key_size, num_hiddens, bias=bias)
+        self.W_v = _lazy_or_linear(value_size, num_hiddens, bias=bias)
         self.W_o = nn.Linear(num_hiddens, num_hiddens, bias=bias)
 
     @property
@@ -184,8 +184,8 @@ class MultiHeadAttention(nn.Module):
         """
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _check_3d(name, tensor)
-        lengths = _lengths(valid_lens, keys.shape[1])
-        mask, padding = _mask(lengths), _padding(lengths, keys, values)
+        lengths = _as_int_lengths(valid_lens, keys.shape[1])
+        mask, padding = _mask_of_valid_lens(lengths), _padding_of_whole_samples(lengths, keys, values)
         if padding is None:
             k, v = self.W_k(keys), self.W_v(values)  # (batch, keys, num_hiddens) each
         else:
@@ -193,7 +193,7 @@ class MultiHeadAttention(nn.Module):
             k = padding.unpack(self.W_k(packed))
             v = padding.unpack(self.W_v(packed if values is keys else padding.pack(values)))
         q, k, v = (split_heads(x, self.num_heads) for x in (self.W_q(queries), k, v))
-        output = self.attention._attended(q, k, v, mask, owner=self)  # noqa: SLF001 - (batch, heads, queries, head_dim)
+        output = self.attention._attend(q, k, v, mask, owner=self)  # noqa: SLF001 - (batch, heads, queries, head_dim)
         return self.W_o(merge_heads(output))  # type: ignore[no-any-return]
 
 
@@ -239,18 +239,18 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     """
     _check_3d("X", X)
     batch, queries, keys = X.shape
-    mask = _mask(_lengths(valid_lens, keys))
+    mask = _mask_of_valid_lens(_as_int_lengths(valid_lens, keys))
     mask.check_fits(CallSize(batch, 1, queries, keys))
     hidden = ~mask.tile(Place.of(queries, keys, device=X.device))
     cells = X[:, None].to(working_dtype(X.dtype)).masked_fill(hidden, -torch.inf)  # (batch, 1, queries, keys)
     return softmax(cells, None)[0][:, 0].to(X.dtype)
 
 
-def _mask(lengths: Tensor | None) -> Mask:
+def _mask_of_valid_lens(lengths: Tensor | None) -> Mask:
     return Full() if lengths is None else Lengths(lengths)
 
 
-def _lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
+def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
     """Return valid lengths as integers. The book shows key j where j < length, also for a length that is a float."""
     if valid_lens is None:
         return None
@@ -260,7 +260,7 @@ def _lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
         Lengths(valid_lens)  # type: ignore[arg-type]  # rejects them
         raise
     if lengths.is_floating_point():
-        if readable(lengths.device) and bool(lengths.isnan().any()):
+        if is_readable(lengths.device) and bool(lengths.isnan().any()):
             raise MaskError("valid_lens contains NaN.", "Give numbers of keys, (batch,) or (batch, queries).")
         lengths = lengths.nan_to_num(0.0).clamp(0, keys).ceil().long()  # 3.5 shows the keys 0, 1, 2 and 3
     elif lengths.dtype != torch.bool and not lengths.is_complex():
@@ -268,7 +268,7 @@ def _lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
     return lengths
 
 
-def _padding(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
+def _padding_of_whole_samples(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
     """Return the packing that omits keys past the lengths of whole samples, or None if there are no such lengths."""
     if lengths is None or lengths.dim() != 1:
         return None
@@ -279,7 +279,7 @@ def _padding(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | 
     return Packing.of(lengths, batch=keys.shape[0], length=keys.shape[1], device=keys.device, name="valid_lens")
 
 
-def _linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:
+def _lazy_or_linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:
     return nn.LazyLinear(width_out, bias=bias) if width_in is None else nn.Linear(width_in, width_out, bias=bias)
 
 

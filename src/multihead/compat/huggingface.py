@@ -68,9 +68,9 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
         dtype=query.weight.dtype,
     )
     for projection, linear in ((layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, value)):
-        _copy(projection, linear.weight, linear.bias)
+        _copy_parameters(projection, linear.weight, linear.bias)
     if layer.out_proj is not None and dense is not None:
-        _copy(layer.out_proj, dense.weight, dense.bias)
+        _copy_parameters(layer.out_proj, dense.weight, dense.bias)
     return layer.train(module.training)
 
 
@@ -116,9 +116,9 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     )
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     for projection, rows, numbers in zip(projections, weight.chunk(3), bias.chunk(3), strict=True):
-        _copy(projection, rows, numbers)
+        _copy_parameters(projection, rows, numbers)
     assert layer.out_proj is not None
-    _copy(layer.out_proj, source.c_proj.weight.mT, source.c_proj.bias)
+    _copy_parameters(layer.out_proj, source.c_proj.weight.mT, source.c_proj.bias)
     return layer.train(module.training)
 
 
@@ -203,7 +203,7 @@ def _with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHea
     assert layer.out_proj is not None
     ours = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     for projection, linear in zip(ours, projections, strict=True):
-        _copy(projection, linear.weight, linear.bias)
+        _copy_parameters(projection, linear.weight, linear.bias)
     return layer.train(source.training)
 
 
@@ -249,7 +249,7 @@ def _rotary_of(config: Any, function: str) -> Rotary:
     )
 
 
-def _copy(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+def _copy_parameters(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     with torch.no_grad():
         projection.weight.copy_(weight)
         if bias is not None:

@@ -52,7 +52,7 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
     Linear(in_features=16, out_features=10, bias=False)
     """
     named = _by_name(weights)
-    kernels = {part: _tensor(named, f"{part}/kernel") for part in _PARTS}
+    kernels = {part: _tensor_of_variable(named, f"{part}/kernel") for part in _PARTS}
     for part, kernel in kernels.items():
         if kernel.dim() != 3:
             raise ShapeError(f"{part}/kernel has shape {tuple(kernel.shape)}.", f"Give {_AXES[part]}.")
@@ -83,7 +83,7 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
     for part, projection in zip(_PARTS, projections, strict=True):
         kernel = kernels[part]
         columns = kernel.flatten(0, 1) if part == "attention_output" else kernel.flatten(1, 2)
-        _copy(projection, columns, _tensor(named, f"{part}/bias") if biased else None, part)
+        _copy_projection(projection, columns, _tensor_of_variable(named, f"{part}/bias") if biased else None, part)
     return layer
 
 
@@ -110,12 +110,12 @@ def _by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     return named
 
 
-def _tensor(named: Mapping[str, Any], name: str) -> Tensor:
+def _tensor_of_variable(named: Mapping[str, Any], name: str) -> Tensor:
     array = named[name]
     return array.detach().clone() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
 
 
-def _copy(projection: nn.Linear, columns: Tensor, bias: Tensor | None, part: str) -> None:
+def _copy_projection(projection: nn.Linear, columns: Tensor, bias: Tensor | None, part: str) -> None:
     """Copy a kernel (features in, features out) and a bias, (features out,) or split into heads, to a projection."""
     with torch.no_grad():
         projection.weight.copy_(columns.mT)

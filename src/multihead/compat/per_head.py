@@ -79,7 +79,7 @@ class PerHeadAttention(nn.Module):
         W_O = drawn(num_heads * head_dim, embed_dim) if output_projection else None
         biases: list[list[Tensor] | None] = [[torch.zeros(head_dim) for _ in range(num_heads)] for _ in _PARTS]
         b_O = torch.zeros(embed_dim) if output_projection and bias else None
-        self._take(matrices, W_O, biases if bias else [None] * 3, b_O)
+        self._take_parameters(matrices, W_O, biases if bias else [None] * 3, b_O)
 
     @classmethod
     def of(
@@ -117,18 +117,18 @@ class PerHeadAttention(nn.Module):
         _check_fitting(matrices, W_O, biases, b_O)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take(matrices, W_O, [None if each is None else list(each) for each in biases], b_O)  # noqa: SLF001
+        made._take_parameters(matrices, W_O, [None if each is None else list(each) for each in biases], b_O)  # noqa: SLF001
         return made
 
-    def _take(
+    def _take_parameters(
         self,
         matrices: Sequence[Sequence[Tensor]],
         W_O: Tensor | None,
         biases: Sequence[Sequence[Tensor] | None],
         b_O: Tensor | None,
     ) -> None:
-        self.W_Q, self.W_K, self.W_V = (_parameters(each) for each in matrices)
-        self.b_Q, self.b_K, self.b_V = (None if each is None else _parameters(each) for each in biases)
+        self.W_Q, self.W_K, self.W_V = (_as_parameter_list(each) for each in matrices)
+        self.b_Q, self.b_K, self.b_V = (None if each is None else _as_parameter_list(each) for each in biases)
         self.W_O = None if W_O is None else nn.Parameter(W_O.detach().clone())
         self.b_O = None if b_O is None else nn.Parameter(b_O.detach().clone())
 
@@ -162,9 +162,9 @@ class PerHeadAttention(nn.Module):
                     f"Give (length, features) or (batch, length, features), with {width} features.",
                 )
         rows, columns = (x[None], memory[None]) if x.dim() == 2 else (x, memory)
-        q = self._projected(rows, self.W_Q, self.b_Q)  # (batch, heads, queries, head_dim)
-        k = self._projected(columns, self.W_K, self.b_K)  # (batch, heads, keys, head_dim)
-        v = self._projected(columns, self.W_V, self.b_V)  # (batch, heads, keys, value_head_dim)
+        q = self._project(rows, self.W_Q, self.b_Q)  # (batch, heads, queries, head_dim)
+        k = self._project(columns, self.W_K, self.b_K)  # (batch, heads, keys, head_dim)
+        v = self._project(columns, self.W_V, self.b_V)  # (batch, heads, keys, value_head_dim)
         request: AttentionRequest = request_of(q, k, v, mask, query_start=query_start, origin=CallOrigin(self))
         output = attend(request).output
         return [head[0] if x.dim() == 2 else head for head in output.unbind(1)]
@@ -218,7 +218,7 @@ class PerHeadAttention(nn.Module):
         """Return the sizes that `print` shows."""
         return f"num_heads={self.num_heads}, head_dim={self.W_Q[0].shape[1]}"
 
-    def _projected(self, x: Tensor, matrices: nn.ParameterList, biases: nn.ParameterList | None) -> Tensor:
+    def _project(self, x: Tensor, matrices: nn.ParameterList, biases: nn.ParameterList | None) -> Tensor:
         joined = linear(x, torch.cat(list(matrices), 1).mT, None if biases is None else torch.cat(list(biases)))
         return split_heads(joined, self.num_heads)
 
@@ -261,27 +261,27 @@ def split(layer: MultiHeadAttention) -> PerHeadAttention:
     group = layer.num_heads // layer.num_kv_heads
     out = layer.out_proj
     return PerHeadAttention.of(
-        _columns(layer.q_proj.weight, layer.num_heads, 1),
-        _columns(layer.k_proj.weight, layer.num_kv_heads, group),
-        _columns(layer.v_proj.weight, layer.num_kv_heads, group),
+        _split_rows_into_heads(layer.q_proj.weight, layer.num_heads, 1),
+        _split_rows_into_heads(layer.k_proj.weight, layer.num_kv_heads, group),
+        _split_rows_into_heads(layer.v_proj.weight, layer.num_kv_heads, group),
         None if out is None else out.weight.mT,
-        b_Q=_pieces(layer.q_proj.bias, layer.num_heads, 1),
-        b_K=_pieces(layer.k_proj.bias, layer.num_kv_heads, group),
-        b_V=_pieces(layer.v_proj.bias, layer.num_kv_heads, group),
+        b_Q=_split_bias_into_heads(layer.q_proj.bias, layer.num_heads, 1),
+        b_K=_split_bias_into_heads(layer.k_proj.bias, layer.num_kv_heads, group),
+        b_V=_split_bias_into_heads(layer.v_proj.bias, layer.num_kv_heads, group),
         b_O=None if out is None else out.bias,
     )
 
 
-def _columns(weight: Tensor, count: int, group: int) -> list[Tensor]:
+def _split_rows_into_heads(weight: Tensor, count: int, group: int) -> list[Tensor]:
     """Split the rows of a projection into heads, each repeated `group` times: (features, head_dim) each."""
     return [part.mT for part in weight.chunk(count) for _ in range(group)]
 
 
-def _pieces(bias: Tensor | None, count: int, group: int) -> list[Tensor] | None:
+def _split_bias_into_heads(bias: Tensor | None, count: int, group: int) -> list[Tensor] | None:
     return None if bias is None else [part for part in bias.chunk(count) for _ in range(group)]
 
 
-def _parameters(tensors: Sequence[Tensor]) -> nn.ParameterList:
+def _as_parameter_list(tensors: Sequence[Tensor]) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(tensor.detach().clone()) for tensor in tensors])
 
 

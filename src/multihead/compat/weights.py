@@ -16,7 +16,7 @@ from multihead.kernels.nonfinite import without_nonfinite
 from multihead.kernels.per_head import CELLS
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import dense_bias
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 
 def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
@@ -39,11 +39,11 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     """
     dtype = request.q.dtype
     if not request.dropout:
-        return attend(request).output, _weights(request, average=average)[0].to(dtype)
+        return attend(request).output, _weights_before_dropout(request, average=average)[0].to(dtype)
     if listeners():
         with torch.no_grad():
             attend(replace(request, dropout=0.0))
-    weights, v = _weights(request)
+    weights, v = _weights_before_dropout(request)
     dropped = dropout(weights, request.dropout)
     with without_autocast(request.shape.device):
         output = dropped @ v.to(dropped.dtype)
@@ -76,18 +76,20 @@ class LastWeights:
         """Return the stored weights, or those of the stored call before dropout: (batch, heads, queries, keys)."""
         if self._request is None:
             return self._weights
-        return _weights(self._request)[0].to(self._request.q.dtype)
+        return _weights_before_dropout(self._request)[0].to(self._request.q.dtype)
 
 
-def _weights(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
+def _weights_before_dropout(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
     """Compute the weights of a call before dropout, in the working dtype; and its values without hidden NaN."""
     with without_autocast(request.shape.device):
         # A mask alone keeps a hidden NaN out of the weights, but not out of their gradient: there 0 * NaN is summed.
         request, bad_rows = without_nonfinite(request, bounds_of(request))
         q, k, bias = request.q, request.k, request.bias
         bias = None if bias is None else dense_bias(bias, request.shape)
-        if traced():  # torch.func and torch.jit.trace take no such autograd.Function; a compiler decides what to keep
-            weights = _softmax(q, k, bias, hidden_cells(request), request.scale, slice(None))
+        if (
+            is_traced()
+        ):  # torch.func and torch.jit.trace take no such autograd.Function; a compiler decides what to keep
+            weights = _softmax_of_heads(q, k, bias, hidden_cells(request), request.scale, slice(None))
             weights = weights.mean(1) if average else weights
         else:
             weights = _Weights.apply(q, k, bias, without_tensors(request), average)  # type: ignore[no-untyped-call]
@@ -117,8 +119,8 @@ class _Weights(torch.autograd.Function):
         batch, heads, queries, _ = q.shape
         result = q.new_zeros((batch, 1 if average else heads, queries, k.shape[2]), dtype=working_dtype(q.dtype))
         hidden = hidden_cells(request)
-        for some in _steps(q, k):
-            weights = _softmax(q, k, bias, hidden, request.scale, some)
+        for some in _groups_of_heads(q, k):
+            weights = _softmax_of_heads(q, k, bias, hidden, request.scale, some)
             if average:
                 result += weights.sum(1, keepdim=True)
             else:
@@ -133,20 +135,22 @@ class _Weights(torch.autograd.Function):
         dbias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
         hidden = hidden_cells(request)
         with without_autocast(q.device):
-            for some in _steps(q, k):
-                weights = _softmax(q, k, bias, hidden, request.scale, some)
+            for some in _groups_of_heads(q, k):
+                weights = _softmax_of_heads(q, k, bias, hidden, request.scale, some)
                 d_some = d_weights[:, None] / heads if ctx.average else d_weights[:, some]
                 # The softmax: dp_ij / ds_ik = p_ij (1[j = k] - p_ik).
                 d_scores = weights * (d_some - (weights * d_some).sum(-1, keepdim=True))  # like the weights
                 dq[:, some] = d_scores @ k[:, some].to(dtype) * request.scale
                 dk[:, some] = d_scores.mT @ q[:, some].to(dtype) * request.scale
                 if dbias is not None:
-                    part = _of_heads(dbias, some)
+                    part = _slice_heads(dbias, some)
                     part += d_scores.sum_to_size(part.shape)
         return dq.to(q.dtype), dk.to(k.dtype), None if dbias is None else dbias.to(bias.dtype), None, None
 
 
-def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, scale: float, heads: slice) -> Tensor:
+def _softmax_of_heads(
+    q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, scale: float, heads: slice
+) -> Tensor:
     """Compute the weights of some heads: (batch, heads, queries, keys), in the working dtype; 0 where hidden.
 
     Each row is normalised by its own sum. The logsumexp of a kernel, whose scores were summed in another order, is off
@@ -155,21 +159,21 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, s
     dtype = working_dtype(q.dtype)
     scores = (q[:, heads].to(dtype) * scale) @ k[:, heads].to(dtype).mT
     if bias is not None:
-        scores = scores + _of_heads(bias, heads).to(dtype)
+        scores = scores + _slice_heads(bias, heads).to(dtype)
     if hidden is None:
         return scores.softmax(-1)
-    hidden = _of_heads(hidden, heads)
+    hidden = _slice_heads(hidden, heads)
     # The lowest finite number has the weight 0 next to any score. With -inf a row without keys would be 0 / 0.
     return scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1).masked_fill(hidden, 0)
 
 
-def _steps(q: Tensor, k: Tensor) -> list[slice]:
+def _groups_of_heads(q: Tensor, k: Tensor) -> list[slice]:
     """Return the heads to compute together: one at a time, or as many as have CELLS weights between them."""
     batch, heads, queries, _ = q.shape
     step = max(1, CELLS // max(1, batch * queries * k.shape[2]))
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
 
 
-def _of_heads(tensor: Tensor, heads: slice) -> Tensor:
+def _slice_heads(tensor: Tensor, heads: slice) -> Tensor:
     """Slice the heads of a tensor, unless all heads share it: (batch or 1, heads or 1, ...)."""
     return tensor[:, heads] if tensor.shape[1] > 1 else tensor

@@ -99,7 +99,9 @@ class Reading:
     batch: Batch = field(init=False)
 
 
-def batches(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool) -> Iterator[Batch]:
+def batches_by_length(
+    ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool
+) -> Iterator[Batch]:
     """Group texts by length into batches of at most some tokens, or of one text that has more.
 
     Args:
@@ -115,15 +117,15 @@ def batches(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: i
         length = int(lengths[index])
         after = total + length if packed else (len(group) + 1) * length
         if group and after > tokens:
-            yield _batch(ids, texts, group)
+            yield _batch_in_shard_order(ids, texts, group)
             group, total = [], 0
         group.append(index)
         total += length
     if group:
-        yield _batch(ids, texts, group)
+        yield _batch_in_shard_order(ids, texts, group)
 
 
-def _batch(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], group: list[int]) -> Batch:
+def _batch_in_shard_order(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], group: list[int]) -> Batch:
     """Return a batch whose texts are in the order of the shard: so are then its tokens, which decides ties."""
     group = sorted(group)
     return Batch.of([ids[index] for index in group], [texts[index] for index in group])

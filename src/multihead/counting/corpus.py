@@ -92,7 +92,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     any_exists = False
     for pattern in patterns:
-        system, path = _system(pattern)
+        system, path = _file_system_of(pattern)
         matches = sorted(system.glob(path)) if any(sign in pattern for sign in "*?[") else []
         matches = [each for each in matches if not system.isdir(each)]
         if not matches and system.isdir(path):
@@ -100,13 +100,13 @@ def find_files(patterns: Sequence[str]) -> list[str]:
                 f"{pattern!r} is a folder.", f"Give its files, for example '{pattern.rstrip('/')}/*.parquet'."
             )
         any_exists |= bool(matches) or system.isfile(path)
-        found.update(dict.fromkeys([_named(system, pattern, each) for each in matches] or [pattern]))
+        found.update(dict.fromkeys([_name_as_in_pattern(system, pattern, each) for each in matches] or [pattern]))
     if not any_exists:
         raise InputError(f"There is no file {' or '.join(repr(each) for each in patterns)}.", "Check the names.")
     return list(found)
 
 
-def _system(name: str) -> tuple[Any, str]:
+def _file_system_of(name: str) -> tuple[Any, str]:
     """Return the file system of a name or address, and the path in it."""
     try:
         if "://" not in name:
@@ -119,7 +119,7 @@ def _system(name: str) -> tuple[Any, str]:
     return system, path
 
 
-def _named(system: Any, pattern: str, path: str) -> str:
+def _name_as_in_pattern(system: Any, pattern: str, path: str) -> str:
     """Return the name of a match in the style of its pattern: with its protocol, relative where the pattern is."""
     if "://" in pattern:
         return str(system.unstrip_protocol(path))
@@ -133,7 +133,7 @@ def sizes_of(files: Sequence[str]) -> dict[str, int | None]:
     """Return the size of each file, bytes; None where it cannot be found."""
     found: dict[str, int | None] = {}
     for file in files:
-        system, path = _system(file)
+        system, path = _file_system_of(file)
         try:
             found[file] = int(system.size(path))
         except OSError:
@@ -141,7 +141,7 @@ def sizes_of(files: Sequence[str]) -> dict[str, int | None]:
     return found
 
 
-def divide(sizes: dict[str, int | None], column: str, *, shard_bytes: int | None = None) -> list[Shard]:
+def divide_into_shards(sizes: dict[str, int | None], column: str, *, shard_bytes: int | None = None) -> list[Shard]:
     """Divide files into shards: row groups of parquet, or parts of large ones, and ranges of lines.
 
     The shards become smaller towards the end, and the largest come first. So processes that take one after the other
@@ -153,7 +153,7 @@ def divide(sizes: dict[str, int | None], column: str, *, shard_bytes: int | None
         column: the column or key of the texts.
         shard_bytes: bytes of text in a shard; None chooses them by the size of the corpus.
     """
-    pieces = [piece for file, size in sizes.items() for piece in _pieces(file, size, column)]
+    pieces = [piece for file, size in sizes.items() for piece in _pieces_of_file(file, size, column)]
     left = sum(piece.size for piece in pieces)
     least = max(left // LEAST_PART, SMALLEST_SHARD)
     sized: list[tuple[int, Shard]] = []
@@ -192,14 +192,14 @@ class _Piece(NamedTuple):
         return self.whole._replace(start=start, stop=stop if stop < self.size else -1)
 
 
-def _pieces(file: str, size: int | None, column: str) -> list[_Piece]:
-    kind = _kind(file)
+def _pieces_of_file(file: str, size: int | None, column: str) -> list[_Piece]:
+    kind = _kind_of_file(file)
     whole = Shard(file, kind, 0 if kind == "parquet" else -1, 0, -1)
     if size is None:
         return [_Piece(whole, 0, divisible=False)]
     if kind == "parquet":
         return _row_groups(whole, column)
-    if _compression(file):
+    if _compression_of_file(file):
         return [_Piece(whole, size * COMPRESSION, divisible=False)]
     return [_Piece(whole, size, divisible=True)]
 
@@ -211,7 +211,7 @@ def _row_groups(whole: Shard, column: str) -> list[_Piece]:
 
     found: list[_Piece] = []
     try:
-        with _opened(whole.file) as source:
+        with _open_text(whole.file) as source:
             metadata = pq.ParquetFile(source).metadata
             for group in range(metadata.num_row_groups):
                 one = metadata.row_group(group)
@@ -226,25 +226,25 @@ def _row_groups(whole: Shard, column: str) -> list[_Piece]:
     return found
 
 
-def _kind(file: str) -> Kind:
+def _kind_of_file(file: str) -> Kind:
     path = PurePosixPath(file)
     if path.suffix in _COMPRESSED:
         path = path.with_suffix("")
     return _KINDS.get(path.suffix.lower(), "lines")
 
 
-def _compression(file: str) -> str | None:
+def _compression_of_file(file: str) -> str | None:
     return _COMPRESSED.get(PurePosixPath(file).suffix)
 
 
-def _opened(file: str) -> Any:
-    system, path = _system(file)
+def _open_text(file: str) -> Any:
+    system, path = _file_system_of(file)
     if system.isdir(path):
         raise IsADirectoryError(f"{file} is a folder")
     return system.open(path, "rb")
 
 
-def rows(shard: Shard, column: str) -> Iterator[Row]:
+def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
     """Read the rows of a shard, one after the other.
 
     Args:
@@ -255,7 +255,11 @@ def rows(shard: Shard, column: str) -> Iterator[Row]:
         OSError: the file cannot be read.
         InputError: it is damaged, is no parquet file, or has no such column.
     """
-    for row in _parquet_rows(shard, column) if shard.kind == "parquet" else _readable(_line_rows(shard, column), shard):
+    for row in (
+        _parquet_rows(shard, column)
+        if shard.kind == "parquet"
+        else _rows_or_input_error(_line_rows(shard, column), shard)
+    ):
         text = row.text
         if text is None:
             yield row
@@ -269,7 +273,7 @@ def rows(shard: Shard, column: str) -> Iterator[Row]:
                 yield Row(row.index, row.place, None, "half of a surrogate pair, which is no character")
 
 
-def _readable(found: Iterator[Row], shard: Shard) -> Iterator[Row]:
+def _rows_or_input_error(found: Iterator[Row], shard: Shard) -> Iterator[Row]:
     """Yield rows; raise what a codec or a file system raises as an InputError that names the file."""
     try:
         yield from found
@@ -286,7 +290,7 @@ def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        with _opened(shard.file) as source:
+        with _open_text(shard.file) as source:
             file = pq.ParquetFile(source)
             if column not in file.schema_arrow.names:
                 names = ", ".join(file.schema_arrow.names)
@@ -306,7 +310,7 @@ def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
                     values = batch.column(0).cast(kind).cast(pa.large_binary()).to_pylist()
                     for place in range(max(index, shard.start), stop if shard.stop < 0 else min(stop, shard.stop)):
                         where = f"{shard.file} row group {shard.group} row {place}"
-                        yield _decoded(place - shard.start, where, values[place - index])
+                        yield _decode_line(place - shard.start, where, values[place - index])
                 index = stop
                 if 0 <= shard.stop <= index:
                     return
@@ -315,9 +319,9 @@ def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
 
 
 def _line_rows(shard: Shard, column: str) -> Iterator[Row]:
-    with _opened(shard.file) as raw:
+    with _open_text(shard.file) as raw:
         source: Any = raw
-        if (compression := _compression(shard.file)) is not None:
+        if (compression := _compression_of_file(shard.file)) is not None:
             codec = fsspec.compression.compr.get(compression)
             if codec is None:
                 raise InputError(
@@ -331,35 +335,35 @@ def _line_rows(shard: Shard, column: str) -> Iterator[Row]:
             source.seek(place)
             place += _skip_line(source)  # a line that began in the shard before belongs to it
         while shard.stop < 0 or place < shard.stop:
-            line = _line(source)
+            line = _read_line(source)
             if not line:
                 return
             where = f"{shard.file} byte {place}"
             place += len(line)
             if line.endswith(b"\n") or len(line) < LONGEST_LINE:
-                row = _decoded(index, where, line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"))
-                yield _parsed(row, column) if shard.kind == "jsonl" else row
+                row = _decode_line(index, where, line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"))
+                yield _text_of_json_line(row, column) if shard.kind == "jsonl" else row
             else:
                 yield Row(index, where, None, f"longer than {LONGEST_LINE} bytes")
                 place += _skip_line(source)
             index += 1
 
 
-def _line(source: BinaryIO) -> bytes:
+def _read_line(source: BinaryIO) -> bytes:
     return source.readline(LONGEST_LINE)
 
 
 def _skip_line(source: BinaryIO) -> int:
     """Read to the end of a line, and return the number of bytes read."""
     count = 0
-    while part := _line(source):
+    while part := _read_line(source):
         count += len(part)
         if part.endswith(b"\n"):
             break
     return count
 
 
-def _decoded(index: int, where: str, value: bytes | None) -> Row:
+def _decode_line(index: int, where: str, value: bytes | None) -> Row:
     if value is None:
         return Row(index, where, None, "no text")
     try:
@@ -368,7 +372,7 @@ def _decoded(index: int, where: str, value: bytes | None) -> Row:
         return Row(index, where, None, "not UTF-8")
 
 
-def _parsed(row: Row, column: str) -> Row:
+def _text_of_json_line(row: Row, column: str) -> Row:
     """Return the text of a line of JSON: its value under a key, or the line itself if it is a string."""
     if row.text is None or not row.text.strip():
         return row

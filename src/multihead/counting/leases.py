@@ -42,7 +42,7 @@ class Lease:
             self.file.unlink()
 
 
-def claim(folder: Path, index: int) -> Lease | None:
+def claim_shard(folder: Path, index: int) -> Lease | None:
     """Claim a shard.
 
     Args:

@@ -12,7 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from multihead.counting.plan import Plan
-from multihead.counting.shard import OF_CHANCE, completed, lists, parquet_of, read_metadata, schema
+from multihead.counting.shard import (
+    OF_CHANCE,
+    one_list_per_row,
+    parquet_of,
+    read_metadata,
+    schema,
+    with_missing_columns,
+)
 from multihead.counting.sums import merged_moments
 from multihead.errors import InputError
 from multihead.files import write_whole
@@ -63,12 +70,12 @@ class Merged:
         )  # (layer, statistic, head) of each row
         rows = np.array([self.place.setdefault(key, len(self.place)) for key in keys])
         self.names.update(zip((key[0] for key in keys), table["name"].to_pylist(), strict=True))
-        self._grow(len(self.place))
+        self._reserve_rows(len(self.place))
         self._add_moments(table, rows)
         self._add_bins(table, rows)
         self._add_examples(table, rows)
 
-    def _grow(self, rows: int) -> None:
+    def _reserve_rows(self, rows: int) -> None:
         more = rows - len(self.count)
         if more:
             for name in ("count", "nonfinite", "mean", "squares", *OF_CHANCE):
@@ -84,12 +91,12 @@ class Merged:
             np.where(count == 0, 0, table[name].to_numpy()) for name in ("chance", "excess", "excess_squares")
         )
         before = self.count[rows]
-        found = _merged((before, self.mean[rows], self.squares[rows]), (count, mean, squares))
+        found = _merge_columns((before, self.mean[rows], self.squares[rows]), (count, mean, squares))
         self.count[rows], self.mean[rows], self.squares[rows] = found
         nothing = np.zeros(len(rows))
-        _, self.chance[rows], _ = _merged((before, self.chance[rows], nothing), (count, chance, nothing))
+        _, self.chance[rows], _ = _merge_columns((before, self.chance[rows], nothing), (count, chance, nothing))
         of_texts = self.texts[rows], self.excess[rows], self.excess_squares[rows]
-        found = _merged(of_texts, (texts, excess, excess_squares))
+        found = _merge_columns(of_texts, (texts, excess, excess_squares))
         self.texts[rows], self.excess[rows], self.excess_squares[rows] = found
         self.nonfinite[rows] += table["nonfinite"].to_numpy()
         least, most = (
@@ -153,13 +160,15 @@ class Merged:
         if self._bins is None:
             return pa.Table.from_pydict({name: [] for name in schema().names}, schema=schema())
         bins = self._bins.sort_by([("row", "ascending"), ("value", "ascending")])
-        columns["bin_value"] = lists(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
-        columns["bin_count"] = lists(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
-        columns["examples"] = lists(self._row_of_best, self._best, order)
+        columns["bin_value"] = one_list_per_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
+        columns["bin_count"] = one_list_per_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
+        columns["examples"] = one_list_per_row(self._row_of_best, self._best, order)
         return pa.Table.from_pydict(columns, schema=schema())
 
 
-def _merged(one: tuple[Numbers, Reals, Reals], other: tuple[Numbers, Reals, Reals]) -> tuple[Numbers, Reals, Reals]:
+def _merge_columns(
+    one: tuple[Numbers, Reals, Reals], other: tuple[Numbers, Reals, Reals]
+) -> tuple[Numbers, Reals, Reals]:
     """Return `merged_moments` of the columns of two tables."""
     first, second = ([torch.tensor(column) for column in each] for each in (one, other))
     count, mean, squares = merged_moments((first[0], first[1], first[2]), (second[0], second[1], second[2]))
@@ -172,7 +181,7 @@ def missing_shards(folder: Path, plan: Plan) -> list[int]:
     return [index for index in range(len(plan.shards)) if plan.shard_file(folder, index).name not in present]
 
 
-def merged(folder: Path, plan: Plan) -> Merged:
+def merge_shards(folder: Path, plan: Plan) -> Merged:
     """Merge the shards that have a file.
 
     Raises:
@@ -193,7 +202,7 @@ def merged(folder: Path, plan: Plan) -> Merged:
             raise InputError(f"{str(file)!r} cannot be read: {line}.", "Delete it and run the census again.") from None
         if read_metadata(table.schema).get("plan") != plan.id:
             raise InputError(f"{str(file)!r} is not a shard of this census.", "Delete it and run the census again.")
-        found.add(completed(table))
+        found.add(with_missing_columns(table))
     return found
 
 
@@ -212,15 +221,15 @@ def write_merged(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> No
     while (missing := missing_shards(folder, plan)) != before and set(missing) <= set(left_out):
         before = missing
         done = [index for index in range(len(plan.shards)) if index not in missing]
-        if not done or all(written(folder / file, plan, done) is not None for file in (HEADS, SHARDS)):
+        if not done or all(read_merged_table(folder / file, plan, done) is not None for file in (HEADS, SHARDS)):
             return
-        found = merged(folder, plan)
+        found = merge_shards(folder, plan)
         metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
         write_whole(folder / HEADS, parquet_of(found.table(), metadata))
         write_whole(folder / SHARDS, parquet_of(shards_table(plan, found.shards), metadata))
 
 
-def written(file: Path, plan: Plan, done: Sequence[int]) -> Any:
+def read_merged_table(file: Path, plan: Plan, done: Sequence[int]) -> Any:
     """Read a merged table; None if there is none of exactly these shards."""
     import pyarrow as pa
     import pyarrow.parquet as pq

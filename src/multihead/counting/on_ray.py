@@ -96,13 +96,13 @@ def count_on_ray(
                 "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",
             ) from error
     try:
-        return _counted(plan, folder, workers, threads, report, gpus)
+        return _count_in_actor(plan, folder, workers, threads, report, gpus)
     finally:
         if started:
             ray.shutdown()
 
 
-def _counted(plan: Plan, folder: Path, workers: int, threads: int, report: Report, gpus: float) -> Outcome:
+def _count_in_actor(plan: Plan, folder: Path, workers: int, threads: int, report: Report, gpus: float) -> Outcome:
     import ray.data
 
     context = ray.data.DataContext.get_current()

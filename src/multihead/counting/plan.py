@@ -82,7 +82,7 @@ class Plan:
     def id(self) -> str:
         """A hash of all that decides the result; the device and the name of the model do not."""
         content = {name: value for name, value in asdict(self).items() if name not in ("model", "device", "title")}
-        return _hash(json.dumps(content, sort_keys=True).encode())
+        return _hash_of_content(json.dumps(content, sort_keys=True).encode())
 
     @property
     def statistics(self) -> dict[str, Statistic]:
@@ -102,7 +102,7 @@ class Plan:
         found = []
         for each in self.probes:
             probe = _probe_of(each)
-            if probe is None or identity(probe) != each:
+            if probe is None or identity_of_probe(probe) != each:
                 raise ArgumentError(
                     f"The probe {each['name']} is defined in a script, and other processes cannot load it.",
                     "Run the census with workers=1 and without ray, or give probes of multihead.",
@@ -119,7 +119,7 @@ class Plan:
         for name in _SAME:
             mine, wanted = getattr(self, name), getattr(other, name)
             if mine != wanted:
-                shown = (f", {_shown(mine)}, not {_shown(wanted)}") if name not in _NAMES else ""
+                shown = (f", {_value_in_error(mine)}, not {_value_in_error(wanted)}") if name not in _NAMES else ""
                 raise ArgumentError(
                     f"The directory holds a census with another {_NAMES.get(name, name)}{shown}.",
                     "Give another directory with out=, or delete this one.",
@@ -198,7 +198,7 @@ def read_plan(folder: Path) -> Plan:
     return plan
 
 
-def identity(probe: Probe) -> dict[str, Any]:
+def identity_of_probe(probe: Probe) -> dict[str, Any]:
     """Return what identifies a probe in a plan."""
     parts = sorted(json.dumps(part) for part in probe.parts)
     tokens = None if probe.tokens is None else sorted(probe.tokens)
@@ -240,14 +240,14 @@ def tokenizer_id(tokenizer: Any) -> str:
         }
     else:
         content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    return _hash(json.dumps([content, sorted(tokenizer.all_special_ids)], sort_keys=True).encode())
+    return _hash_of_content(json.dumps([content, sorted(tokenizer.all_special_ids)], sort_keys=True).encode())
 
 
-def _hash(content: bytes) -> str:
+def _hash_of_content(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _shown(value: object) -> str:
+def _value_in_error(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(str(each["name"]) if isinstance(each, dict) else str(each) for each in value)
     return repr(value)

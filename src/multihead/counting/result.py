@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multihead.counting.corpus import rows
-from multihead.counting.merge import HEADS, SHARDS, merged, missing_shards, shards_table, written
+from multihead.counting.corpus import rows_of_shard
+from multihead.counting.merge import HEADS, SHARDS, merge_shards, missing_shards, read_merged_table, shards_table
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import OF_CHANCE, completed
+from multihead.counting.shard import OF_CHANCE, with_missing_columns
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -177,11 +177,11 @@ class Census:
         plan = read_plan(place)
         missing = missing_shards(place, plan)
         done = [index for index in range(len(plan.shards)) if index not in set(missing)]
-        tables = [written(place / file, plan, done) for file in (HEADS, SHARDS)]
+        tables = [read_merged_table(place / file, plan, done) for file in (HEADS, SHARDS)]
         if any(table is None for table in tables):
-            found = merged(place, plan)
+            found = merge_shards(place, plan)
             tables = [found.table(), shards_table(plan, found.shards)]
-        heads, shards = completed(tables[0]), tables[1]
+        heads, shards = with_missing_columns(tables[0]), tables[1]
         rows_named = [problem for each in shards["problems"].to_pylist() for problem in each]
         return Census(plan, heads, shards, missing, [*problems, *rows_named], place)
 
@@ -193,20 +193,20 @@ class Census:
     @property
     def texts(self) -> int:
         """Number of texts that ran through the model."""
-        return self._sum("texts")
+        return self._sum_of_shards("texts")
 
     @property
     def tokens(self) -> int:
         """Number of their tokens."""
-        return self._sum("tokens")
+        return self._sum_of_shards("tokens")
 
-    def _sum(self, name: str) -> int:
+    def _sum_of_shards(self, name: str) -> int:
         return sum(self.shards[name].to_pylist())
 
     def counts(self) -> dict[str, int]:
         """Return what was read: rows, texts, tokens, and how many were truncated, empty, broken or left out."""
         names = ("rows", "texts", "tokens", "truncated", "empty", "broken", "left_out")
-        return {name: self._sum(name) for name in names}
+        return {name: self._sum_of_shards(name) for name in names}
 
     @cached_property
     def layers(self) -> list[LayerRecord]:
@@ -408,7 +408,7 @@ class Census:
         if not 0 <= shard < len(self.plan.shards):
             raise ArgumentError(f"shard is {shard}.", f"Give 0 to {len(self.plan.shards) - 1}.")
         try:
-            row = next(islice(rows(self.plan.shards[shard], self.plan.column), text, None), None)
+            row = next(islice(rows_of_shard(self.plan.shards[shard], self.plan.column), text, None), None)
         except OSError as error:
             raise InputError(f"The text cannot be read: {error}.", "Keep the corpus where it was.") from None
         if row is None or row.text is None:
@@ -464,7 +464,7 @@ class Census:
             for at, _, of in self.row_of
             if (at, of) != (layer, head)
         }
-        return _ranked(self, self, {key: each for key, each in pairs.items() if each})[::-1][:top]
+        return _rank_by_divergence(self, self, {key: each for key, each in pairs.items() if each})[::-1][:top]
 
     def changed(self, after: Census, *, top: int | None = None) -> list[DifferentHead]:
         """Rank the heads by how much the distributions of their statistics differ from those in another census.
@@ -493,7 +493,7 @@ class Census:
                 pairs.setdefault((layer, head), {})[name] = (row, after.row_of[layer, name, head])
         if not pairs:
             raise ArgumentError("The two have no statistic in common.", "Run both with the same probes.")
-        return _ranked(self, after, pairs)[:top]
+        return _rank_by_divergence(self, after, pairs)[:top]
 
     @cached_property
     def coarse(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
@@ -561,14 +561,14 @@ class _CountedLayer(RunningSummary):
         return found
 
 
-def _ranked(
+def _rank_by_divergence(
     before: Census, after: Census, pairs: Mapping[tuple[int, int], Mapping[str, tuple[int, int]]]
 ) -> list[DifferentHead]:
     """Compare pairs of rows of two censuses by layer, head and statistic, the most different head first."""
     found = []
     for (layer, head), rows_of in pairs.items():
         apart = {
-            name: _divergence(before.distribution(one), after.distribution(other))
+            name: _divergence_of_bins(before.distribution(one), after.distribution(other))
             for name, (one, other) in rows_of.items()
         }
         of_one = {name: float(before.numbers["mean"][one]) for name, (one, _) in rows_of.items()}
@@ -579,7 +579,7 @@ def _ranked(
     return sorted(found, key=lambda each: (-each.divergence, each.layer, each.head))
 
 
-def _divergence(
+def _divergence_of_bins(
     one: tuple[NDArray[np.int64], NDArray[np.float64]], other: tuple[NDArray[np.int64], NDArray[np.float64]]
 ) -> float:
     """Return the Jensen-Shannon divergence of two distributions over numbered bins, nats."""
@@ -587,9 +587,9 @@ def _divergence(
     p, q = np.zeros(len(places)), np.zeros(len(places))
     p[np.searchsorted(places, one[0])] = one[1]
     q[np.searchsorted(places, other[0])] = other[1]
-    return max(_entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2, 0.0)
+    return max(_entropy_of_shares((p + q) / 2) - (_entropy_of_shares(p) + _entropy_of_shares(q)) / 2, 0.0)
 
 
-def _entropy(share: NDArray[np.float64]) -> float:
+def _entropy_of_shares(share: NDArray[np.float64]) -> float:
     filled = share[share > 0]
     return float(-(filled * np.log(filled)).sum())

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead.counting.corpus import divide, find_files, sizes_of
+from multihead.counting.corpus import divide_into_shards, find_files, sizes_of
 from multihead.counting.merge import write_merged
 from multihead.counting.on_ray import count_on_ray
-from multihead.counting.plan import Plan, identity, model_id, tokenizer_id
+from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer_id
 from multihead.counting.result import Census
 from multihead.counting.shard import Counter
 from multihead.counting.tally import counted_probes
-from multihead.counting.work import Outcome, Report, count_here, usable
+from multihead.counting.work import Outcome, Report, check_reads_text, count_here
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -114,7 +114,7 @@ def census(
     if kinds:
         wanted = counted_probes((*wanted, *probes_of(kinds)))
     files = find_files(names)
-    loaded = _loaded(model, tokenizer, device, dtype)
+    loaded = _load_model(model, tokenizer, device, dtype)
     shares_model = workers > 1 or ray is not None
     if shares_model and not loaded.name:
         raise ArgumentError(
@@ -130,7 +130,7 @@ def census(
         device=device,
         tokenizer_id=tokenizer_id(loaded.tokenizer),
         special_ids=tuple(sorted(loaded.tokenizer.all_special_ids)),
-        probes=tuple(identity(probe) for probe in wanted),
+        probes=tuple(identity_of_probe(probe) for probe in wanted),
         layers=None if layers is None else LayerFilter.of(layers).items,
         texts=names,
         column=column,
@@ -140,7 +140,7 @@ def census(
         batch_tokens=batch_tokens,
         examples=examples,
         files=sizes,
-        shards=tuple(divide(sizes, column, shard_bytes=shard_bytes)),
+        shards=tuple(divide_into_shards(sizes, column, shard_bytes=shard_bytes)),
     )
     if shares_model:
         plan.built_in_probes()
@@ -160,12 +160,12 @@ def census(
             progress,
             others=workers - 1,
         )
-    found = _finished(plan, folder, outcome, partial=shard is not None)
+    found = _write_merged_tables(plan, folder, outcome, partial=shard is not None)
     found.add_kinds(*kinds)
     return found
 
 
-def _finished(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
+def _write_merged_tables(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
     """Write the merged tables, unless other processes count shards that are missing, and return the census."""
     problems, left_out = [*outcome.failed.values(), *outcome.dead], set(outcome.failed)
     if partial:  # another process was the one to find that these cannot be read
@@ -201,7 +201,7 @@ def _check_options(
             )
 
 
-def _loaded(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
+def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
     if isinstance(model, str):
         loaded = load(model, device=device, dtype=dtype)
     else:
@@ -212,7 +212,7 @@ def _loaded(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> 
         if model.training:
             raise ModelError("The model is in training mode.", "Call model.eval() first, which switches dropout off.")
         loaded = LoadedModel("", type(model).__name__, model, tokenizer)
-    usable(loaded)
+    check_reads_text(loaded)
     return loaded
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multihead.counting.batches import batches
-from multihead.counting.corpus import Row, rows
+from multihead.counting.batches import batches_by_length
+from multihead.counting.corpus import Row, rows_of_shard
 from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
 from multihead.counting.tally import Tally, measured_model
 from multihead.files import write_whole
-from multihead.models.loading import LoadedModel, quiet, tokens_of_texts
+from multihead.models.loading import LoadedModel, tokens_of_texts, without_messages
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
 
@@ -91,17 +91,19 @@ class Counter:
             OSError, InputError: its texts cannot be read.
             ModelError: the model has no attention that can be measured.
         """
-        plan, model = self.plan, _reader(self.loaded)
+        plan, model = self.plan, _model_without_head(self.loaded)
         counts = Counts()
-        texts = list(self._texts(index, counts))
-        ids = list(self._encoded([text for _, text in texts], counts))
+        texts = list(self._read_texts(index, counts))
+        ids = list(self._token_ids([text for _, text in texts], counts))
         places = [place for place, each in enumerate(ids) if len(each)]
         counts.empty += len(ids) - len(places)
         chosen = None if plan.layers is None else LayerFilter.of(plan.layers)
         kept = [ids[place] for place in places]
         options = self.probes, plan.special_ids, plan.examples, chosen
         with measured_model(model) as packed, Tally.of(model, *options) as tally:
-            for batch in batches(kept, [texts[place][0] for place in places], tokens=plan.batch_tokens, packed=packed):
+            for batch in batches_by_length(
+                kept, [texts[place][0] for place in places], tokens=plan.batch_tokens, packed=packed
+            ):
                 tally.add(batch)
                 counts.texts += len(batch.lengths)
                 counts.tokens += batch.num_tokens
@@ -109,17 +111,17 @@ class Counter:
         if counts.texts:
             tally.check_complete()
         examples = _Examples(self, index, dict(texts), tally.layers.values())
-        return _parquet(tally.layers, examples, counts, plan, index)
+        return _shard_as_parquet(tally.layers, examples, counts, plan, index)
 
     def write(self, folder: Path, index: int, renew: Renew = lambda texts, tokens: None) -> None:
         """Count a shard and write its file, whole or not at all."""
         write_whole(self.plan.shard_file(folder, index), self.count(index, renew))
 
-    def _texts(self, index: int, counts: Counts) -> Iterator[tuple[int, str]]:
+    def _read_texts(self, index: int, counts: Counts) -> Iterator[tuple[int, str]]:
         """Read the texts of a shard with their indices, and count the other rows."""
         plan, most = self.plan, self.plan.tokens * _CHARACTERS
         draw = np.random.default_rng([plan.seed, index])
-        for row in rows(plan.shards[index], plan.column):
+        for row in rows_of_shard(plan.shards[index], plan.column):
             counts.rows += 1
             if plan.share < 1 and draw.random() >= plan.share:
                 counts.left_out += 1
@@ -131,12 +133,12 @@ class Counter:
             else:
                 _count_broken(counts, row)
 
-    def _encoded(self, texts: Sequence[str], counts: Counts) -> Iterator[NDArray[np.int64]]:
+    def _token_ids(self, texts: Sequence[str], counts: Counts) -> Iterator[NDArray[np.int64]]:
         """Return the token ids of each text, truncated."""
         most, tokenizer = self.plan.tokens, self.loaded.tokenizer
         left = iter(texts)
         while some := list(islice(left, _AT_ONCE)):
-            with quiet():
+            with without_messages():
                 found = tokenizer(some, truncation=True, max_length=most + 1)["input_ids"]
                 cut = [place for place, ids in enumerate(found) if len(ids) > most]
                 # A truncated text keeps the special token at its end.
@@ -157,7 +159,7 @@ def _count_broken(counts: Counts, row: Row) -> None:
         counts.problems.append(f"{row.place}: {row.problem}")
 
 
-def _reader(loaded: LoadedModel) -> Any:
+def _model_without_head(loaded: LoadedModel) -> Any:
     """Return the part of a model that reads texts, without a head that computes what no layer reads."""
     model: Any = loaded.reader
     return getattr(model, "base_model", model)
@@ -203,16 +205,16 @@ class _Examples:
             "shard": self._shard,
             "text": text,
             "position": position,
-            "token": _alone(pieces[position]),
+            "token": _without_gap_before(pieces[position]),
             "key": key,
-            "key_token": _alone(pieces[key]) if key >= 0 else "",
+            "key_token": _without_gap_before(pieces[key]) if key >= 0 else "",
             "start": start,
             "tokens": pieces[start:stop],
             "values": values[first : first + stop - start],
         }
 
 
-def _alone(piece: str) -> str:
+def _without_gap_before(piece: str) -> str:
     """Return a token without the gap before it."""
     return piece.strip() or piece
 
@@ -258,7 +260,7 @@ def schema() -> Any:
     )
 
 
-def completed(table: Any) -> Any:
+def with_missing_columns(table: Any) -> Any:
     """Return a table of heads with the columns that one of an earlier version lacks, all null."""
     import pyarrow as pa
 
@@ -268,7 +270,9 @@ def completed(table: Any) -> Any:
     return table
 
 
-def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, plan: Plan, index: int) -> bytes:
+def _shard_as_parquet(
+    layers: dict[int, LayerSums], examples: _Examples, counts: Counts, plan: Plan, index: int
+) -> bytes:
     """Return the file of a shard: a row per layer, statistic and head, and the counts in the metadata."""
     import pyarrow as pa
 
@@ -293,7 +297,7 @@ def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, 
             "minimum": pa.array(layer.minimum.numpy(), mask=none),
             "maximum": pa.array(layer.maximum.numpy(), mask=none),
             **{
-                name: lists(row_of_bin, pa.array(values), np.arange(rows))
+                name: one_list_per_row(row_of_bin, pa.array(values), np.arange(rows))
                 for name, values in zip(("bin_value", "bin_count"), bins, strict=True)
             },
             "examples": examples.of(layer),
@@ -303,7 +307,7 @@ def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, 
     return parquet_of(table, {"plan": plan.id, "shard": index, **asdict(counts)})
 
 
-def lists(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
+def one_list_per_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
     """Return values as one list per row: `row` is the row of each value, ascending, `order` that of the lists."""
     import pyarrow as pa
 

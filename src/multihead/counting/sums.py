@@ -108,9 +108,9 @@ class Strongest:
             largest_keys[(rows % heads)[:, None], index],
             around.masked_fill(~inside | (around == -torch.inf), torch.nan),
         )
-        self._merge(rows, new)
+        self._merge_rows(rows, new)
 
-    def _merge(self, rows: Tensor, new: Strongest) -> None:
+    def _merge_rows(self, rows: Tensor, new: Strongest) -> None:
         """Merge the examples of some rows with new ones."""
         k = self.value.shape[1]
         both = {
@@ -171,7 +171,7 @@ class LayerSums(RunningSummary):
         """(rows,) int64, how many queries counted."""
         return self.sums.count.long()
 
-    def _begin(self, names: list[str]) -> None:
+    def _add_statistics(self, names: list[str]) -> None:
         heads, rows = self.num_heads, len(names) * self.num_heads
         self.sums = Sketch.zero(rows)
         for at, name in enumerate(names):
@@ -193,7 +193,7 @@ class LayerSums(RunningSummary):
         self.num_samples += samples
         batch, names = self.reading.batch, [name for name in measured if name != LARGEST_KEY.name]
         if not self.statistics:
-            self._begin(names)
+            self._add_statistics(names)
         values = torch.stack([batch.flat(measured[each].values) for each in self.statistics])
         counted = torch.stack([batch.flat(measured[each].counted) for each in self.statistics])
         flat, taken = values.flatten(0, 1), counted.flatten(0, 1)  # (rows, tokens)

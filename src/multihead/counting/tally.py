@@ -15,16 +15,16 @@ from multihead.counting.batches import Batch, Reading
 from multihead.counting.sums import LARGEST_KEY, LayerSums
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import temporary_plans
-from multihead.models.huggingface import installed
-from multihead.models.packed import packed
+from multihead.models.huggingface import install
+from multihead.models.packed import leave_out_padding
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import Measuring
-from multihead.observation.observe import names_of, recording
+from multihead.observation.observe import names_of, recording_calls
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
 from multihead.probes.catalogue import DEFAULT
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, resolved
+from multihead.probes.statistics import Wanted, resolve_probes
 
 
 def counted_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...]:
@@ -33,7 +33,7 @@ def counted_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...
     Raises:
         ProbeError: a statistic is unknown, or has no number per query that can be added up.
     """
-    found = resolved([name for name in DEFAULT if name != LARGEST_KEY.name] if wanted is None else wanted)
+    found = resolve_probes([name for name in DEFAULT if name != LARGEST_KEY.name] if wanted is None else wanted)
     for probe in found:
         if probe.axes != "queries" or probe.name == LARGEST_KEY.name:
             raise ProbeError(
@@ -76,7 +76,7 @@ class Tally:
             return LayerSums(num_heads, name=name, examples=examples, reading=reading)
 
         measuring = Measuring(model, names_of(model), (*probes, LARGEST_KEY), tuple(special_ids))
-        with recording(Record(), layer_filter, "summary", measuring, sums) as recorder:
+        with recording_calls(Record(), layer_filter, "summary", measuring, sums) as recorder:
             yield Tally(model, reading, recorder)
 
     def add(self, batch: Batch) -> None:
@@ -107,10 +107,10 @@ def measured_model(model: nn.Module) -> Iterator[bool]:
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(packed(model))
+            stack.enter_context(leave_out_padding(model))
             leaves_out = True
         except ModelError:
-            stack.enter_context(installed(model))
+            stack.enter_context(install(model))
             leaves_out = False
         yield leaves_out
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from multihead.counting.leases import claim
+from multihead.counting.leases import claim_shard
 from multihead.counting.merge import missing_shards
 from multihead.counting.plan import LEASES, Plan, model_id, read_plan
 from multihead.counting.shard import Counter, Renew
@@ -108,7 +108,7 @@ def count_shards(
                     continue
             except (OSError, InputError) as error:
                 failed.add(index)
-                yield index, f"{counter.plan.shards[index]}: {_reason(error)}"
+                yield index, f"{counter.plan.shards[index]}: {_reason_of_failure(error)}"
             else:
                 counted += 1
                 yield index, ""
@@ -119,7 +119,7 @@ def count_shards(
 
 def _count_claimed(counter: Counter, folder: Path, index: int, renew: Renew) -> bool:
     """Claim a shard and count it; False if another process has claimed it."""
-    lease = claim(folder / LEASES, index)
+    lease = claim_shard(folder / LEASES, index)
     if lease is None:
         return False
 
@@ -160,7 +160,7 @@ class _FreedMemory:
 _FREED = _FreedMemory()
 
 
-def _reason(error: OSError | InputError) -> str:
+def _reason_of_failure(error: OSError | InputError) -> str:
     if isinstance(error, MultiheadError):
         return str(error)
     return str(error.strerror or error)
@@ -281,7 +281,7 @@ class _Workers:
             if message is None:
                 self._end(worker)
             elif "error" in message:
-                raise _rejection(message)
+                raise _error_of_message(message)
             else:
                 worker.has_loaded |= "loaded" in message
             yield message or {}
@@ -294,7 +294,7 @@ class _Workers:
                 self._start(worker.number)
 
 
-def _rejection(message: dict[str, Any]) -> MultiheadError:
+def _error_of_message(message: dict[str, Any]) -> MultiheadError:
     kinds = {kind.__name__: kind for kind in (ArgumentError, InputError, ModelError)}
     return kinds.get(str(message["kind"]), ModelError)(message["error"], message["mend"])
 
@@ -374,7 +374,7 @@ def loaded_for(folder: Path, model: str, device: str) -> Counter:
     return Counter(loaded, plan, plan.built_in_probes())
 
 
-def usable(loaded: LoadedModel) -> None:
+def check_reads_text(loaded: LoadedModel) -> None:
     """Reject a model that reads no text.
 
     Raises:

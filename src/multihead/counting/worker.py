@@ -27,12 +27,12 @@ def main(argument: str) -> int:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
         os.dup2(2, 1)
         try:
-            return _run(json.loads(argument), messages)
+            return _count_and_report(json.loads(argument), messages)
         except BrokenPipeError:  # the process that started this one has ended
             return 1
 
 
-def _run(options: dict[str, Any], messages: TextIO) -> int:
+def _count_and_report(options: dict[str, Any], messages: TextIO) -> int:
     """Count shards, and print what happens."""
 
     def send(**message: Any) -> None:

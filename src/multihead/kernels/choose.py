@@ -32,7 +32,7 @@ from multihead.kernels.plan.bounds import BOUNDS, CACHE_BYTES, PlanCache, bounds
 from multihead.kernels.slow_paths import raise_if_strict
 from multihead.masks import Causal
 from multihead.masks.base import KeyBounds
-from multihead.tensors.tracing import intercepted
+from multihead.tensors.tracing import is_intercepted
 
 
 class Kernel(Protocol):
@@ -114,7 +114,7 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     """Return everything that decides the plan of a plain call on the CPU, or None for other calls."""
     q, k, v = request.q, request.k, request.v
     if (
-        intercepted()
+        is_intercepted()
         or request.shape.device != _CPU
         or request.shape.query_length == 1  # each decoding step has another number of keys
         or request.bias is not None
@@ -129,7 +129,7 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     if mask is None:
         return None
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    native = library.absence() or library.chosen().index
+    native = library.reason_of_absence() or library.chosen_instruction_set().index
     return mask, request.shape, request.query_start, request.softcap is None, trains, native
 
 
@@ -147,7 +147,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
         reason = KERNELS[name].refusal(request, bounds)
         measured = kernel is None and not torch.compiler.is_compiling() and request.scales is None
         if reason is None and name == "native" and measured:
-            reason = slower(request, bounds, library.chosen().name)
+            reason = is_slower(request, bounds, library.chosen_instruction_set().name)
         if reason is None:
             if name == "reference" and kernel is None:
                 raise_if_strict(
@@ -197,10 +197,10 @@ class Measured(NamedTuple):
     ratios: Mapping[str, float]
 
 
-def losses(measured: Iterable[Measured]) -> dict[tuple[str, torch.dtype], dict[str, float]]:
+def measured_losses(measured: Iterable[Measured]) -> dict[tuple[str, torch.dtype], dict[str, float]]:
     """Return how many times faster PyTorch's kernel was, per instruction set and dtype, for the classes it won.
 
-    >>> losses((Measured("scalar", "float32", "", {"full": 0.5, "causal": 0.99, "few": 2.0}),))
+    >>> measured_losses((Measured("scalar", "float32", "", {"full": 0.5, "causal": 0.99, "few": 2.0}),))
     {('scalar', torch.float32): {'full': 2.0}}
     """
     result: dict[tuple[str, torch.dtype], dict[str, float]] = {}
@@ -213,11 +213,11 @@ def losses(measured: Iterable[Measured]) -> dict[tuple[str, torch.dtype], dict[s
 
 _TABLE = files("multihead.kernels").joinpath("measured.json").read_text(encoding="utf-8")
 MEASURED = tuple(Measured(**row) for row in json.loads(_TABLE))
-LOST = losses(MEASURED)
+LOST = measured_losses(MEASURED)
 _CAUSAL = Causal()
 
 
-def slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
+def is_slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
     """Return in one sentence that PyTorch's kernel was measured to be faster for such a request, or None."""
     lost = LOST.get((set_name, request.shape.dtype))  # the only cost per call where the native kernel always won
     if lost is None:

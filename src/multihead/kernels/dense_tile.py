@@ -15,7 +15,7 @@ from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.scores.terms import softcapped
-from multihead.tensors.tracing import intercepted
+from multihead.tensors.tracing import is_intercepted
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -137,7 +137,7 @@ def first_keys(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
         found = padded.amin(1)
         found = found.masked_fill(found == none, -1)
         # A mode that replaces the tensors made under it must not reach the calls after it.
-        if request.bias is None and not intercepted():
+        if request.bias is None and not is_intercepted():
             _OF_PLANS[bounds] = found
     return found
 

@@ -57,14 +57,14 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explained(request: AttentionRequest, *, kernel: str | None = None, waits: str | None = None) -> Explanation:
+def explain_request(request: AttentionRequest, *, kernel: str | None = None, waits: str | None = None) -> Explanation:
     """Plan a request and choose its kernel, without computing anything or sending anything to other ranks.
 
     `waits` says why the host waits for the device besides the attention itself, or is None.
     """
     sequence = sequence_split.active
     if sequence is not None:
-        return _of_rank(sequence.work(request, kernel=kernel), kernel)
+        return _explain_rank(sequence.work(request, kernel=kernel), kernel)
     bounds = bounds_of(request)
     choice = choose(request, bounds, kernel=kernel)
     work = KERNELS[choice.name].work(request, bounds)
@@ -80,10 +80,10 @@ def explained(request: AttentionRequest, *, kernel: str | None = None, waits: st
     )
 
 
-def _of_rank(work: RankWork, kernel: str | None) -> Explanation:
+def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
     """Explain the part of one rank: the kernel of its largest call, and the work of all its calls."""
     with split(None):
-        parts = [explained(part, kernel=kernel) for part in work.parts]
+        parts = [explain_request(part, kernel=kernel) for part in work.parts]
     largest = max(parts, key=lambda part: part.work.cells, default=None)
     cells = sum(part.work.cells for part in parts)
     return Explanation(

@@ -23,7 +23,7 @@ from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias, values_of
 from multihead.scores.terms import with_sinks
-from multihead.tensors.tracing import constant_in_graphs, traced, transformed
+from multihead.tensors.tracing import constant_in_graphs, is_traced, is_transformed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -41,14 +41,14 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     shape = request.shape
     if shape.device.type != "cuda":
         return f"it needs CUDA, and the tensors are on {shape.device}"
-    missing = _missing(shape.device)
+    missing = _missing_requirement(shape.device)
     if missing is not None:
         return missing
-    if not torch.compiler.is_compiling() and traced() and not transformed():
+    if not torch.compiler.is_compiling() and is_traced() and not is_transformed():
         return "it calls torch.compile, which torch.jit.trace, make_fx and FakeTensorMode cannot record"
-    if _transformed():
+    if _is_transformed():
         return "flex_attention does not support the transforms of torch.func"
-    if _exporting():
+    if _is_exporting():
         return "an exported flex_attention would hold queries x keys wherever it is not compiled"
     if shape.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it computes float32, float16 and bfloat16, and the tensors are {str(shape.dtype).split('.')[-1]}"
@@ -80,7 +80,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     )
     contiguous = replace(request, q=q, k=k, v=v)
     if torch.compiler.is_compiling():
-        output, logsumexp = _compute(contiguous, bounds, _flex)
+        output, logsumexp = _output_and_logsumexp(contiguous, bounds, _call_flex_attention)
     else:
         try:
             output, logsumexp = _compute_with_double_backward(contiguous, bounds)
@@ -195,8 +195,8 @@ def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
     remainder = None if bounds.remainder is None else dense(bounds.remainder, request)
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        within = (j >= _at(start, b, i)) & (j < _at(stop, b, i))
-        return within if remainder is None else within & _at(remainder, b, h, i, j)
+        within = (j >= _value_at(start, b, i)) & (j < _value_at(stop, b, i))
+        return within if remainder is None else within & _value_at(remainder, b, h, i, j)
 
     return seen
 
@@ -205,7 +205,7 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
     """Return the score function, applied after the scale: the softcap, then the bias; None where there is neither."""
     if request.softcap is None and request.bias is None:
         return None
-    softcap = None if request.softcap is None else _constant(request.softcap)
+    softcap = None if request.softcap is None else _as_constant(request.softcap)
     values = None if request.bias is None else values_of(request.bias).detach()
     if values is not None and values.dtype == torch.float64:
         values = values.to(working_dtype(request.shape.dtype))
@@ -216,22 +216,24 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
             score = float(softcap) * torch.tanh(score / float(softcap))
         if values is None:
             return score
-        return score + (_at(values, b, h, i, j) if diagonal is None else _at(values, b, h, j - i + diagonal))
+        return score + (
+            _value_at(values, b, h, i, j) if diagonal is None else _value_at(values, b, h, j - i + diagonal)
+        )
 
     return modified
 
 
-def _at(tensor: Tensor, *index: Tensor) -> Tensor:
+def _value_at(tensor: Tensor, *index: Tensor) -> Tensor:
     """Look up one value; an axis of size 1 is broadcast."""
     return tensor[tuple(each if size > 1 else each * 0 for each, size in zip(index, tensor.shape, strict=True))]
 
 
-def _constant(number: float) -> str:
+def _as_constant(number: float) -> str:
     """Return a float as text, which the compiler specialises on: a float argument could become a kernel input."""
     return repr(float(number))
 
 
-def _flex(
+def _call_flex_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -258,9 +260,9 @@ def _flex(
 
 
 @cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled_flex_attention() -> Callable[..., tuple[Tensor, Tensor]]:
     # With fullgraph it raises instead of silently falling back to eager code that holds queries x keys.
-    return torch.compile(_flex, fullgraph=True)
+    return torch.compile(_call_flex_attention, fullgraph=True)
 
 
 def _failures_to_compile() -> tuple[type[Exception], ...]:
@@ -270,7 +272,7 @@ def _failures_to_compile() -> tuple[type[Exception], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
-def _compute(
+def _output_and_logsumexp(
     request: AttentionRequest, bounds: KeyBounds, flex: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     tensors = request.q, request.k, request.v
@@ -279,7 +281,7 @@ def _compute(
         *tensors,
         score_mod=score_mod(request),
         block_mask=block_mask(request, bounds, backward=backward),
-        scale=_constant(request.scale),
+        scale=_as_constant(request.scale),
         grouped=request.shape.group > 1,
     )
 
@@ -288,10 +290,10 @@ def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) 
     """Compute between `_Entry` and `_Exit`, which route double backward around flex_attention: it has none."""
     q, k, v = request.q, request.k, request.v
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return _compute(request, bounds, _compiled())
+        return _output_and_logsumexp(request, bounds, _compiled_flex_attention())
     entered: tuple[Tensor, Tensor, Tensor] = _Entry.apply(q, k, v)  # type: ignore[no-untyped-call]
     inside = replace(request, q=entered[0], k=entered[1], v=entered[2])
-    output, logsumexp = _compute(inside, bounds, _compiled())
+    output, logsumexp = _output_and_logsumexp(inside, bounds, _compiled_flex_attention())
     left: tuple[Tensor, Tensor] = _Exit.apply(  # type: ignore[no-untyped-call]
         output, logsumexp, q, k, v, without_tensors(request), bounds
     )
@@ -342,7 +344,7 @@ class _Exit(torch.autograd.Function):
 
 
 @constant_in_graphs
-def _missing(device: torch.device) -> str | None:
+def _missing_requirement(device: torch.device) -> str | None:
     """Return which requirement of the compiled flex_attention is missing, in one sentence, or None."""
     if _triton_is_missing():
         return "PyTorch compiles flex_attention with Triton, which is not installed"
@@ -357,10 +359,10 @@ def _triton_is_missing() -> bool:
 
 
 @constant_in_graphs  # torch 2.11 evaluates is_exporting() to True in every graph
-def _exporting() -> bool:
+def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
 @constant_in_graphs  # while a compiler traces a transform, that transform is active
-def _transformed() -> bool:
+def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public name for it

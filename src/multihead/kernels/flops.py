@@ -12,7 +12,7 @@ from multihead.kernels.native import (
     library,
     operator,  # noqa: F401 - it registers the operators
 )
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
@@ -20,7 +20,7 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = No
 
     A cell that only a bias of -inf hides is counted: it is computed.
     """
-    return 2 * _cells(q, k, *call[:3]) * (q.shape[3] + v.shape[3])
+    return 2 * _count_visible_cells(q, k, *call[:3]) * (q.shape[3] + v.shape[3])
 
 
 def backward_flops(
@@ -36,10 +36,10 @@ def backward_flops(
     **_: Any,
 ) -> int:
     """Count the five products of a backward pass: q . k again, dO . v, and the sums of dq, dk and dv."""
-    return 2 * _cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
+    return 2 * _count_visible_cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-if library.absence() is None:  # else the operators do not exist
+if library.reason_of_absence() is None:  # else the operators do not exist
     register_flop_formula(torch.ops.multihead.attention, get_raw=True)(forward_flops)
     register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)(backward_flops)
 
@@ -51,14 +51,14 @@ for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward
     flop_registry.setdefault(_operator, _formula)
 
 
-def _cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | None) -> int:
+def _count_visible_cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | None) -> int:
     """Count the cells that may be seen, over batch and heads; all of them where tensors hold no values.
 
     Each query sees the keys [start, stop), (batch or 1, queries), of which `seen`, (batch or 1, heads or 1, queries or
     1, keys or 1) bool, keeps some.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    if traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, seen)):
+    if is_traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, seen)):
         return batch * heads * queries * keys
     if seen is None:
         counts = (stop - start).clamp(min=0)[:, None]  # (batch or 1, 1, queries)

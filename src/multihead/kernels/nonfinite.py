@@ -11,7 +11,7 @@ from multihead.kernels.call import Attended, AttentionRequest
 from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
-from multihead.tensors.tracing import readable
+from multihead.tensors.tracing import is_readable
 
 ROWS = 256  # queries per step where cells must be read: the memory stays O(keys)
 
@@ -27,7 +27,7 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     numbers = None if bias is None else values_of(bias).detach()
     bad_numbers = None if numbers is None else _no_logit(numbers)
     bad_sinks = None if request.sinks is None else _no_logit(request.sinks.detach())  # (heads,)
-    fits = readable(request.shape.device) and not may_overflow(request)
+    fits = is_readable(request.shape.device) and not may_overflow(request)
     if fits and not any(bool(bad.any()) for bad in (bad_numbers, bad_sinks) if bad is not None):
         return request, None
     bad_queries = ~torch.isfinite(q.detach()).all(-1)  # (batch, heads, queries)
@@ -43,11 +43,11 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
         cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
         bad_bias = with_values(bias, bad_numbers.float())
     bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
-    sees_any = _sees(cleaned, bounds, torch.ones_like(bad_keys), None)  # (batch, heads, queries)
+    sees_any = _sees_nonfinite(cleaned, bounds, torch.ones_like(bad_keys), None)  # (batch, heads, queries)
     if request.sinks is not None and bad_sinks is not None:
         cleaned = replace(cleaned, sinks=request.sinks.masked_fill(bad_sinks, 0))
         bad_queries = bad_queries | bad_sinks[:, None]
-    return cleaned, (bad_queries & sees_any) | _sees(cleaned, bounds, bad_keys, bad_bias)
+    return cleaned, (bad_queries & sees_any) | _sees_nonfinite(cleaned, bounds, bad_keys, bad_bias)
 
 
 def _no_logit(numbers: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def may_overflow(request: AttentionRequest) -> bool:
     A product of two rows is at most that of their norms (Cauchy and Schwarz), and those are at most the norms of the
     whole tensors. A kernel that adds -inf to hide a score needs finite ones: inf - inf is NaN.
     """
-    if not readable(request.shape.device):
+    if not is_readable(request.shape.device):
         return False
     dtype = working_dtype(request.shape.dtype)
     tensors = [tensor.detach() for tensor in (request.q, request.k, request.v)]
@@ -80,7 +80,7 @@ def restore_nan(attended: Attended, rows: Tensor) -> Attended:
     )
 
 
-def _sees(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bad_bias: Bias | None) -> Tensor:
+def _sees_nonfinite(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bad_bias: Bias | None) -> Tensor:
     """Return which queries see a non-finite key or bias: (batch, heads, queries) bool."""
     shape = request.shape
     if bounds.remainder is None and request.bias is None:

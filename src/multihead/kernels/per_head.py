@@ -14,7 +14,7 @@ from multihead.kernels.call import Attended, AttentionCall, AttentionRequest, li
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 # Weights computed together, over samples and heads. 1 MiB of float32: the matrix products are as fast as larger ones,
 # and the softmax is 5 times faster than over all weights at once.
@@ -24,29 +24,34 @@ CELLS = 1 << 18
 KEYS = 1024
 
 
-def suits(request: AttentionRequest, *, need_weights: bool) -> bool:
+def computes_per_head(request: AttentionRequest, *, need_weights: bool) -> bool:
     """Whether a call is computed by this module.
 
     With dropout it always is, so that the random choice equals that of torch.nn. Without it a kernel is faster for
     gradients, for masks that hide keys, and for many keys, and the native kernel where no weights are returned.
     """
     shape = request.shape
-    if traced() or shape.device.type != "cpu" or not shape.cells:
+    if is_traced() or shape.device.type != "cpu" or not shape.cells:
         return False
-    if not need_weights and not request.dropout and library.absence() is None and shape.dtype == torch.float32:
+    if (
+        not need_weights
+        and not request.dropout
+        and library.reason_of_absence() is None
+        and shape.dtype == torch.float32
+    ):
         return False
     if shape.dtype not in (torch.float32, torch.float64):
         return False
     trains = torch.is_grad_enabled() and request.requires_grad
     if not request.dropout and (trains or not request.mask.hides_nothing or shape.key_length > KEYS):
         return False
-    return _finite(request)
+    return _is_all_finite(request)
 
 
 def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
     """Attend, publish the call, and return the output (batch, heads, queries, value_dim) and the weights after dropout.
 
-    The request is one that `suits` accepts, with as many key/value heads as heads. The weights are
+    The request is one that `computes_per_head` accepts, with as many key/value heads as heads. The weights are
     (batch, heads, queries, keys), or their average over the heads (batch, queries, keys), or None if not needed.
     """
     request = replace(request, wanted=wanted_parts())
@@ -61,9 +66,9 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
         if torch.is_grad_enabled() and request.requires_grad:
             output, weights = _ByHead.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
-            output, weights = _forward(*arguments)
+            output, weights = _forward_per_head(*arguments)
         if listeners():
-            publish(AttentionCall(request, Attended(output, _logsumexp(request))))
+            publish(AttentionCall(request, Attended(output, _logsumexp_per_head(request))))
     return output, weights
 
 
@@ -75,7 +80,7 @@ class _ByHead(torch.autograd.Function):
         ctx.save_for_backward(*arguments[:5])
         ctx.request, ctx.need_weights, ctx.average = arguments[5:]
         ctx.set_materialize_grads(False)
-        return _forward(*arguments)
+        return _forward_per_head(*arguments)
 
     @staticmethod
     @once_differentiable
@@ -85,9 +90,9 @@ class _ByHead(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(tensor, memory_format=torch.preserve_format) for tensor in (q, k, v))
         dbias = torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
         hidden = hidden_cells(request)
-        for tile in _tiles(request):
-            weights = _weights(request, hidden, tile)  # (samples, heads, queries, keys), before dropout
-            factor = None if keep is None else _factor(request, keep[tile])
+        for tile in _tiles_of_request(request):
+            weights = _weights_of_tile(request, hidden, tile)  # (samples, heads, queries, keys), before dropout
+            factor = None if keep is None else _dropout_factor(request, keep[tile])
             of_dropped = torch.zeros_like(weights) if of_output is None else of_output[tile] @ v[tile].mT
             if of_weights is not None:
                 of_dropped += of_weights[tile[0]][:, None] / heads if ctx.average else of_weights[tile]
@@ -100,12 +105,12 @@ class _ByHead(torch.autograd.Function):
             dq[tile] = (of_cells @ k[tile]).mul_(request.scale)
             dk[tile] = (of_cells.mT @ q[tile]).mul_(request.scale)
             if dbias is not None:
-                part = _slice(dbias, tile)
+                part = _slice_of_tile(dbias, tile)
                 part += of_cells.sum_to_size(part.shape)
         return dq, dk, dv, dbias, None, None, None, None
 
 
-def _forward(
+def _forward_per_head(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,10 +128,10 @@ def _forward(
         sizes = (batch, queries, k.shape[2]) if average else (batch, heads, queries, k.shape[2])
         returned = q.new_zeros(sizes)
     hidden = hidden_cells(request)
-    for tile in _tiles(request):
-        weights = _weights(request, hidden, tile)
+    for tile in _tiles_of_request(request):
+        weights = _weights_of_tile(request, hidden, tile)
         if keep is not None:
-            weights.mul_(_factor(request, keep[tile]))
+            weights.mul_(_dropout_factor(request, keep[tile]))
         output[tile] = weights @ v[tile]
         if returned is not None and average:
             for head in weights.unbind(1):  # added while they are in the CPU cache
@@ -136,44 +141,44 @@ def _forward(
     return output, returned.div_(heads) if returned is not None and average else returned
 
 
-def _weights(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
+def _weights_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
     """Compute softmax(scores) of some samples and heads, 0 where hidden."""
-    weights = _scores(request, hidden, tile).softmax(-1)
+    weights = _scores_of_tile(request, hidden, tile).softmax(-1)
     # The softmax of a query that sees no key is 0 / 0.
-    return weights if hidden is None else weights.masked_fill_(_slice(hidden, tile), 0)
+    return weights if hidden is None else weights.masked_fill_(_slice_of_tile(hidden, tile), 0)
 
 
-def _scores(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
+def _scores_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
     """Compute the scores of some samples and heads, -inf where hidden: (samples, heads, queries, keys)."""
     cells = (request.q[tile] * request.scale) @ request.k[tile].mT
     bias = _bias_of(request)
     if bias is not None:
-        cells += _slice(bias, tile)
-    return cells if hidden is None else cells.masked_fill_(_slice(hidden, tile), -torch.inf)
+        cells += _slice_of_tile(bias, tile)
+    return cells if hidden is None else cells.masked_fill_(_slice_of_tile(hidden, tile), -torch.inf)
 
 
-def _factor(request: AttentionRequest, kept: Tensor) -> Tensor:
+def _dropout_factor(request: AttentionRequest, kept: Tensor) -> Tensor:
     """Return the factor of the weights under dropout: 1 / (1 - share) for kept ones, 0 for the others."""
     return kept.to(request.q.dtype).mul_(1 / (1 - request.dropout) if request.dropout < 1 else 0.0)
 
 
-def _logsumexp(request: AttentionRequest) -> Tensor:
+def _logsumexp_per_head(request: AttentionRequest) -> Tensor:
     """Compute the logsumexp, (batch, heads, queries), for listeners."""
     logsumexp, hidden = request.q.new_empty(request.q.shape[:3]), hidden_cells(request)
     with torch.no_grad():
-        for tile in _tiles(request):
-            logsumexp[tile] = _scores(request, hidden, tile).logsumexp(-1)
+        for tile in _tiles_of_request(request):
+            logsumexp[tile] = _scores_of_tile(request, hidden, tile).logsumexp(-1)
     return logsumexp
 
 
-def _slice(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:
+def _slice_of_tile(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:
     """Slice samples and heads of a tensor in which axes of size 1 are broadcast."""
     samples, heads = tile
     tensor = tensor[samples] if tensor.shape[0] > 1 else tensor
     return tensor[:, heads] if tensor.shape[1] > 1 else tensor
 
 
-def _tiles(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
+def _tiles_of_request(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
     """Split samples and heads into tiles of at most CELLS weights, or of one head where that has more."""
     shape = request.shape
     of_head = shape.query_length * shape.key_length
@@ -188,7 +193,7 @@ def _bias_of(request: AttentionRequest) -> Tensor | None:
     return None if request.bias is None else dense_bias(request.bias, request.shape)
 
 
-def _finite(request: AttentionRequest) -> bool:
+def _is_all_finite(request: AttentionRequest) -> bool:
     """Whether all inputs are finite, which the sum of their elements is, too, in that case only."""
     total = request.q.detach().sum() + request.k.detach().sum() + request.v.detach().sum()
     bias = _bias_of(request)

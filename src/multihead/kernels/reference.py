@@ -15,7 +15,7 @@ from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
 ROWS = 256  # queries per block, where they need not be computed at once
@@ -50,7 +50,7 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
     hidden = ~seen(request, rows, keys)
     cells = scores(request, rows, keys, hidden=hidden)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
-    if traced() or (torch.is_grad_enabled() and request.requires_grad):
+    if is_traced() or (torch.is_grad_enabled() and request.requires_grad):
         # The gradient of a hidden weight may overflow, and 0 * inf is NaN.
         weights = weights.masked_fill(hidden, 0)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
@@ -66,7 +66,7 @@ def _at_once(request: AttentionRequest) -> bool:
     Autograd would save them all anyway, dropout is drawn for all of them, and in a graph or a transform the keys that a
     block sees are unknown.
     """
-    return request.dropout > 0 or traced() or (torch.is_grad_enabled() and request.requires_grad)
+    return request.dropout > 0 or is_traced() or (torch.is_grad_enabled() and request.requires_grad)
 
 
 def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:

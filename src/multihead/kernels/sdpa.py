@@ -16,7 +16,7 @@ from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import bias_tile, values_of
 from multihead.scores.terms import with_sinks
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
@@ -27,7 +27,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     """Return why this kernel refuses a request, in one sentence, or None where it accepts it."""
     if request.shape.device.type != "cpu":
         return f"it calls PyTorch's fused CPU kernel, and the tensors are on {request.shape.device}"
-    if traced():
+    if is_traced():
         return "it reads the values of the plan, which neither a graph nor a transform of torch.func can"
     if request.dropout:
         return "PyTorch's fused CPU kernel has no dropout"
@@ -56,11 +56,11 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         v = pad(v, (0, missing))
     elif missing < 0:
         q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    q, k, v = (_as_read(tensor) for tensor in (q, k, v))
+    q, k, v = (_in_layout_read_right(tensor) for tensor in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, logsumexp = _Fused.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
     else:
-        output, logsumexp = _run(q, k, v, cover)
+        output, logsumexp = _attend_rectangles(q, k, v, cover)
     if missing > 0:
         output = output[..., : request.shape.value_dim]
     if request.sinks is not None:
@@ -68,7 +68,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     return Attended(output, logsumexp)
 
 
-def _as_read(tensor: Tensor) -> Tensor:
+def _in_layout_read_right(tensor: Tensor) -> Tensor:
     """Return the tensor in a layout that the fused kernel reads right: (batch, heads, length, dim).
 
     It assumes a last stride of 1, also of tensors that are created like this one, and the order of repeated axes is
@@ -83,7 +83,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     shape = request.shape
     pieces = rectangles(bounds, biased=request.bias is not None)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
-    cells = sum(_computed(piece) * heads_samples[piece.sample is None] for piece in pieces)
+    cells = sum(_count_computed_cells(piece) * heads_samples[piece.sample is None] for piece in pieces)
     masked = max((piece.cells for piece in pieces if piece.kind == "partial"), default=0)
     if bounds.remainder is not None or request.bias is not None:
         masked *= shape.batch * shape.num_heads
@@ -92,7 +92,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     return Work(cells, rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
 
 
-def _computed(piece: Rectangle) -> int:
+def _count_computed_cells(piece: Rectangle) -> int:
     """Count the cells of a rectangle that the fused kernel computes: with is_causal it skips whole blocks.
 
     Its blocks are 32, 64 or 256 queries by 512 keys, up to the block of keys that contains the last visible key
@@ -145,18 +145,18 @@ class _Cover:
         return added.expand(batch, request.shape.num_heads, -1, -1)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
+def _attend_rectangles(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
     """Compute output (batch, heads, queries, dim) and logsumexp (batch, heads, queries) from all rectangles."""
     shape = cover.request.shape
     size = (shape.batch, shape.query_length, shape.num_heads)
     only = cover.pieces[0] if len(cover.pieces) == 1 else None
     if only is not None and only.sample is None and only.rows == (0, shape.query_length):
-        return _one(q, k, v, cover, only)
+        return _attend_rectangle(q, k, v, cover, only)
     output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # a layout that merges heads without a copy
     logsumexp = torch.full(size, -torch.inf, dtype=working_dtype(q.dtype)).transpose(1, 2)
     written: tuple[int | None, int] = (None, 0)  # the sample, and one past its last row written so far
     for piece in cover.pieces:
-        part, part_logsumexp = _one(q, k, v, cover, piece)
+        part, part_logsumexp = _attend_rectangle(q, k, v, cover, piece)
         place = (cover.samples(piece), slice(None), slice(*piece.rows))
         if written[0] == piece.sample and piece.rows[0] < written[1]:
             # Two rectangles over the same rows: P = exp(s - L) with the L of both.
@@ -169,7 +169,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor
     return output, logsumexp
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor, cover: _Cover, piece: Rectangle) -> tuple[Tensor, Tensor]:
+def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, cover: _Cover, piece: Rectangle) -> tuple[Tensor, Tensor]:
     """Compute one rectangle."""
     mask = cover.mask(piece)
     output, logsumexp = _forward(
@@ -186,7 +186,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
-        output, logsumexp = _run(q, k, v, cover)
+        output, logsumexp = _attend_rectangles(q, k, v, cover)
         again = tensors_seen_by(cover.request) if any(cover.reads_cells(piece) for piece in cover.pieces) else ()
         ctx.save_for_backward(q, k, v, output, logsumexp, *again)
         ctx.cover = replace(cover, request=without_tensors(cover.request))
@@ -200,7 +200,7 @@ class _Fused(torch.autograd.Function):
             # The code below builds no graph: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added outside
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
-        of_output = None if of_output is None else _as_read(of_output)
+        of_output = None if of_output is None else _in_layout_read_right(of_output)
         of_logsumexp = None if of_logsumexp is None else of_logsumexp.resolve_neg()
         # Half precision would lose contributions that many rectangles add to one key.
         dtype = working_dtype(q.dtype)
@@ -208,19 +208,19 @@ class _Fused(torch.autograd.Function):
         # An empty row's P = exp(-inf - L) is 0 for any finite L, and NaN for its own L = -inf.
         finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
         if of_output is not None:
-            _accumulate((dq, dk, dv), of_output, (q, k, v, output), finite, ctx.cover)
+            _add_gradients((dq, dk, dv), of_output, (q, k, v, output), finite, ctx.cover)
         if of_logsumexp is not None:
             # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): an attention whose
             # values are the keys, and the gradient of its values.
-            weighted_keys, _ = _run(q, k, k, ctx.cover)
+            weighted_keys, _ = _attend_rectangles(q, k, k, ctx.cover)
             g = of_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
             dq += g * weighted_keys
             unused = torch.zeros_like(dq), torch.zeros_like(dk)
-            _accumulate((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
+            _add_gradients((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 
 
-def _accumulate(
+def _add_gradients(
     grads: tuple[Tensor, Tensor, Tensor],
     of_output: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],

@@ -48,7 +48,7 @@ def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, label: str) -> str:
     """
     across = WIDTH - BARS_LEFT - BARS_RIGHT
     height = TOP + sum(len(each) * BAR_STEP + GROUP_GAP for _, each in groups) + BOTTOM / 2
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{_plain(label)}">']
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{_without_markup(label)}">']
     for share in (0, 0.25, 0.5, 0.75, 1):
         x = BARS_LEFT + share * across
         parts.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM / 2:g}"/>')
@@ -56,7 +56,9 @@ def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, label: str) -> str:
     y = float(TOP)
     for name, each in groups:
         middle = y + len(each) * BAR_STEP / 2 + 3
-        parts.append(f'<text class="name" x="{BARS_LEFT - 8}" y="{middle:g}" text-anchor="end">{_plain(name)}</text>')
+        parts.append(
+            f'<text class="name" x="{BARS_LEFT - 8}" y="{middle:g}" text-anchor="end">{_without_markup(name)}</text>'
+        )
         for bar in each:
             wide = min(max(bar.share, 0.0), 1.0) * across
             parts.append(
@@ -70,7 +72,7 @@ def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, label: str) -> str:
                 )
             end = BARS_LEFT + max(wide, high if bar.deviation > 0 else 0.0) + 5
             words = f"{100 * bar.share:.0f} % {bar.name}"
-            parts.append(f'<text class="tick" x="{end:.1f}" y="{y + 10:g}">{_plain(words)}</text>')
+            parts.append(f'<text class="tick" x="{end:.1f}" y="{y + 10:g}">{_without_markup(words)}</text>')
             y += BAR_STEP
         y += GROUP_GAP
     return "".join([*parts, "</svg>"])
@@ -100,7 +102,7 @@ def chart(
         along = (scale(x) - first) / (last - first or 1)
         return LEFT + along * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_plain(label)}">']
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_without_markup(label)}">']
     for share in (0, 0.25, 0.5, 0.75, 1):
         (x0, y), (x1, _) = at(min(x_ticks), share), at(max(x_ticks), share)
         parts.append(f'<line class="rule" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -110,29 +112,31 @@ def chart(
         parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{tick:g}</text>')
     parts.append(
         f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
-        f"{_plain(x_label)}</text>"
+        f"{_without_markup(x_label)}</text>"
     )
     if level is not None:
         (x0, y), (x1, _) = at(min(x_ticks), level[0]), at(max(x_ticks), level[0])
         parts.append(f'<line class="level" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{x1 - 2:.1f}" y="{y - 4:.1f}" text-anchor="end">{_plain(level[1])}</text>')
+        parts.append(
+            f'<text class="tick" x="{x1 - 2:.1f}" y="{y - 4:.1f}" text-anchor="end">{_without_markup(level[1])}</text>'
+        )
     for curve in curves:
         above = [at(x, y) for x, y in zip(curve.x, curve.high, strict=True)]
         below = [at(x, y) for x, y in zip(curve.x, curve.low, strict=True)]
-        parts.append(f'<polygon class="band {curve.tone}" points="{_points([*above, *reversed(below)])}"/>')
+        parts.append(f'<polygon class="band {curve.tone}" points="{_svg_points([*above, *reversed(below)])}"/>')
     for curve in curves:
         line = [at(x, y) for x, y in zip(curve.x, curve.y, strict=True)]
-        parts.append(f'<polyline class="curve {curve.tone}" points="{_points(line)}"/>')
+        parts.append(f'<polyline class="curve {curve.tone}" points="{_svg_points(line)}"/>')
     ends = [at(curve.x[-1], curve.y[-1]) for curve in curves]
-    for curve, (x, y), height in zip(curves, ends, _spaced([y for _, y in ends]), strict=True):
+    for curve, (x, y), height in zip(curves, ends, _space_names_apart([y for _, y in ends]), strict=True):
         parts.append(
             f'<line class="lead {curve.tone}" x1="{x + 2:.1f}" y1="{y:.1f}" x2="{x + 9:.1f}" y2="{height:.1f}"/>'
         )
-        parts.append(f'<text class="name" x="{x + 12:.1f}" y="{height + 4:.1f}">{_plain(curve.name)}</text>')
+        parts.append(f'<text class="name" x="{x + 12:.1f}" y="{height + 4:.1f}">{_without_markup(curve.name)}</text>')
     return "".join([*parts, "</svg>"])
 
 
-def _spaced(heights: Sequence[float]) -> list[float]:
+def _space_names_apart(heights: Sequence[float]) -> list[float]:
     """Move overlapping names apart, and keep them inside the drawing."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     placed = list(heights)
@@ -146,9 +150,9 @@ def _spaced(heights: Sequence[float]) -> list[float]:
     return placed
 
 
-def _points(places: Sequence[tuple[float, float]]) -> str:
+def _svg_points(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-def _plain(text: str) -> str:
+def _without_markup(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 
-__all__ = ["CONTENTS", "Content", "Length", "Match", "Spread", "Vectors", "vectors"]
+__all__ = ["CONTENTS", "Content", "Length", "Match", "Spread", "Vectors", "match_vectors"]
 
 Content = Literal["even", "uneven", "groups", "part", "two"]
 CONTENTS: tuple[Content, ...] = ("even", "uneven", "groups", "part", "two")
@@ -111,7 +111,7 @@ class Vectors:
     length_noise: float
 
 
-def vectors(
+def match_vectors(
     *,
     columns: int = 64,
     parts: int = 8,
@@ -140,7 +140,7 @@ def vectors(
         length_noise: the noise for the comparison of lengths.
         seed: the first seed.
 
-    >>> found = vectors(trials=50, seeds=2, noises=(1.0,), lengths=(8,))
+    >>> found = match_vectors(trials=50, seeds=2, noises=(1.0,), lengths=(8,))
     >>> [match.content for match in found.matches]
     ['even', 'uneven', 'groups', 'part', 'two']
     """
@@ -158,20 +158,23 @@ def vectors(
     for content in CONTENTS:
         for noise in noises:
             shares = [
-                _matched(content, noise, columns, parts, candidates, trials, seed + index) for index in range(seeds)
+                _shares_of_matches(content, noise, columns, parts, candidates, trials, seed + index)
+                for index in range(seeds)
             ]
             long, short, own = (Spread.of([share[column] for share in shares], questions=trials) for column in range(3))
             matches.append(Match(content, noise, long, short, own))
     measured = []
     for length in lengths:
-        rows = [_of_length(length, length_noise, candidates, trials, seed + index) for index in range(seeds)]
+        rows = [_measure_length(length, length_noise, candidates, trials, seed + index) for index in range(seeds)]
         columns_of = list(zip(*rows, strict=True))
         found = Spread.of(list(columns_of[0]), questions=trials)
         measured.append(Length(length, found, *(Spread.of(list(column)) for column in columns_of[1:])))
     return Vectors(columns, parts, candidates, trials, seeds, tuple(matches), tuple(measured), length_noise)
 
 
-def _keys(content: Content, columns: int, candidates: int, trials: int, generator: torch.Generator) -> Tensor:
+def _draw_candidates(
+    content: Content, columns: int, candidates: int, trials: int, generator: torch.Generator
+) -> Tensor:
     """Draw the candidates of every trial: (trials, candidates, columns), with variance 1."""
     keys = torch.randn(trials, candidates, columns, generator=generator)
     if content == "uneven":
@@ -187,12 +190,12 @@ def _keys(content: Content, columns: int, candidates: int, trials: int, generato
     return keys
 
 
-def _matched(
+def _shares_of_matches(
     content: Content, noise: float, columns: int, parts: int, candidates: int, trials: int, seed: int
 ) -> tuple[float, float, float]:
     """Return the shares of trials in which the long row, the mean of the short rows, and the relevant ones match."""
     generator = torch.Generator().manual_seed(seed)
-    keys = _keys(content, columns, candidates, trials, generator)
+    keys = _draw_candidates(content, columns, candidates, trials, generator)
     width = columns // parts
     # The partners are candidates 0 and 1: all candidates have the same distribution, so their index does not matter.
     query = keys[:, 0].clone()
@@ -219,7 +222,7 @@ def _matched(
     return tuple(float(each.double().mean()) for each in (*found, own))  # type: ignore[return-value]
 
 
-def _of_length(columns: int, noise: float, candidates: int, trials: int, seed: int) -> tuple[float, ...]:
+def _measure_length(columns: int, noise: float, candidates: int, trials: int, seed: int) -> tuple[float, ...]:
     """Measure one length: the share found, and the sharpness of softmax on unrelated vectors."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(trials, candidates, columns, generator=generator)

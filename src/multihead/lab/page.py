@@ -14,7 +14,7 @@ from multihead.lab.run import Answers
 from multihead.lab.tasks import ROWS
 from multihead.lab.text import Phrases, language
 from multihead.lab.training import Experiment
-from multihead.viewer.page import allowed, json_in_script, script, static, template, version
+from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
 
 __all__ = ["page", "write_page"]
 
@@ -40,18 +40,18 @@ def page(answers: Answers, *, lang: str = "en") -> str:
         title=phrases.words["page title"],
         lead=phrases.words["lead"],
         quick=answers.quick,
-        facts=_facts(answers, phrases),
+        facts=_facts_of_answers(answers, phrases),
         chapters=build_chapters(answers, phrases),
         foot=phrases.translate("foot", version=version(), seed=answers.seed),
         style=Markup(static("viewer/static/shared/base.css") + static("lab/static/lab.css")),
         script=Markup(source),
-        script_hash=allowed(source),
+        script_hash=hash_of_script(source),
         texts=Markup(json_in_script(_texts_of_script(phrases))),
-        data=Markup(json_in_script(_data(answers, phrases))),
+        data=Markup(json_in_script(_data_of_script(answers, phrases))),
     )
 
 
-def _facts(answers: Answers, phrases: Phrases) -> list[tuple[str, str]]:
+def _facts_of_answers(answers: Answers, phrases: Phrases) -> list[tuple[str, str]]:
     experiments = [*answers.experiments, *([answers.copies] if answers.copies is not None else [])]
     trained = sum(len(experiment.trainings) for experiment in experiments)
     facts = [(phrases.translate("fact.models"), str(trained))] if trained else []
@@ -63,16 +63,16 @@ def _facts(answers: Answers, phrases: Phrases) -> list[tuple[str, str]]:
     ]
 
 
-def _data(answers: Answers, phrases: Phrases) -> dict[str, Any]:
+def _data_of_script(answers: Answers, phrases: Phrases) -> dict[str, Any]:
     """Return the data of the script: the heads of the first seed at some steps of training."""
-    return {"tasks": [_drawn(experiment, answers, phrases) for experiment in answers.experiments]}
+    return {"tasks": [_draw_experiment(experiment, answers, phrases) for experiment in answers.experiments]}
 
 
 def _texts_of_script(phrases: Phrases) -> dict[str, str]:
     return {key: text for key, text in phrases.words.items() if key in _IN_SCRIPT or key.startswith("measure.")}
 
 
-def _drawn(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[str, Any]:
+def _draw_experiment(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[str, Any]:
     courses = []
     for num_heads in experiment.heads:
         watched = experiment.of(num_heads)[0]

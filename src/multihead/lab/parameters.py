@@ -143,30 +143,30 @@ def parameters(
         head_dim_of(embed_dim, num_heads)
     # Building a layer draws weights; this must not change the caller's random state.
     with torch.random.fork_rng(devices=[]):
-        return _compared(embed_dim, length, tuple(heads), shapes_of, seed)
+        return _compare_head_counts(embed_dim, length, tuple(heads), shapes_of, seed)
 
 
-def _compared(embed_dim: int, length: int, heads: tuple[int, ...], shapes_of: int, seed: int) -> Parameters:
+def _compare_head_counts(embed_dim: int, length: int, heads: tuple[int, ...], shapes_of: int, seed: int) -> Parameters:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, length, embed_dim, generator=generator, dtype=torch.float64)
-    layers = [_layer(embed_dim, num_heads, seed) for num_heads in heads]
-    measured = [_measured(layer, x, seed) for layer in layers]
+    layers = [_layer_of_seed(embed_dim, num_heads, seed) for num_heads in heads]
+    measured = [_measure_layer(layer, x, seed) for layer in layers]
     pairs = [
-        Pair(layers[i].num_heads, layers[j].num_heads, *_differences(measured[i], measured[j]))
+        Pair(layers[i].num_heads, layers[j].num_heads, *_differences_of_layers(measured[i], measured[j]))
         for i in range(len(layers))
         for j in range(i + 1, len(layers))
     ]
     return Parameters(
         embed_dim=embed_dim,
         length=length,
-        counts=tuple(_counted(layer, x, seed) for layer in layers),
+        counts=tuple(_count_parameters(layer, x, seed) for layer in layers),
         shapes_of=shapes_of,
-        shapes=_shapes(_layer(embed_dim, shapes_of, seed), x),
+        shapes=_list_shapes(_layer_of_seed(embed_dim, shapes_of, seed), x),
         pairs=tuple(pairs),
     )
 
 
-def _layer(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool = True) -> MultiHeadAttention:
+def _layer_of_seed(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool = True) -> MultiHeadAttention:
     """Build a layer in float64 whose weights depend on the seed but not on the number of heads."""
     layer = MultiHeadAttention(embed_dim, num_heads, output_projection=output_projection, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -177,7 +177,7 @@ def _layer(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool
     return layer
 
 
-def _counted(layer: MultiHeadAttention, x: Tensor, seed: int) -> HeadCount:
+def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> HeadCount:
     heads, head_dim, embed_dim = layer.num_heads, layer.head_dim, layer.embed_dim
     packed = {
         "in_proj_weight": torch.cat([layer.get_parameter(f"{name}.weight") for name in PACKED]),
@@ -185,8 +185,8 @@ def _counted(layer: MultiHeadAttention, x: Tensor, seed: int) -> HeadCount:
         "out_proj.weight": layer.get_parameter("out_proj.weight"),
         "out_proj.bias": layer.get_parameter("out_proj.bias"),
     }
-    bare = _layer(embed_dim, heads, seed, output_projection=False)
-    cut = _layer(embed_dim, heads, seed, output_projection=False)
+    bare = _layer_of_seed(embed_dim, heads, seed, output_projection=False)
+    cut = _layer_of_seed(embed_dim, heads, seed, output_projection=False)
     own = torch.block_diag(*[torch.ones(head_dim, head_dim, dtype=x.dtype)] * heads)
     with torch.no_grad():
         for projection in (cut.q_proj, cut.k_proj, cut.v_proj):
@@ -195,17 +195,17 @@ def _counted(layer: MultiHeadAttention, x: Tensor, seed: int) -> HeadCount:
     return HeadCount(
         num_heads=heads,
         head_dim=head_dim,
-        packed=_listed(packed),
-        separate=_listed(dict(layer.named_parameters())),
-        torch=_listed(dict(nn.MultiheadAttention(embed_dim, heads, device="meta").named_parameters())),
+        packed=_list_parameters(packed),
+        separate=_list_parameters(dict(layer.named_parameters())),
+        torch=_list_parameters(dict(nn.MultiheadAttention(embed_dim, heads, device="meta").named_parameters())),
         features_read=_features_read(bare, x, seed),
         cut_features_read=_features_read(cut, x, seed),
         cut_total=sum(tensor.numel() for tensor in packed.values()) - lost,
-        independent_difference=float((_independent(bare, packed, x) - bare(x)).abs().max().detach()),
+        independent_difference=float((_heads_as_own_layers(bare, packed, x) - bare(x)).abs().max().detach()),
     )
 
 
-def _listed(tensors: dict[str, Tensor]) -> tuple[Parameter, ...]:
+def _list_parameters(tensors: dict[str, Tensor]) -> tuple[Parameter, ...]:
     return tuple(Parameter(name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
@@ -222,7 +222,7 @@ def _features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int
     return tuple(found)
 
 
-def _independent(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
+def _heads_as_own_layers(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
     """Compute every head with its own single-head layer from its rows of the packed projection; concatenate them."""
     heads, head_dim = layer.num_heads, layer.head_dim
     # (3 * embed_dim, embed_dim): the rows of q, then of k, then of v; within each, head after head.
@@ -239,7 +239,7 @@ def _independent(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor
     return torch.cat(joined, -1)  # (batch, length, heads * head_dim)
 
 
-def _measured(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str, Tensor]:
+def _measure_layer(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str, Tensor]:
     """Compute a layer's output, scores, and gradient of a loss that is the same for every number of heads."""
     output = layer(x)
     goal = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed + 3), dtype=x.dtype)
@@ -252,7 +252,7 @@ def _measured(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str, Tens
     }
 
 
-def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[float, float, float]:
+def _differences_of_layers(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[float, float, float]:
     """Return the differences of outputs, gradients and scores, as in `Pair`."""
 
     def share(name: str) -> float:
@@ -262,7 +262,7 @@ def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[f
 
 
 @torch.no_grad()
-def _shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
+def _list_shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
     """Recompute the layer step by step, and list every shape."""
     heads = layer.num_heads
     wide, split = ("batch", "length", "heads*head_dim"), ("batch", "heads", "length", "head_dim")

@@ -9,7 +9,7 @@ from multihead.lab.matching import Match, Spread, Vectors
 from multihead.lab.parameters import Parameter, Parameters
 from multihead.lab.run import Answers
 from multihead.lab.tasks import Induction, Lookup, task_named
-from multihead.lab.text import Chapter, Phrases, Table, percent, shape, small
+from multihead.lab.text import Chapter, Phrases, Table, format_percent, format_rounding_error, format_shape
 from multihead.lab.training import REACHED, TESTED, Experiment, Training
 
 __all__ = ["build_chapters", "copies_chapter", "experiment_chapter"]
@@ -20,18 +20,18 @@ def build_chapters(answers: Answers, phrases: Phrases) -> tuple[Chapter, ...]:
     chapters: list[Chapter] = []
     if answers.parameters is not None:
         found = answers.parameters
-        chapters += [_count(found, phrases), _shapes(found, phrases)]
-        chapters += [_outputs(found, phrases)] if found.pairs else []
-        chapters.append(_reads(found, phrases))
+        chapters += [_count_chapter(found, phrases), _shapes_chapter(found, phrases)]
+        chapters += [_outputs_chapter(found, phrases)] if found.pairs else []
+        chapters.append(_reads_chapter(found, phrases))
     chapters += [experiment_chapter(experiment, answers, phrases) for experiment in answers.experiments]
     if answers.copies is not None:
         chapters.append(copies_chapter(answers.copies, answers.experiments, phrases))
     if answers.vectors is not None:
-        chapters += [_matches(answers.vectors, phrases), _lengths(answers.vectors, phrases)]
+        chapters += [_matches_chapter(answers.vectors, phrases), _lengths_chapter(answers.vectors, phrases)]
     return tuple(chapters)
 
 
-def _count(found: Parameters, phrases: Phrases) -> Chapter:
+def _count_chapter(found: Parameters, phrases: Phrases) -> Chapter:
     """Build the chapter "Do more heads mean more parameters?"."""
     translate, counts = phrases.translate, found.counts
     first = counts[0]
@@ -56,47 +56,51 @@ def _count(found: Parameters, phrases: Phrases) -> Chapter:
 
 
 def _shape_of(parameters: tuple[Parameter, ...], name: str) -> str:
-    return next((shape(each.shape) for each in parameters if each.name == name), "")
+    return next((format_shape(each.shape) for each in parameters if each.name == name), "")
 
 
-def _shapes(found: Parameters, phrases: Phrases) -> Chapter:
+def _shapes_chapter(found: Parameters, phrases: Phrases) -> Chapter:
     """Build the chapter on the shapes from input to output."""
     translate = phrases.translate
     heads = phrases.heads(found.shapes_of)
     sizes = {each.name: each.shape for each in found.shapes}
     rows = tuple(
-        (each.name, each.code or translate("the input"), shape(each.shape), " ".join(each.axes))
+        (each.name, each.code or translate("the input"), format_shape(each.shape), " ".join(each.axes))
         for each in found.shapes
     )
     columns = (translate("tensor"), translate("made by"), translate("shape"), translate("axes"))
     return Chapter(
         "shapes",
         translate("shapes.title"),
-        translate("shapes.answer", heads=heads, scores=shape(sizes["scores"]), length=found.length),
+        translate("shapes.answer", heads=heads, scores=format_shape(sizes["scores"]), length=found.length),
         (translate("shapes.text", head_dim=sizes["q_heads"][-1], embed_dim=found.embed_dim),),
         (Table(translate("shapes.caption", heads=heads), columns, rows),),
     )
 
 
-def _outputs(found: Parameters, phrases: Phrases) -> Chapter:
+def _outputs_chapter(found: Parameters, phrases: Phrases) -> Chapter:
     """Build the chapter "Do the same weights give the same output?"."""
     translate = phrases.translate
     far = max(found.pairs, key=lambda pair: pair.output_difference)
     key = "outputs.same" if far.output_difference < 1e-9 else "outputs.differ"
-    output = small(far.output_difference) if key == "outputs.same" else percent(far.output_difference, 0)
+    output = (
+        format_rounding_error(far.output_difference)
+        if key == "outputs.same"
+        else format_percent(far.output_difference, 0)
+    )
     answer = translate(
         key,
         first=phrases.heads(far.first),
         second=phrases.heads(far.second),
         output=output,
-        gradient=percent(far.gradient_difference, 0),
+        gradient=format_percent(far.gradient_difference, 0),
     )
     rows = tuple(
         (
             translate("two counts", first=pair.first, second=pair.second),
-            percent(pair.output_difference),
-            percent(pair.gradient_difference),
-            small(pair.score_difference),
+            format_percent(pair.output_difference),
+            format_percent(pair.gradient_difference),
+            format_rounding_error(pair.score_difference),
         )
         for pair in found.pairs
     )
@@ -106,7 +110,7 @@ def _outputs(found: Parameters, phrases: Phrases) -> Chapter:
         translate("gradient differs"),
         translate("scores differ"),
     )
-    text = translate("outputs.text", scores=small(max(pair.score_difference for pair in found.pairs)))
+    text = translate("outputs.text", scores=format_rounding_error(max(pair.score_difference for pair in found.pairs)))
     groups = [
         (
             translate("two counts", first=pair.first, second=pair.second),
@@ -127,7 +131,7 @@ def _outputs(found: Parameters, phrases: Phrases) -> Chapter:
     )
 
 
-def _reads(found: Parameters, phrases: Phrases) -> Chapter:
+def _reads_chapter(found: Parameters, phrases: Phrases) -> Chapter:
     """Build the chapter "Does each head see only a part of the input?"."""
     translate = phrases.translate
     read = [number for count in found.counts for number in count.features_read]
@@ -137,10 +141,10 @@ def _reads(found: Parameters, phrases: Phrases) -> Chapter:
         (
             phrases.heads(count.num_heads),
             str(count.head_dim),
-            _range(count.features_read),
-            _range(count.cut_features_read),
+            _range_of_values(count.features_read),
+            _range_of_values(count.cut_features_read),
             f"{count.cut_total:,}",
-            small(count.independent_difference),
+            format_rounding_error(count.independent_difference),
         )
         for count in found.counts
     )
@@ -153,15 +157,15 @@ def _reads(found: Parameters, phrases: Phrases) -> Chapter:
         translate("independent"),
     )
     largest = max(count.independent_difference for count in found.counts)
-    text = translate("reads.text"), translate("reads.independent", difference=small(largest))
+    text = translate("reads.text"), translate("reads.independent", difference=format_rounding_error(largest))
     return Chapter("reads", translate("reads.title"), answer, text, (Table(translate("reads.caption"), columns, rows),))
 
 
-def _range(values: tuple[int, ...]) -> str:
+def _range_of_values(values: tuple[int, ...]) -> str:
     return str(values[0]) if min(values) == max(values) else f"{min(values)}–{max(values)}"
 
 
-def _matches(found: Vectors, phrases: Phrases) -> Chapter:
+def _matches_chapter(found: Vectors, phrases: Phrases) -> Chapter:
     """Build the chapter "Does one long row match worse than several short ones?"."""
     translate = phrases.translate
     width = found.columns // found.parts
@@ -229,7 +233,9 @@ def _verdict_on_rows(found: Vectors, sizes: dict[str, int], phrases: Phrases) ->
         else:
             ways["vectors.long" if match.long.mean > short.mean else "vectors.short"].append(match)
     sentences = [
-        translate(key, **sizes, contents=_contents(matches, found, phrases)) for key, matches in ways.items() if matches
+        translate(key, **sizes, contents=_list_contents(matches, found, phrases))
+        for key, matches in ways.items()
+        if matches
     ]
     if ways["vectors.long"] and ways["vectors.short"]:
         sentences.insert(0, translate("vectors.depends"))
@@ -238,7 +244,7 @@ def _verdict_on_rows(found: Vectors, sizes: dict[str, int], phrases: Phrases) ->
     return phrases.joined(sentences)
 
 
-def _contents(matches: list[Match], found: Vectors, phrases: Phrases) -> str:
+def _list_contents(matches: list[Match], found: Vectors, phrases: Phrases) -> str:
     """List kinds of content, with the noise only if the result depends on it."""
     named = []
     for content in dict.fromkeys(match.content for match in matches):
@@ -250,7 +256,7 @@ def _contents(matches: list[Match], found: Vectors, phrases: Phrases) -> str:
     return phrases.words["join.parts"].join(named)
 
 
-def _lengths(found: Vectors, phrases: Phrases) -> Chapter:
+def _lengths_chapter(found: Vectors, phrases: Phrases) -> Chapter:
     """Build the chapter on the effect of the length of a row."""
     translate = phrases.translate
     first, last = found.lengths[0], found.lengths[-1]
@@ -325,17 +331,17 @@ def experiment_chapter(experiment: Experiment, answers: Answers, phrases: Phrase
         batch=experiment.batch_size,
         rate=f"{experiment.learning_rate:g}",
         seeds=phrases.seeds(answers.seeds),
-        chance=percent(experiment.chance),
+        chance=format_percent(experiment.chance),
     )
     describe_heads = _induction_heads if isinstance(task, Induction) else _lookup_heads
     looks, tables = describe_heads(experiment, phrases)
     return Chapter(
         name=name,
         title=translate(f"{name}.title"),
-        answer=_verdict(experiment, phrases),
+        answer=_name_best_head_count(experiment, phrases),
         text=(translate(f"{name}.task", facts=facts), settings),
-        tables=(_results(experiment, phrases),),
-        chart=(_course(experiment, phrases), translate("course.caption")),
+        tables=(_table_of_results(experiment, phrases),),
+        chart=(_chart_of_training(experiment, phrases), translate("course.caption")),
         task=name,
         looks=looks,
         looks_tables=tables,
@@ -381,7 +387,7 @@ def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrase
     )
 
 
-def _verdict(experiment: Experiment, phrases: Phrases) -> str:
+def _name_best_head_count(experiment: Experiment, phrases: Phrases) -> str:
     """Name the best number of heads, and those that are worse by more than the spread."""
     translate, verdict = phrases.translate, experiment.verdict()
     found = {summary.num_heads: summary.right for summary in experiment.summaries()}
@@ -399,11 +405,11 @@ def _verdict(experiment: Experiment, phrases: Phrases) -> str:
             translate("with share", heads=phrases.heads(each), share=phrases.spread(found[each])) for each in heads
         )
 
-    single = _of_one_head(experiment, phrases)
+    single = _is_one_head_enough(experiment, phrases)
     if not verdict.worse:
         worst = min(found, key=lambda each: found[each].mean)
         low = phrases.spread(found[worst])
-        if percent(found[worst].mean) == percent(found[verdict.best].mean):
+        if format_percent(found[worst].mean) == format_percent(found[verdict.best].mean):
             return phrases.joined([single, translate("verdict.tie", list=listed(tuple(found)))])
         level = translate("verdict.level all", best=best, share=share, worst=phrases.heads(worst), low=low)
         return phrases.joined([single, level])
@@ -413,7 +419,7 @@ def _verdict(experiment: Experiment, phrases: Phrases) -> str:
     return phrases.joined(sentences)
 
 
-def _of_one_head(experiment: Experiment, phrases: Phrases) -> str:
+def _is_one_head_enough(experiment: Experiment, phrases: Phrases) -> str:
     """Answer the title: does one head do as well as the best?"""
     if 1 not in experiment.heads:
         return ""
@@ -421,14 +427,14 @@ def _of_one_head(experiment: Experiment, phrases: Phrases) -> str:
     return phrases.translate(f"{experiment.task}.{'worse' if worse else 'level'}")
 
 
-def _results(experiment: Experiment, phrases: Phrases) -> Table:
+def _table_of_results(experiment: Experiment, phrases: Phrases) -> Table:
     translate = phrases.translate
     rows = tuple(
         (
             phrases.heads(summary.num_heads),
             phrases.spread(summary.right),
-            percent(min(summary.each)),
-            percent(max(summary.each)),
+            format_percent(min(summary.each)),
+            format_percent(max(summary.each)),
             translate("seeds of", n=summary.learned, of=len(summary.each)),
             translate("never") if summary.learned_at is None else phrases.number(summary.learned_at, 0),
         )
@@ -440,7 +446,7 @@ def _results(experiment: Experiment, phrases: Phrases) -> Table:
     return Table(translate("result.caption", tested=TESTED), columns, rows)
 
 
-def _course(experiment: Experiment, phrases: Phrases) -> str:
+def _chart_of_training(experiment: Experiment, phrases: Phrases) -> str:
     """Draw the share of correct answers over the steps, one curve per number of heads."""
     curves = []
     for place, num_heads in enumerate(experiment.heads):
@@ -475,7 +481,7 @@ def _lookup_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, 
         trainings = experiment.of(num_heads)
         counts = [[_heads_on(training, name) for training in trainings] for name in measures]
         neither = [num_heads - sum(each) for each in zip(*counts, strict=True)]
-        entropy = [_mean(training, "entropy") for training in trainings]
+        entropy = [_mean_over_heads(training, "entropy") for training in trainings]
         cells = [phrases.number(Spread.of([float(value) for value in column])) for column in (*counts, neither)]
         rows.append((phrases.heads(num_heads), *cells, phrases.number(Spread.of(entropy), 2)))
         shared = sum(all(each) for each in zip(*counts, strict=True))
@@ -523,6 +529,6 @@ def _heads_on(training: Training, name: str) -> int:
     return sum(look.measures[name] > HALF for look in training.moments[-1].looks)
 
 
-def _mean(training: Training, name: str) -> float:
+def _mean_over_heads(training: Training, name: str) -> float:
     looks = training.moments[-1].looks
     return sum(look.measures[name] for look in looks) / len(looks)

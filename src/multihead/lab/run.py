@@ -11,7 +11,7 @@ import torch
 
 from multihead.errors import ArgumentError
 from multihead.lab import training
-from multihead.lab.matching import Vectors, vectors
+from multihead.lab.matching import Vectors, match_vectors
 from multihead.lab.parameters import Parameters, parameters
 from multihead.lab.tasks import task_named
 from multihead.lab.training import Experiment, compare
@@ -83,7 +83,7 @@ def answer(
             for num_heads in heads:
                 head_dim_of(task_named(name).embed_dim, num_heads)
     began = time.monotonic()
-    report = progress if progress is not None else _ignore
+    report = progress if progress is not None else _ignore_progress
     counted = matched = copies = None
     experiments = []
     if "parameters" in parts:
@@ -95,28 +95,28 @@ def answer(
             for name in TRAINED_TASKS:
                 task = task_named(name)
                 steps = task.steps // 2 if quick else task.steps
-                task_progress = _named(name, report)
+                task_progress = _progress_of_part(name, report)
                 experiments.append(
                     compare(task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=task_progress)
                 )
-            two, task_progress = task_named("two"), _named("copies", report)
+            two, task_progress = task_named("two"), _progress_of_part("copies", report)
             steps = two.steps // 2 if quick else two.steps
             copies = compare(
                 two, heads=(2,), seeds=seeds, seed=seed, steps=steps, start="copied", pool=pool, progress=task_progress
             )
     if "vectors" in parts:
         report("vectors", 0, 1)
-        matched = vectors(trials=100 if quick else 400, seeds=seeds, seed=seed)
+        matched = match_vectors(trials=100 if quick else 400, seeds=seeds, seed=seed)
         report("vectors", 1, 1)
     return Answers(
         counted, tuple(experiments), copies, matched, seeds, seed, quick, torch.__version__, time.monotonic() - began
     )
 
 
-def _named(name: str, report: Progress) -> Callable[[int, int], None]:
+def _progress_of_part(name: str, report: Progress) -> Callable[[int, int], None]:
     """Bind the name of a part to a progress function."""
     return lambda done, total: report(name, done, total)
 
 
-def _ignore(name: str, done: int, total: int) -> None:
+def _ignore_progress(name: str, done: int, total: int) -> None:
     """Do nothing."""

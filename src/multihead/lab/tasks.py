@@ -148,7 +148,7 @@ class Lookup:
 
     def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
         """Measure the share of each head's weight on the facts in question, which come first in the picture."""
-        maps, means = _observed(model, batch)
+        maps, means = _observe_model(model, batch)
         (weights,), (entropy,) = maps, means["entropy"]
         weights = weights[:, :, 0]  # (batch, heads, facts): the question is the only query
         others = torch.ones(batch.targets.shape[0], self.facts, dtype=torch.bool).scatter(1, batch.targets, value=False)
@@ -162,7 +162,7 @@ class Lookup:
                 head=head,
                 measures={name: float(shares[head, place]) for place, name in enumerate(names)}
                 | {"the others": float(shares[head, self.lookups :].sum()), "entropy": float(entropy[head])},
-                picture=_rounded(ordered[:ROWS, head]),
+                picture=_round_rows(ordered[:ROWS, head]),
             )
             for head in range(weights.shape[1])
         )
@@ -218,7 +218,7 @@ class Induction:
 
     def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
         """Measure the share of each head's weight on the previous token, and on the token that followed before."""
-        maps, means = _observed(model, batch)
+        maps, means = _observe_model(model, batch)
         questions = batch.targets >= 0
         looks = []
         for layer, weights in enumerate(maps):  # (batch, heads, queries, keys)
@@ -236,7 +236,7 @@ class Induction:
                         "first": float(means["first_mass"][layer][head]),
                         "entropy": float(means["entropy"][layer][head]),
                     },
-                    picture=_rounded(weights[0, head]),
+                    picture=_round_rows(weights[0, head]),
                 )
                 for head in range(weights.shape[1])
             ]
@@ -281,7 +281,7 @@ class _InductionModel(nn.Module):
         return read  # (batch, length, vocabulary)
 
 
-def _observed(model: nn.Module, batch: Batch) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _observe_model(model: nn.Module, batch: Batch) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Run a model; returns each layer's weights, (batch, heads, queries, keys), and the means of its statistics."""
     with torch.no_grad(), observe(model, probes=("entropy", "previous_mass", "self_mass", "first_mass")) as seen:
         model(*batch.inputs)
@@ -290,7 +290,7 @@ def _observed(model: nn.Module, batch: Batch) -> tuple[list[Tensor], dict[str, l
     return maps, {name: [each[name] for each in means] for name in means[0]}
 
 
-def _rounded(rows: Tensor) -> tuple[tuple[float, ...], ...]:
+def _round_rows(rows: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(round(float(weight), 3) for weight in row) for row in rows)
 
 

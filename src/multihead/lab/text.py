@@ -10,7 +10,7 @@ from typing import Any
 from multihead.lab.matching import Spread
 from multihead.locale.texts import section
 
-__all__ = ["NBSP", "Chapter", "Phrases", "Table", "language", "percent", "shape", "small"]
+__all__ = ["NBSP", "Chapter", "Phrases", "Table", "format_percent", "format_rounding_error", "format_shape", "language"]
 
 NBSP = "\u00a0"  # keeps "67 %" on one line
 
@@ -98,7 +98,7 @@ class Phrases:
         '50.0 ± 1.0 %'
         """
         if value.deviation is None:
-            return percent(value.mean)
+            return format_percent(value.mean)
         mean, deviation = f"{100 * value.mean:.1f}", f"{100 * value.deviation:.1f}{NBSP}%"
         return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
@@ -110,28 +110,28 @@ class Phrases:
         return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
 
-def percent(share: float, digits: int = 1) -> str:
+def format_percent(share: float, digits: int = 1) -> str:
     """Format a share in percent.
 
-    >>> percent(0.125).replace(NBSP, " ")
+    >>> format_percent(0.125).replace(NBSP, " ")
     '12.5 %'
     """
     return f"{100 * share:.{digits}f}{NBSP}%"
 
 
-def small(value: float) -> str:
+def format_rounding_error(value: float) -> str:
     """Format a rounding error.
 
-    >>> small(2.4424906541753444e-15)
+    >>> format_rounding_error(2.4424906541753444e-15)
     '2.4e-15'
     """
     return f"{value:.1e}" if value else "0"
 
 
-def shape(sizes: Sequence[int]) -> str:
+def format_shape(sizes: Sequence[int]) -> str:
     """Format a shape.
 
-    >>> shape((512,))
+    >>> format_shape((512,))
     '(512)'
     """
     return f"({', '.join(str(size) for size in sizes)})"

@@ -266,10 +266,10 @@ def train(
         moments = []
         for step in range(steps + 1):
             if step in stops:
-                moments.append(_moment(task, model, step, look=step in pictured))
+                moments.append(_test_at_step(task, model, step, look=step in pictured))
             if step < steps:
                 batch = task.draw(task.batch_size, questions)
-                loss = _loss(model(*batch.inputs), batch.answers)
+                loss = _loss_of_answers(model(*batch.inputs), batch.answers)
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
@@ -308,18 +308,18 @@ def _heads_apart(model: nn.Module) -> float:
     return largest
 
 
-def _loss(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+def _loss_of_answers(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-1)
 
 
 @torch.no_grad()
-def _moment(task: Task, model: nn.Module, step: int, *, look: bool) -> Moment:
+def _test_at_step(task: Task, model: nn.Module, step: int, *, look: bool) -> Moment:
     """Test a model on fixed questions, the same at every moment and for every model."""
     fixed = torch.Generator().manual_seed(2**30)
     batch = task.draw(TESTED, fixed)
     logits = model(*batch.inputs)
     looks = task.look(model, task.draw(WATCHED, fixed)) if look else ()
-    return Moment(step, float(_loss(logits, batch.answers)), task.right(logits, batch), looks)
+    return Moment(step, float(_loss_of_answers(logits, batch.answers)), task.right(logits, batch), looks)
 
 
 @contextmanager

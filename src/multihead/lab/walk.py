@@ -145,19 +145,19 @@ def walk(
     >>> steps["lengths_per_head"].tensor.tolist()
     [3, 3, 3, 2, 2, 2]
     """
-    sizes = _checked(batch, length, model_dim, num_heads, lengths, seed)
+    sizes = _checked_sizes(batch, length, model_dim, num_heads, lengths, seed)
     if bias not in ("distance", "none"):
         raise ArgumentError(
             f"bias is {bias!r}, and must be 'distance' or 'none'.",
             "Give 'distance' for a bias that grows with distance, or 'none'.",
         )
-    split = _split(sizes)
-    inputs = _projections(sizes, split[0].tensor)
-    attention = _attention(sizes, {step.name: step.tensor for step in inputs}, bias)
+    split = _split_and_merge(sizes)
+    inputs = _project_inputs(sizes, split[0].tensor)
+    attention = _attention_steps(sizes, {step.name: step.tensor for step in inputs}, bias)
     return Walk(sizes, (*split, *inputs, *attention), _sdpa_difference(sizes, inputs, attention))
 
 
-def _checked(
+def _checked_sizes(
     batch: int,
     length: int,
     model_dim: int,
@@ -196,7 +196,7 @@ def _checked(
     return Sizes(batch, length, model_dim, num_heads, head_dim, tuple(lengths), seed)
 
 
-def _split(sizes: Sizes) -> list[Step]:
+def _split_and_merge(sizes: Sizes) -> list[Step]:
     """Split columns into heads in the batch and merge them again, and show the reshape that mixes positions."""
     b, n, m = sizes.batch, sizes.length, sizes.model_dim
     h, d = sizes.num_heads, sizes.head_dim
@@ -237,7 +237,7 @@ def _split(sizes: Sizes) -> list[Step]:
     ]  # fmt: skip
 
 
-def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
+def _project_inputs(sizes: Sizes, x: Tensor) -> list[Step]:
     """Scale x down, draw the four projections, and compute q, k and v of every head."""
     m, h = sizes.model_dim, sizes.num_heads
     per_column = tuple(column // sizes.head_dim for column in range(m))
@@ -271,7 +271,7 @@ def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
     return steps
 
 
-def _attention(sizes: Sizes, inputs: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[Step]:
+def _attention_steps(sizes: Sizes, inputs: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[Step]:
     """Compute the steps from scores to output, with heads folded into the batch."""
     b, n, m = sizes.batch, sizes.length, sizes.model_dim
     h, d = sizes.num_heads, sizes.head_dim

@@ -257,7 +257,7 @@ def _check_tensors(x: object, memory: object, values: object) -> None:
         )
 
 
-def _autocasts(device_type: str) -> bool:
+def _is_autocast_on(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
@@ -273,7 +273,7 @@ def _check_shapes(widths: Widths, x: Tensor, memory: Tensor | None, values: Tens
             raise ShapeError(
                 f"{name} has shape {tuple(tensor.shape)}.", f"Give (batch, length, features) with {width} features."
             )
-        if widths.dtype not in (None, tensor.dtype) and not _autocasts(tensor.device.type):
+        if widths.dtype not in (None, tensor.dtype) and not _is_autocast_on(tensor.device.type):
             raise DtypeError(
                 f"{name} has dtype {tensor.dtype}, and the layer has {widths.dtype}.",
                 f"Convert one of them, for example {name}.to({widths.dtype}).",

@@ -25,7 +25,7 @@ from multihead.errors.arguments import (
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin, listeners
-from multihead.kernels.explanation import Explanation, explained
+from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.native import eager
 from multihead.kernels.quantised import expand
 from multihead.layer.arguments import LayerCall, Widths, check_is_cache, check_takes_positions, dtype_of
@@ -33,13 +33,21 @@ from multihead.layer.cache import KeyValueCache
 from multihead.layer.heads import head_counts, head_dim_of
 from multihead.layer.packing import NO_PADDING, Packing, Side
 from multihead.layer.qk_norm import QKNorm
-from multihead.layer.steps import extend, find_start, gate, map_lengths, normalise, prepend, rotate
+from multihead.layer.steps import (
+    apply_gates,
+    extend_cache,
+    find_start,
+    map_lengths,
+    normalise,
+    prepend_learned_keys,
+    rotate,
+)
 from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.rotary import Rotary
-from multihead.scores.bias import Bias, added, shifted
+from multihead.scores.bias import Bias, add_biases, prepend_zero_column
 from multihead.scores.terms import check_softcap
-from multihead.tensors.tracing import intercepted
+from multihead.tensors.tracing import is_intercepted
 
 _FULL = Full()
 _NOTHING = nullcontext()
@@ -127,13 +135,15 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if unknown:
             reject_unknown(MultiHeadAttention, unknown, OF_CONSTRUCTORS)
-        self.embed_dim = _size("embed_dim", embed_dim)
-        self.num_heads = _size("num_heads", num_heads)
+        self.embed_dim = _checked_size("embed_dim", embed_dim)
+        self.num_heads = _checked_size("num_heads", num_heads)
         self.num_kv_heads = _kv_heads(num_heads, num_kv_heads)
-        self.head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else _size("head_dim", head_dim)
-        self.value_head_dim = _size("value_head_dim", self.head_dim if value_head_dim is None else value_head_dim)
-        self.key_dim = _size("key_dim", embed_dim if key_dim is None else key_dim)
-        self.value_dim = _size("value_dim", self.key_dim if value_dim is None else value_dim)
+        self.head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else _checked_size("head_dim", head_dim)
+        self.value_head_dim = _checked_size(
+            "value_head_dim", self.head_dim if value_head_dim is None else value_head_dim
+        )
+        self.key_dim = _checked_size("key_dim", embed_dim if key_dim is None else key_dim)
+        self.value_dim = _checked_size("value_dim", self.key_dim if value_dim is None else value_dim)
         check_share("dropout", dropout)
         if merge not in ("concat", "mean"):
             raise ArgumentError(f"merge is {merge!r}.", 'Give "concat" or "mean".')
@@ -145,7 +155,7 @@ class MultiHeadAttention(nn.Module):
                 f"output_dim is {output_dim}, and without an output projection the merged heads are {merged_dim} wide.",
                 "Leave output_dim out, or keep output_projection=True.",
             )
-        self.output_dim = merged_dim if not output_projection else _size("output_dim", output_dim or embed_dim)
+        self.output_dim = merged_dim if not output_projection else _checked_size("output_dim", output_dim or embed_dim)
 
         def linear(width_in: int, width_out: int) -> nn.Linear:
             return nn.Linear(width_in, width_out, bias=bias, device=device, dtype=dtype)
@@ -265,9 +275,9 @@ class MultiHeadAttention(nn.Module):
             q, k, v, terms = self._prepare(call)
             output = self._attend(call, q, k, v, terms)  # (batch, heads, queries, value_head_dim)
             if call.part.head_gates is not None:
-                output = gate(output, call.part.head_gates)
+                output = apply_gates(output, call.part.head_gates)
             if call.head_gates is not None:
-                output = gate(output, call.head_gates)
+                output = apply_gates(output, call.head_gates)
         # (batch, queries, heads * value_head_dim), or (batch, queries, value_head_dim)
         merged = output.transpose(1, 2).flatten(2) if self.merge == "concat" else output.mean(1)
         if call.padding.placed_rows is not None:
@@ -283,7 +293,9 @@ class MultiHeadAttention(nn.Module):
             q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys,
             value_head_dim), and the other terms of the attention.
         """
-        x, memory, values = self._tokens(call)  # (batch, length, features), or (1, tokens, features) without padding
+        x, memory, values = self._drop_padding(
+            call
+        )  # (batch, length, features), or (1, tokens, features) without padding
         project, padding, cached, cache = self._project, call.padding, call.cached, call.cache
 
         q = project(call, "q_proj", x)  # (batch, queries, heads * head_dim)
@@ -295,10 +307,10 @@ class MultiHeadAttention(nn.Module):
             k, v = call.slice_heads(self, q, k, v)
         part = call.part
 
-        q = _split(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
+        q = _split_projected(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
         if cached is None:
-            k = _split(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
-            v = _split(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
+            k = _split_projected(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
+            v = _split_projected(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
         if part.qk_norm is not None:
             q, k = normalise(part.qk_norm, q, k, fresh=cached is None)
         # One sequence begins at 0, or where its cache ends, which only a rotation needs before the cache is extended.
@@ -307,13 +319,13 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is not None:
             q, k = rotate(self.rotary, call, q, k)
         if cache is not None:
-            k, v = extend(cache, call, q, k, v)
+            k, v = extend_cache(cache, call, q, k, v)
         elif padding is not NO_PADDING:
             call.mask = padding.hide(call.mask)
-        k, v, terms = self._terms(call, q, k, v)
+        k, v, terms = self._add_terms(call, q, k, v)
         return q, k, v, terms
 
-    def _tokens(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
+    def _drop_padding(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
         """Check a call and drop its padding: x, memory, values, (batch, length, features) or (1, tokens, features)."""
         x, packing, cache = call.x, call.packing, call.cache
         memory = values = x
@@ -327,7 +339,7 @@ class MultiHeadAttention(nn.Module):
             x, memory, values = call.check_inputs(widths)
         call.part = self
         # A tracer, a hook of all modules or a replaced method of the class expects that the modules are called.
-        call.by_module = intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR
+        call.by_module = is_intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR
         if sequence_split.active is not None:
             call.check_split(added_key=self.bias_k is not None)
         if packing is not None:
@@ -372,21 +384,24 @@ class MultiHeadAttention(nn.Module):
             k.shape[2] == self.num_kv_heads * self.head_dim and v.shape[2] == self.num_kv_heads * self.value_head_dim
         )
 
-    def _terms(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, AttentionArguments]:
+    def _add_terms(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, AttentionArguments]:
         """Add position bias, learned key and sinks to k, v (batch, kv_heads, keys, dim) and the terms of the call."""
         part, mask, bias, start = call.part, call.mask, call.bias, call.start
         if part.position_bias is not None:
             queries, keys = map_lengths(q, k, v)
             own = part.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
             call.check_position_bias(own)
-            bias = own if bias is None else added(bias, own, queries, keys)
+            bias = own if bias is None else add_biases(bias, own, queries, keys)
         if part.bias_k is not None and part.bias_v is not None:
             if call.scales is not None:
                 k, v = expand(k, call.scales.k, q.dtype), expand(v, call.scales.v, q.dtype)
                 call.scales = None
-            k, v = prepend(part.bias_k, k), prepend(part.bias_v, v)  # (batch, kv_heads, 1 + keys, dim)
+            k, v = (
+                prepend_learned_keys(part.bias_k, k),
+                prepend_learned_keys(part.bias_v, v),
+            )  # (batch, kv_heads, 1 + keys, dim)
             mask, start = LeadingKeys(1, mask), start + 1
-            bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
+            bias = None if bias is None else prepend_zero_column(bias, q.shape[2], k.shape[2] - 1)
         sinks: Tensor | None = part.sinks
         if self.add_zero_attn:
             # A key of 0 has the score 0, and its value is 0: that is a sink.
@@ -438,7 +453,7 @@ class MultiHeadAttention(nn.Module):
         devices = {name: each.device for name, each in given.items() if isinstance(each, Tensor)}
         far = [f"{name} on {device}" for name, device in devices.items() if device.type not in ("cpu", "meta")]
         waits = f"the host reads how many tokens there are, from {' and '.join(far)}" if far else None
-        return explained(request, waits=waits)
+        return explain_request(request, waits=waits)
 
     def extra_repr(self) -> str:
         """Return the head counts and the options that the projections do not show."""
@@ -456,19 +471,19 @@ class MultiHeadAttention(nn.Module):
         return heads + (f", dropout={self.dropout}" if self.dropout else "")
 
 
-def _split(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+def _split_projected(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
     """Split projected tokens into heads: (batch, length, heads * head_dim) -> (batch, heads, length, head_dim)."""
     batch, length, _ = x.shape
     return x.view(batch, length, num_heads, head_dim).transpose(1, 2)
 
 
-def _size(name: str, value: int) -> int:
+def _checked_size(name: str, value: int) -> int:
     check_integer(name, value)
     return value
 
 
 def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
-    count = _size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+    count = _checked_size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
     if num_heads % count:
         fitting = ", ".join(str(n) for n in head_counts(num_heads))
         raise ArgumentError(

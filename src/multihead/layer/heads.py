@@ -39,7 +39,7 @@ def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> i
     if embed_dim % num_heads != 0:
         raise ArgumentError(
             f"{name} is {embed_dim}, and {num_heads} heads do not divide it.",
-            f"Give {_listed(embed_dim, num_heads)}, or a width that is a multiple of {num_heads}.",
+            f"Give {_nearest_fitting_counts(embed_dim, num_heads)}, or a width that is a multiple of {num_heads}.",
         )
     return embed_dim // num_heads
 
@@ -136,7 +136,7 @@ def _check_at_least_one(name: str, value: int) -> None:
         )
 
 
-def _listed(embed_dim: int, num_heads: int) -> str:
+def _nearest_fitting_counts(embed_dim: int, num_heads: int) -> str:
     """List the head counts that fit, only the nearest ones if there are many."""
     counts = head_counts(embed_dim)
     nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]

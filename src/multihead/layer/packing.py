@@ -15,7 +15,7 @@ from multihead.kernels.native.operator import places_of_tokens
 from multihead.kernels.sequence_split import SequenceSplit, reject_in_split
 from multihead.masks import Documents, Lengths, Mask
 from multihead.tensors.shapes import numbers_per_sample
-from multihead.tensors.tracing import intercepted, jit_traced, readable, traced
+from multihead.tensors.tracing import is_intercepted, is_readable, is_traced, jit_traced
 
 Side = Literal["right", "left"]
 
@@ -64,13 +64,13 @@ class Packing:
         if side not in ("right", "left"):
             raise ArgumentError(f"padding_side is {side!r}.", 'Give "right" or "left".')
         counts = numbers_per_sample(name, lengths, batch)
-        if batch and readable(counts.device) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+        if batch and is_readable(counts.device) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
             wrong = int(counts.min()) if int(counts.min()) < 0 else int(counts.max())
             raise ArgumentError(
                 f"{name} holds {wrong}, and the batch is padded to {length} tokens.",
                 f"Give lengths from 0 to {length}.",
             )
-        as_operator = traced() and not jit_traced()  # which would make a constant of the length
+        as_operator = is_traced() and not jit_traced()  # which would make a constant of the length
         places = torch.ops.multihead.places if as_operator else places_of_tokens
         index = places(counts, length, side == "left")
         return Packing(counts.to(device), index.to(device, non_blocking=True), batch, length, side)
@@ -169,7 +169,7 @@ def check_packed(name: str, tokens: Tensor, packing: Packing) -> None:
     if not isinstance(tokens, Tensor):
         raise DtypeError(f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give what mh.pack returns.")
     given = tuple(tokens.shape)
-    if len(given) != 3 or given[0] != 1 or (not traced() and given[1] != len(packing.index)):
+    if len(given) != 3 or given[0] != 1 or (not is_traced() and given[1] != len(packing.index)):
         raise ShapeError(
             f"{name} has shape {given}, and {len(packing.index)} tokens were packed.",
             f"Give (1, {len(packing.index)}, features), as mh.pack does.",
@@ -220,25 +220,27 @@ class Padding(NamedTuple):
         """
         if memory is x:
             lengths = memory_lengths if lengths is None else lengths
-            if not intercepted():
+            if not is_intercepted():
                 ints = lengths
                 if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
                     ints = lengths.tolist()
                 if isinstance(ints, (tuple, list)) and set(map(type, ints)) == {int}:
                     return _padding_of_ints(tuple(ints), x.shape[0], x.shape[1], x.device, side, together)
-        rows = None if lengths is None else _packing("lengths", lengths, x, side)
+        rows = None if lengths is None else _packing_of_lengths("lengths", lengths, x, side)
         if memory is x:
             columns = rows
         else:
-            columns = None if memory_lengths is None else _packing("memory_lengths", memory_lengths, memory, side)
+            columns = (
+                None if memory_lengths is None else _packing_of_lengths("memory_lengths", memory_lengths, memory, side)
+            )
         documents = Documents(rows.lengths) if together and rows is not None else None
-        return _placed(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
+        return _with_places(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
 
     @staticmethod
     def of_packed(packing: Packing, *, together: bool) -> Padding:
         """Return the padding of a batch that comes packed."""
         documents = Documents(packing.lengths) if together else None
-        return _placed(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
+        return _with_places(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
 
     @staticmethod
     def of_rank(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
@@ -348,14 +350,14 @@ def _padding_of_ints(
     """Return the padding of a self-attention. All layers of a model have the same: it is found once."""
     with torch.inference_mode(mode=False):  # tensors made in inference mode could not be saved for a backward pass
         rows = Packing.of(lengths, batch=batch, length=length, device=device, side=side)
-    return _placed(Padding(rows, rows, length, length, Documents(lengths) if together else None))
+    return _with_places(Padding(rows, rows, length, length, Documents(lengths) if together else None))
 
 
-def _packing(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
+def _packing_of_lengths(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
     return Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, name=name, side=side)
 
 
-def _placed(padding: Padding) -> Padding:
+def _with_places(padding: Padding) -> Padding:
     """Add where the attention takes the tokens in a right-padded batch, unless it takes them packed."""
     if padding.documents is not None:
         return padding

@@ -135,14 +135,14 @@ class QKNorms(nn.Module):
             scale: Tensor | float = self.qk_norm.initial_scale
             if self.scale is not None:
                 scale = self.scale[:, None]  # (heads, 1)
-            return self._unit(q, scale, 1.0), self._unit(k, 1.0, self.head_dim**-0.5)
-        return self._normalised(q, self.q_weight), self._normalised(k, self.k_weight)
+            return self._to_unit_length(q, scale, 1.0), self._to_unit_length(k, 1.0, self.head_dim**-0.5)
+        return self._normalise(q, self.q_weight), self._normalise(k, self.k_weight)
 
     def extra_repr(self) -> str:
         """Return the options, for `repr`."""
         return repr(self.qk_norm)
 
-    def _normalised(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _normalise(self, x: Tensor, weight: Tensor | None) -> Tensor:
         columns = x.transpose(1, 2)  # (batch, length, heads, head_dim), the memory layout of a projection
         if self.qk_norm.over == "all":
             columns = columns.flatten(2)
@@ -151,7 +151,7 @@ class QKNorms(nn.Module):
             normed = normed.unflatten(2, (-1, self.head_dim))
         return normed.to(x.dtype).transpose(1, 2)
 
-    def _unit(self, x: Tensor, scale: Tensor | float, factor: float) -> Tensor:
+    def _to_unit_length(self, x: Tensor, scale: Tensor | float, factor: float) -> Tensor:
         # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim)
         normed = _rms_norm(x.transpose(1, 2), self.qk_norm.eps / self.head_dim, None)
         if isinstance(scale, Tensor):

@@ -163,7 +163,7 @@ class LocalHeads:
         if heads not in (1, self.num_heads):
             raise ShapeError(
                 f"{name} is for {heads} heads, and the layer has {self.num_heads}, of which this process computes "
-                f"{_listed(self.queries)}.",
+                f"{_list_heads(self.queries)}.",
                 f"Give it for all {self.num_heads} heads: each process takes its own part.",
             )
         per_head = self.group.shared(per_head)
@@ -297,9 +297,9 @@ def local_heads(
                 f"{name} returns a DTensor, and attention computes the heads of one process.",
                 "Leave use_local_output=True in its parallel style.",
             )
-    queries, group = _held(layer, "q_proj", q, heads, layer.head_dim)
-    of_keys = [] if k is None else [_held(layer, "k_proj", k, kv_heads, layer.head_dim)]
-    of_keys += [] if v is None else [_held(layer, "v_proj", v, kv_heads, layer.value_head_dim)]
+    queries, group = _heads_held_by(layer, "q_proj", q, heads, layer.head_dim)
+    of_keys = [] if k is None else [_heads_held_by(layer, "k_proj", k, kv_heads, layer.head_dim)]
+    of_keys += [] if v is None else [_heads_held_by(layer, "v_proj", v, kv_heads, layer.value_head_dim)]
     if queries == range(heads) and all(held == range(kv_heads) for held, _ in of_keys):
         return None
     per_group = heads // kv_heads
@@ -313,7 +313,7 @@ def local_heads(
     if len(queries) != len(keys) * per_group and len(keys) > 1:
         counts = ", ".join(str(count) for count in head_counts(kv_heads))
         raise ArgumentError(
-            f"q_proj returns {_listed(queries)} here, which share key/value heads {keys.start} to {keys.stop - 1} "
+            f"q_proj returns {_list_heads(queries)} here, which share key/value heads {keys.start} to {keys.stop - 1} "
             f"unevenly: {per_group} query heads belong to each.",
             f"Split q_proj over a number of processes that divides num_kv_heads: {counts}.",
         )
@@ -323,7 +323,7 @@ def local_heads(
     return LocalHeads(heads, queries, keys, group)
 
 
-def _held(layer: ShardableLayer, name: str, x: Tensor, heads: int, dim: int) -> tuple[range, Group | None]:
+def _heads_held_by(layer: ShardableLayer, name: str, x: Tensor, heads: int, dim: int) -> tuple[range, Group | None]:
     """Return which heads a projection computed here, and the processes that share them."""
     width = x.shape[2]
     if width == heads * dim:
@@ -365,12 +365,12 @@ def _group_of(name: str, projection: nn.Module) -> Group | None:
 
 def _reject_mixture(name: str, queries: range, keys: range) -> NoReturn:
     raise ArgumentError(
-        f"q_proj returns {_listed(queries)} here and {name} {_listed(keys)}, which do not belong together.",
+        f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not belong together.",
         f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole.",
     )
 
 
-def _listed(heads: range) -> str:
+def _list_heads(heads: range) -> str:
     return f"heads {heads.start} to {heads.stop - 1}" if len(heads) > 1 else f"head {heads.start}"
 
 

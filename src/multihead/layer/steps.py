@@ -70,7 +70,7 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
     return rotary.rotate(q, positions), rotary.rotate(k, 0)
 
 
-def extend(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def extend_cache(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Append the keys and values of a call to its cache, and return all that it holds, (batch, kv_heads, keys, dim).
 
     The call gets their factors where they are int8, the mask for them, and the position of its first query among them.
@@ -92,12 +92,12 @@ def extend(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tenso
     return memory.k, memory.v
 
 
-def gate(output: Tensor, gates: Tensor) -> Tensor:
+def apply_gates(output: Tensor, gates: Tensor) -> Tensor:
     """Multiply the output of each head, (batch, heads, queries, value_dim), by its gate.
 
     Gates are (heads,), or broadcast to (batch, heads, queries). Source: arXiv:1905.09418 and arXiv:1905.10650.
 
-    >>> gate(torch.ones(1, 2, 1, 3), torch.tensor([1.0, 0.0]))[0, :, 0]
+    >>> apply_gates(torch.ones(1, 2, 1, 3), torch.tensor([1.0, 0.0]))[0, :, 0]
     tensor([[1., 1., 1.],
             [0., 0., 0.]])
     """
@@ -117,7 +117,7 @@ def gate(output: Tensor, gates: Tensor) -> Tensor:
     return output * gates[..., None].to(output.dtype)
 
 
-def prepend(key: Tensor, x_heads: Tensor) -> Tensor:
+def prepend_learned_keys(key: Tensor, x_heads: Tensor) -> Tensor:
     """Insert one learned row (kv_heads, dim) before all others in each sample: (batch, kv_heads, 1 + keys, dim)."""
     row = key[None, :, None].expand(x_heads.shape[0], -1, -1, -1)
     return torch.cat([row.to(x_heads.dtype), x_heads], 2)

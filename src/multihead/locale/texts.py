@@ -36,7 +36,7 @@ def text(key: str, lang: str, /, **values: object) -> str:
     >>> text("look.tokens", "en", n=3), text("look.tokens", "zh", n=3)
     ('3 tokens', '3 个词元')
     """
-    return _texts(lang)[key].format(**values)
+    return _texts_in_language(lang)[key].format(**values)
 
 
 @cache
@@ -49,7 +49,7 @@ def section(lang: str, *names: str) -> Mapping[str, str]:
     return {
         key.removeprefix(f"{name}."): sentence
         for name in names
-        for key, sentence in _texts(lang).items()
+        for key, sentence in _texts_in_language(lang).items()
         if key.startswith(f"{name}.")
     }
 
@@ -60,28 +60,28 @@ def statistic_label(name: str, lang: str, default: str) -> str:
     >>> statistic_label("entropy", "zh", "entropy"), statistic_label("late_mass", "zh", "late")
     ('熵', 'late')
     """
-    return _texts(lang).get(f"common.statistic.{name}", default)
+    return _texts_in_language(lang).get(f"common.statistic.{name}", default)
 
 
 def short_statistic_label(name: str, lang: str, default: str) -> str:
     """Return the short label of a statistic for a narrow column; see `statistic_label`."""
-    return _texts(lang).get(f"common.short statistic.{name}", default)
+    return _texts_in_language(lang).get(f"common.short statistic.{name}", default)
 
 
 def unit_label(unit: str, lang: str) -> str:
     """Return the translation of a unit; the unit itself if there is none."""
-    return _texts(lang).get(f"common.unit.{unit}", unit)
+    return _texts_in_language(lang).get(f"common.unit.{unit}", unit)
 
 
 @cache
-def _texts(lang: str) -> dict[str, str]:
+def _texts_in_language(lang: str) -> dict[str, str]:
     check_language(lang)
-    return dict(_flat(json.loads((resources.files(__package__) / f"{lang}.json").read_text("utf-8"))))
+    return dict(_flatten_keys(json.loads((resources.files(__package__) / f"{lang}.json").read_text("utf-8"))))
 
 
-def _flat(texts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_keys(texts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in texts.items():
         if isinstance(value, str):
             yield prefix + name, value
         else:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten_keys(value, f"{prefix}{name}.")

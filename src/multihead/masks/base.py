@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
-from multihead.masks.counts import shown
+from multihead.masks.counts import repr_of_value
 from multihead.masks.place import CallSize, Extent, Place, Span
 from multihead.tensors.shapes import kind_of
 from multihead.tensors.tracing import constant_in_graphs
@@ -79,7 +79,7 @@ class Band(NamedTuple):
 _Context: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
 
 
-def _flattened(mask: Mask) -> tuple[list[object], _Context]:
+def _flatten_mask(mask: Mask) -> tuple[list[object], _Context]:
     """Return the fields of a mask that hold tensors or masks, and the names of these and the other fields."""
     values = Mask.values(mask)
     inner = tuple(
@@ -91,12 +91,12 @@ def _flattened(mask: Mask) -> tuple[list[object], _Context]:
 
 
 def _flattened_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _Context]:
-    children, context = _flattened(mask)
+    children, context = _flatten_mask(mask)
     return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
 
 
-def _unflattened(kind: type[Mask], children: Iterable[object], context: _Context) -> Mask:
-    """Rebuild a mask from the fields that `_flattened` returned; its arguments were checked when it was made."""
+def _unflatten_mask(kind: type[Mask], children: Iterable[object], context: _Context) -> Mask:
+    """Rebuild a mask from the fields that `_flatten_mask` returned; its arguments were checked when it was made."""
     mask = kind.__new__(kind)
     for name, value in (*zip(context[0], children, strict=True), *context[1]):
         object.__setattr__(mask, name, value)
@@ -148,7 +148,9 @@ class Mask:
             )
         _REGISTERED[cls.__name__] = cls
         # torch.export takes a mask as an argument. A constant class would be compiled again for each tensor in it.
-        register_pytree_node(cls, _flattened, partial(_unflattened, cls), flatten_with_keys_fn=_flattened_with_keys)
+        register_pytree_node(
+            cls, _flatten_mask, partial(_unflatten_mask, cls), flatten_with_keys_fn=_flattened_with_keys
+        )
         if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
             cls.band = None  # the band of a parent class does not describe what this class shows
 
@@ -262,7 +264,7 @@ class Mask:
                 f"{type(self).__name__}.interval returned a {type(interval).__name__}.",
                 "Return two tensors, (start, stop), or None where rows are no intervals.",
             )
-        start, stop = (_clamped(edge, extent.keys) for edge in interval)
+        start, stop = (_clamp_edge(edge, extent.keys) for edge in interval)
         start, stop, _ = torch.broadcast_tensors(start, stop, row)  # torch.broadcast_shapes would import sympy
         return KeyBounds(start, stop)
 
@@ -365,11 +367,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that shows a key only where both masks show it."""
-        return _combined(And, self, other)
+        return _combine(And, self, other)
 
     def __or__(self, other: Mask) -> Mask:
         """Return the mask that shows a key wherever one of the masks shows it."""
-        return _combined(Or, self, other)
+        return _combine(Or, self, other)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and isinstance(other, Mask) and self._key() == other._key()
@@ -425,28 +427,28 @@ class _Combined(Mask):
             part.check_fits(size)
 
     def select_sample(self, index: int) -> Mask:
-        return self._of(part.select_sample(index) for part in self.parts)
+        return self._combine_parts(part.select_sample(index) for part in self.parts)
 
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
-        return self._of(part.select_heads(select) for part in self.parts)
+        return self._combine_parts(part.select_heads(select) for part in self.parts)
 
     def after_dropping(self, count: int | Tensor) -> Mask:
-        return self._of(part.after_dropping(count) for part in self.parts)
+        return self._combine_parts(part.after_dropping(count) for part in self.parts)
 
     def part(self, span: Span) -> Mask:
-        return self._of(part.part(span) for part in self.parts)
+        return self._combine_parts(part.part(span) for part in self.parts)
 
     def with_first_keys(self, count: int) -> Mask | None:
         parts = [part.with_first_keys(count) for part in self.parts]
         known = [part for part in parts if part is not None]
-        return self._of(known) if len(known) == len(parts) else None
+        return self._combine_parts(known) if len(known) == len(parts) else None
 
-    def _of(self, parts: Iterable[Mask]) -> Mask:
+    def _combine_parts(self, parts: Iterable[Mask]) -> Mask:
         """Combine other parts; where all of them are its own, return this mask, which keeps its band."""
         parts, kind = tuple(parts), type(self)
         if all(new is old for new, old in zip(parts, self.parts, strict=True)):
             return self
-        return reduce(lambda left, right: _combined(kind, left, right), parts)
+        return reduce(lambda left, right: _combine(kind, left, right), parts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -468,7 +470,7 @@ class And(_Combined):
         return reduce(torch.logical_and, (part.tile(place) for part in self.parts))
 
     def bounds(self, extent: Extent) -> KeyBounds:
-        return reduce(_intersection, (part.bounds(extent) for part in self.parts))
+        return reduce(_intersect_bands, (part.bounds(extent) for part in self.parts))
 
     @cached_property
     def band(self) -> Band | None:  # type: ignore[override]
@@ -488,7 +490,7 @@ class And(_Combined):
         return max(start for start, _ in known), min(stop for _, stop in known)
 
     def without_documents(self) -> Mask:
-        return self._of(part.without_documents() for part in self.parts)
+        return self._combine_parts(part.without_documents() for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -538,7 +540,7 @@ class Shifted(Mask):
     offset: int | Tensor
 
     def __repr__(self) -> str:
-        return f"Shifted({self.mask!r}, {shown(self.offset)})"
+        return f"Shifted({self.mask!r}, {repr_of_value(self.offset)})"
 
     @property
     def uses_positions(self) -> bool:  # type: ignore[override]
@@ -691,7 +693,7 @@ def check_is_mask(mask: object) -> None:
         )
 
 
-def _combined(kind: type[_Combined], left: Mask, right: Mask) -> Mask:
+def _combine(kind: type[_Combined], left: Mask, right: Mask) -> Mask:
     if not isinstance(right, Mask):
         check_is_mask(right)
     if kind is And:
@@ -706,7 +708,7 @@ def _combined(kind: type[_Combined], left: Mask, right: Mask) -> Mask:
     return kind((*first, *second))  # type: ignore[call-arg]
 
 
-def _intersection(left: KeyBounds, right: KeyBounds) -> KeyBounds:
+def _intersect_bands(left: KeyBounds, right: KeyBounds) -> KeyBounds:
     if left.remainder is None or right.remainder is None:
         remainder = left.remainder or right.remainder
     else:
@@ -714,7 +716,7 @@ def _intersection(left: KeyBounds, right: KeyBounds) -> KeyBounds:
     return KeyBounds(torch.maximum(left.start, right.start), torch.minimum(left.stop, right.stop), remainder)
 
 
-def _clamped(edge: Tensor, keys: int | Tensor) -> Tensor:
+def _clamp_edge(edge: Tensor, keys: int | Tensor) -> Tensor:
     if isinstance(keys, Tensor):
         return torch.minimum(edge.clamp(min=0), keys)
     return edge.clamp(0, keys)

@@ -42,7 +42,7 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
         place = Place.of(queries, keys, query_start=start)
         visible = mask.tile(place)  # (batch or 1, heads or 1, queries, keys)
         mask.check_fits(CallSize(visible.shape[0], visible.shape[1], queries, keys))
-        for name, claimed in _claims(mask, place, start, visible):
+        for name, claimed in _claims_of_mask(mask, place, start, visible):
             differs = (claimed != visible).nonzero()
             if len(differs):
                 sample, head, query, key = differs[0].tolist()
@@ -56,7 +56,7 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
                 )
 
 
-def _claims(mask: Mask, place: Place, start: int, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _claims_of_mask(mask: Mask, place: Place, start: int, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
     """List what a mask says about itself, each as the cells that would be visible: (batch, heads, queries, keys)."""
     queries, keys = visible.shape[2:]
     positions, columns = place.positions, place.columns

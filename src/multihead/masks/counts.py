@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.errors import MaskError
 from multihead.masks.place import CallSize
 from multihead.tensors.shapes import FURTHEST
-from multihead.tensors.tracing import readable
+from multihead.tensors.tracing import is_readable
 
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
@@ -27,10 +27,10 @@ def checked_counts(
                 f"Give integers of shape {form}.",
             )
         # Reading a tensor on an accelerator would make the host wait, and a compiler cannot read one.
-        if readable(given.device) and _smallest(given) < 0:
+        if is_readable(given.device) and _smallest_count(given) < 0:
             raise MaskError(f"{name} holds a negative length, {int(given.min())}.", "Give lengths of 0 or more tokens.")
         return given
-    rows = _as_rows(given, name, form)
+    rows = _counts_as_rows(given, name, form)
     depth = 2 if rows and isinstance(rows[0], tuple) else 1
     widths = {len(row) if isinstance(row, tuple) else -1 for row in rows}
     if depth not in dims or (len(widths) > 1 and not (ragged and -1 not in widths)):
@@ -46,14 +46,14 @@ def checked_counts(
     return rows  # type: ignore[return-value]
 
 
-def _smallest(counts: Tensor) -> int:
+def _smallest_count(counts: Tensor) -> int:
     """Return the smallest of some counts, 0 where there are none; a list of a few is read faster than by operations."""
     if counts.numel() > 64:
         return int(counts.min())
     return min(counts.flatten().tolist(), default=0)
 
 
-def _as_rows(given: object, name: str, form: str) -> tuple[int | tuple[int, ...], ...]:
+def _counts_as_rows(given: object, name: str, form: str) -> tuple[int | tuple[int, ...], ...]:
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise MaskError(f"{name} was given {given!r}.", f"Give integers of shape {form}.")
     rows: list[int | tuple[int, ...]] = []
@@ -97,9 +97,9 @@ def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool 
 
     In a graph, and on an accelerator where reading would make the host wait, intervals are clamped instead.
     """
-    if size.more_keys_later or 0 in shape_of(counts) or (isinstance(counts, Tensor) and not readable(counts.device)):
+    if size.more_keys_later or 0 in shape_of(counts) or (isinstance(counts, Tensor) and not is_readable(counts.device)):
         return
-    longest = _longest(counts, summed=summed)
+    longest = _longest_count(counts, summed=summed)
     if longest > size.keys:
         what = f"documents of {longest} tokens in total" if summed else f"a length of {longest} tokens"
         raise MaskError(
@@ -110,7 +110,7 @@ def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool 
         )
 
 
-def _longest(counts: object, *, summed: bool) -> int:
+def _longest_count(counts: object, *, summed: bool) -> int:
     """Return the largest count, or the largest sum of a row; ints are compared without creating a tensor."""
     if isinstance(counts, Tensor):
         return int((counts.sum(-1) if summed else counts).max())
@@ -120,7 +120,7 @@ def _longest(counts: object, *, summed: bool) -> int:
     return max(sum(row) if summed else max(row) for row in rows)
 
 
-def dropped(counts: object, count: int | Tensor) -> Tensor:
+def counts_after_dropping(counts: object, count: int | Tensor) -> Tensor:
     """Subtract the keys dropped at the beginning, one number or (batch,), from counts (), (batch,) or (batch, n)."""
     held = as_tensor(counts, device_of(counts, count))
     if isinstance(count, Tensor):
@@ -134,7 +134,7 @@ def device_of(counts: object, count: int | Tensor) -> torch.device | str:
     return given.device if isinstance(given, Tensor) else "cpu"
 
 
-def shown(value: object) -> str:
+def repr_of_value(value: object) -> str:
     """Return the repr of a value, with a tensor shortened to its dtype and shape."""
     if isinstance(value, Tensor):
         return f"<{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}>"

@@ -16,8 +16,8 @@ from multihead.masks.counts import (
     check_rows,
     checked_counts,
     device_of,
+    repr_of_value,
     shape_of,
-    shown,
 )
 from multihead.masks.distance import Full
 from multihead.masks.place import CallSize, Span
@@ -50,7 +50,7 @@ class Documents(Mask):
         object.__setattr__(self, "lengths", counts)
 
     def __repr__(self) -> str:
-        return f"Documents({shown(self.lengths)})"
+        return f"Documents({repr_of_value(self.lengths)})"
 
     def check_fits(self, size: CallSize) -> None:
         shape = shape_of(self.lengths)

@@ -13,7 +13,16 @@ from torch import Tensor
 from multihead.errors import MaskError
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import Band, Mask
-from multihead.masks.counts import Ints, as_tensor, check_longest, check_rows, checked_counts, dropped, shape_of, shown
+from multihead.masks.counts import (
+    Ints,
+    as_tensor,
+    check_longest,
+    check_rows,
+    checked_counts,
+    counts_after_dropping,
+    repr_of_value,
+    shape_of,
+)
 from multihead.masks.place import CallSize, Place, Span
 
 
@@ -44,7 +53,7 @@ class Lengths(Mask):
         object.__setattr__(self, "lengths", checked_counts(lengths, "Lengths", "(batch,) or (batch, queries)"))
 
     def __repr__(self) -> str:
-        return f"Lengths({shown(self.lengths)})"
+        return f"Lengths({repr_of_value(self.lengths)})"
 
     @cached_property
     def band(self) -> Band | None:  # type: ignore[override]
@@ -81,7 +90,9 @@ class Lengths(Mask):
         return self  # all heads share the counts
 
     def after_dropping(self, count: int | Tensor) -> Lengths:
-        return self if not isinstance(count, Tensor) and not count else Lengths(dropped(self.lengths, count))
+        return (
+            self if not isinstance(count, Tensor) and not count else Lengths(counts_after_dropping(self.lengths, count))
+        )
 
     def part(self, span: Span) -> Lengths:
         lengths = as_tensor(self.lengths, "cpu")
@@ -124,7 +135,7 @@ class Prefix(Mask):
             object.__setattr__(self, "length", checked_counts(length, "Prefix", "(batch,), or one int", dims=(1,)))
 
     def __repr__(self) -> str:
-        return f"Prefix({shown(self.length)})"
+        return f"Prefix({repr_of_value(self.length)})"
 
     def check_fits(self, size: CallSize) -> None:
         if shape := shape_of(self.length):
@@ -149,7 +160,9 @@ class Prefix(Mask):
     def after_dropping(self, count: int | Tensor) -> Prefix:
         if isinstance(self.length, int) and not isinstance(count, Tensor):
             return Prefix(max(0, self.length - count)) if count else self
-        return self if not isinstance(count, Tensor) and not count else Prefix(dropped(self.length, count))
+        return (
+            self if not isinstance(count, Tensor) and not count else Prefix(counts_after_dropping(self.length, count))
+        )
 
     def part(self, span: Span) -> Prefix:
         length = self.select_sample(span.sample).length

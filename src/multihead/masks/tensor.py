@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
-from multihead.masks.counts import shown
+from multihead.masks.counts import repr_of_value
 from multihead.masks.distance import Full
 from multihead.masks.place import CallSize, Extent, Place, Span
 from multihead.tensors.shapes import kind_of
@@ -48,7 +48,7 @@ class _TensorMask(Mask):
         object.__setattr__(self, "axes", " ".join(named))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({shown(self.tensor)}, {self.axes!r})"
+        return f"{type(self).__name__}({repr_of_value(self.tensor)}, {self.axes!r})"
 
     @property
     def has_key_axis(self) -> bool:  # type: ignore[override]

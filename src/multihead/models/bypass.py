@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from multihead.errors import ModelError
-from multihead.models.coverage import multiplies, of_interface
+from multihead.models.coverage import multiplies_matrices, of_interface
 from multihead.models.lazy_mask import uses
 from multihead.models.pretrained import innermost, is_within, pretrained_models
 from multihead.models.rejection import CHOICE
@@ -60,15 +60,15 @@ def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> 
         # A part of attention may read the mask, such as the indexer of sparse attention.
         kind: Any = type(module)
         if kind.__module__.split(".")[0] == "multihead":  # a drop-in, or a layer of ours
-            undo.after(module, partial(_count))
+            undo.after(module, partial(_count_call))
         reads = _may_read(kind) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
-            undo.before(module, _begin)
-            undo.after(module, partial(_end, name, config, implementation, report, attends=attends))
+            undo.before(module, _begin_forward)
+            undo.after(module, partial(_report_if_bypassed, name, config, implementation, report, attends=attends))
 
 
-def rejected(sentence: str) -> None:
+def raise_rejection(sentence: str) -> None:
     """Raise the error for a module that ran without a call of ours.
 
     Raises:
@@ -81,17 +81,17 @@ def rejected(sentence: str) -> None:
     )
 
 
-def _count(*_: object) -> None:
+def _count_call(*_: object) -> None:
     if not torch.compiler.is_compiling():
         calls.count += 1
 
 
-def _begin(module: nn.Module, _: object) -> None:
+def _begin_forward(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():
         calls.before[id(module)] = calls.count, uses.count
 
 
-def _end(
+def _report_if_bypassed(
     name: str, config: Any, implementation: str, report: Report, module: nn.Module, *_: object, attends: bool
 ) -> None:
     if torch.compiler.is_compiling():
@@ -99,12 +99,12 @@ def _end(
     before = calls.before.pop(id(module), None)
     if before is None or before[0] != calls.count or not (attends or before[1] != uses.count):
         return
-    if getattr(config, CHOICE, None) == implementation and not _compiled(module):
+    if getattr(config, CHOICE, None) == implementation and not _is_compiled(module):
         read = "" if attends else "read the attention mask, and "
         report(f"{name} ({type(module).__name__}) {read}ran without a call of this library's attention.")
 
 
-def _compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """Whether a part of a module, or the code that runs it, is compiled: then its calls cannot be counted."""
     if "torch._dynamo" not in sys.modules:
         return False
@@ -121,6 +121,6 @@ def _may_read(kind: Any) -> bool:
     if kind.__module__.split(".")[0] in ("multihead", "torch"):
         return False
     parameters = inspect.signature(kind.forward).parameters.values()
-    return multiplies(kind) and any(
+    return multiplies_matrices(kind) and any(
         "mask" in each.name or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters
     )

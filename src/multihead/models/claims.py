@@ -34,7 +34,7 @@ def check_size_claims(model: str, config: Any) -> None:
     Raises:
         ModelError: a number is above the maximum.
     """
-    for name, number in _claims(config):
+    for name, number in _claimed_sizes(config):
         most = MOST_LABELS if name == "num_labels" else MOST_LAYERS
         if number > most:
             raise ModelError(
@@ -43,7 +43,7 @@ def check_size_claims(model: str, config: Any) -> None:
             )
 
 
-def _claims(config: Any) -> Iterator[tuple[str, int]]:
+def _claimed_sizes(config: Any) -> Iterator[tuple[str, int]]:
     """Yield the numbers of layers and of classes in a configuration, at any depth of it."""
     left = [("", config)]
     for name, value in left:  # which grows during the loop

@@ -47,13 +47,13 @@ def attention_elsewhere(model: nn.Module) -> dict[str, str]:
     return {
         name: reason
         for name, module in model.named_modules()
-        if (reason := _reason(module) or _unlike_ours(module)) is not None
+        if (reason := _reason_of_module(module) or _unlike_ours(module)) is not None
     }
 
 
 def looks_up(kind: Any) -> bool:
     """Whether modules of a class look their attention up in transformers' AttentionInterface."""
-    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_read(kind).names)
+    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_read_forward_of(kind).names)
 
 
 def of_interface(kind: Any) -> bool:
@@ -61,15 +61,15 @@ def of_interface(kind: Any) -> bool:
     return _base_of_interface(kind.__mro__) is not None
 
 
-def multiplies(kind: Any) -> bool:
+def multiplies_matrices(kind: Any) -> bool:
     """Whether the forward of a class multiplies matrices, as attention does."""
-    return any(_PRODUCT.search(name) for name in _read(kind).names)
+    return any(_PRODUCT.search(name) for name in _read_forward_of(kind).names)
 
 
 @cache
 def eager_arguments(kind: Any) -> frozenset[str] | None:
     """Return the names in the code of the eager attention of a class; None if it is unknown."""
-    functions = _read(kind).defaults
+    functions = _read_forward_of(kind).defaults
     names = [{*each.__code__.co_varnames, *map(str, each.__code__.co_consts)} for each in functions]
     return frozenset().union(*names) if names else None
 
@@ -82,10 +82,10 @@ def require_coverage(model: nn.Module) -> None:
     """
     elsewhere = attention_elsewhere(model)
     if elsewhere:
-        raise rejection(type(model), elsewhere)
+        raise rejection_of_class(type(model), elsewhere)
 
 
-def rejection(kind: type[nn.Module], elsewhere: dict[str, str]) -> ModelError:
+def rejection_of_class(kind: type[nn.Module], elsewhere: dict[str, str]) -> ModelError:
     """Return the error for a model of a class whose attention would not run on our kernels.
 
     Args:
@@ -122,13 +122,13 @@ def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]
     }
 
 
-def _reason(module: nn.Module) -> str | None:
+def _reason_of_module(module: nn.Module) -> str | None:
     """Return why attention in a module would not run on our kernels; None if it would, or if it has none."""
     kind: Any = type(module)
     own = vars(module).get("forward")
     if own is None or kind.__module__.split(".")[0] in ("multihead", "torch"):
         return _reason_of_class(kind)
-    replaced = _judged(kind, _read_function(kind, own, vars(module)), kind.__mro__)
+    replaced = _judge_code(kind, _read_function(kind, own, vars(module)), kind.__mro__)
     return replaced and f"The forward of this {kind.__name__} was replaced. {replaced}"
 
 
@@ -141,8 +141,8 @@ def _unlike_ours(module: nn.Module) -> str | None:
     kind: Any = type(module)
     if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
         return None
-    for function in _read(kind).defaults:
-        if function.__module__.split(".")[0] != "transformers" and not _agrees(function, module):
+    for function in _read_forward_of(kind).defaults:
+        if function.__module__.split(".")[0] != "transformers" and not _agrees_on_small_call(function, module):
             return (
                 f"The eager attention of {kind.__name__}, {function.__name__}, computes something else than "
                 "softmax(scaling * q k' + mask) v."
@@ -150,7 +150,7 @@ def _unlike_ours(module: nn.Module) -> str | None:
     return None
 
 
-def _agrees(function: FunctionType, module: nn.Module) -> bool:
+def _agrees_on_small_call(function: FunctionType, module: nn.Module) -> bool:
     """Whether an eager attention function returns softmax(scaling * q k' + mask) v for a small call."""
     groups, device = getattr(module, "num_key_value_groups", 1), next(module.parameters(), torch.zeros(())).device
     numbers = torch.arange(2.0 * (groups + 2) * 3 * 4, device=device).sin()
@@ -176,10 +176,10 @@ def _reason_of_class(kind: Any) -> str | None:
         return f"{kind.__name__} may replace the forward of torch.nn.MultiheadAttention."
     if kind.__module__.split(".")[0] == "torch":
         return None
-    return _judged(kind, _read(kind), kind.__mro__[1:])
+    return _judge_code(kind, _read_forward_of(kind), kind.__mro__[1:])
 
 
-def _judged(kind: Any, code: _Code, bases: tuple[Any, ...]) -> str | None:
+def _judge_code(kind: Any, code: _Code, bases: tuple[Any, ...]) -> str | None:
     """Return why attention in the code of a forward would not run on our kernels, or None.
 
     Args:
@@ -230,7 +230,7 @@ class _Code:
 
 
 @cache
-def _read(kind: Any) -> _Code:
+def _read_forward_of(kind: Any) -> _Code:
     """Return what the forward of a class uses."""
     return _read_function(kind, kind.forward, {})
 
@@ -273,7 +273,7 @@ def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
         if "__class__" in function.__code__.co_freevars:  # super() calls what a later base defines
             waiting += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
         waiting += found
-        held = [own.get(name) for name in used] + [_content(cell) for cell in function.__closure__ or ()]
+        held = [own.get(name) for name in used] + [_content_of_cell(cell) for cell in function.__closure__ or ()]
         held = [each for each in held if callable(each)]
         waiting += held
         direct |= {id(each) for each in held}
@@ -289,7 +289,7 @@ def _function_of(given: Any) -> Any:
         given = function.__wrapped__
 
 
-def _content(cell: Any) -> Any:
+def _content_of_cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:

@@ -26,14 +26,14 @@ from multihead.kernels.sequence_split import reject_in_split
 from multihead.layer.sharding import heads_of_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
-from multihead.models.bypass import Report, calls, rejected, watch
+from multihead.models.bypass import Report, calls, raise_rejection, watch
 from multihead.models.coverage import eager_arguments, require_coverage
 from multihead.models.lazy_mask import BooleanMask, LazyMask
-from multihead.models.mask_functions import Extent, padding_mask, padding_of_keys, recognised
+from multihead.models.mask_functions import Extent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
-from multihead.models.rejection import CHOICE, configurations, reject_elsewhere
-from multihead.scores.bias import Bias, added
-from multihead.tensors.tracing import constant_in_graphs, traced
+from multihead.models.rejection import CHOICE, configurations_of, reject_elsewhere
+from multihead.scores.bias import Bias, add_biases
+from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
 
 NAME = "multihead"
@@ -58,7 +58,7 @@ call_keys: ContextVar[CallKeys | None] = ContextVar("call_keys", default=None)
 """The keys of the call that listeners are receiving; None if no Hugging Face model made it."""
 
 
-def installed(model: nn.Module, report: Report = rejected) -> Undo:
+def install(model: nn.Module, report: Report = raise_rejection) -> Undo:
     """Make all Hugging Face models in a module call this library's attention; an nn.MultiheadAttention is replaced.
 
     Args:
@@ -71,17 +71,17 @@ def installed(model: nn.Module, report: Report = rejected) -> Undo:
     Raises:
         ModelError: a model computes attention where it cannot be replaced.
     """
-    return Undo.of(partial(_install, model, report))
+    return Undo.of(partial(_install_attention, model, report))
 
 
-def _install(model: nn.Module, report: Report, undo: Undo) -> None:
+def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
     if not pretrained_models(model):
         return
     register()
     replace_until(undo, model)
     require_coverage(model)
     watch(undo, model, NAME, report)
-    for config in configurations(model):
+    for config in configurations_of(model):
         undo.set(config, CHOICE, NAME)
 
 
@@ -149,11 +149,11 @@ def attend_for(
         attention_mask = attention_mask.first_keys(keys)
     mask, bias, start = _mask_of_call(module, attention_mask, query.shape[2], keys, is_causal=is_causal)
     if indices is not None or block_indices is not None:
-        mask = mask & _selection(module, indices, block_indices, query.shape[1], keys)
+        mask = mask & _mask_of_selection(module, indices, block_indices, query.shape[1], keys)
     if isinstance(position_bias, Tensor):
         position_bias = position_bias[..., :keys]
     if position_bias is not None:
-        bias = position_bias if bias is None else added(position_bias, bias, query.shape[2], keys)
+        bias = position_bias if bias is None else add_biases(position_bias, bias, query.shape[2], keys)
     terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
     attended = eager.attend(query, key, value, (*terms, start))
     returned = _returns_weights(options)
@@ -164,7 +164,7 @@ def attend_for(
             start = 0 if not listeners() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
-        output, logsumexp = _published(request, attention_mask) if attended is None else attended[:2]
+        output, logsumexp = _attend_and_publish(request, attention_mask) if attended is None else attended[:2]
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), weights
@@ -173,7 +173,7 @@ def attend_for(
 def _check_options(module: nn.Module, options: dict[str, object]) -> None:
     """Check that no tensor was given that the layer's eager attention uses: it would be left out here."""
     for name, value in options.items():
-        if isinstance(value, Tensor) and _matters(type(module), name):
+        if isinstance(value, Tensor) and _is_option_relevant(type(module), name):
             raise ModelError(
                 f"{type(module).__name__} passes the tensor {name!r} to its attention, which this library's attention "
                 "does not know.",
@@ -182,7 +182,7 @@ def _check_options(module: nn.Module, options: dict[str, object]) -> None:
 
 
 @constant_in_graphs
-def _matters(kind: Any, name: str) -> bool:
+def _is_option_relevant(kind: Any, name: str) -> bool:
     known = eager_arguments(kind)
     return known is None or name in known
 
@@ -197,7 +197,7 @@ def _mask_of_call(
     if attention_mask is None:
         # In a graph `mask_for` returns None for a causal mask. Elsewhere the model has built no mask, and eager
         # attention hides nothing then, whatever the module's `is_causal` says (BridgeTower).
-        causal = (traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
+        causal = (is_traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
         if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
             return _CAUSAL, None, 0  # as in transformers: the first query is at the first key
         return _FULL, None, None
@@ -208,27 +208,29 @@ def _mask_of_call(
     return *mask_of_tensor(attention_mask, keys), None
 
 
-def _selection(module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int) -> Mask:
+def _mask_of_selection(
+    module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int
+) -> Mask:
     """Return the mask of the keys that each query of sparse attention selected, see `attend_for`."""
     mask: Mask = _FULL
     if indices is not None:
-        mask = mask & Keep(_selected(indices.long(), keys)[:, None])
+        mask = mask & Keep(_is_selected(indices.long(), keys)[:, None])
     if block_indices is not None:
         size = module.indexer.block_size
-        seen = _selected(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
+        seen = _is_selected(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
         mask = mask & Keep(seen.repeat_interleave(heads // block_indices.shape[1], 1))
     return mask
 
 
 def _returns_weights(options: dict[str, object]) -> bool:
     """Whether the model returns the weights of this call."""
-    wanted = output_attentions.wanted(options)
+    wanted = output_attentions.are_weights_wanted(options)
     if wanted:
         reject_in_split("output_attentions=True", "Compute the weights outside, from all tokens.")
     return wanted
 
 
-def _published(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute a call, and pass what is known from its mask only to the listeners, where there are any.
 
     Returns:
@@ -293,13 +295,13 @@ def mask_for(
             **options | skips,
         )
 
-    if traced():
+    if is_traced():
         # A graph depends on no values: what needs none stays a value in `attend_for`, all other masks are tensors.
         whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
-        return None if whole and options.get("allow_is_causal_skip", True) else _as_read(dense(), options)
+        return None if whole and options.get("allow_is_causal_skip", True) else _mask_as_model_reads(dense(), options)
     extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
-    mask = recognised(function, extent)
+    mask = mask_of_function(function, extent)
     if sequence_split.active is not None:
         _check_in_split(mask, padding)
     if mask is None:
@@ -314,10 +316,10 @@ def mask_for(
         padding=padding,
         device=extent.device,
     )
-    return _as_read(lazy, options)
+    return _mask_as_model_reads(lazy, options)
 
 
-def _as_read(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+def _mask_as_model_reads(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
     """Return a mask as the layers of the model read it: as numbers, where they append numbers to it."""
     if getattr(options.get("config"), "model_type", "") not in _ADDITIVE:
         return mask
@@ -367,11 +369,11 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
     # Half of the lowest number: two masks may have been added, and rounding to another dtype changes the lowest.
     hidden = tensor <= torch.finfo(tensor.dtype).min / 2
     bias = tensor.masked_fill(hidden, 0)
-    added_to_scores = traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph depends on no values
+    added_to_scores = is_traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph depends on no values
     return Keep(~hidden), bias if added_to_scores else None
 
 
-def _selected(indices: Tensor, count: int) -> Tensor:
+def _is_selected(indices: Tensor, count: int) -> Tensor:
     """Return which of some keys are among the indices of each query, bool (..., queries, count); -1 is no key."""
     seen = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
     return seen.scatter(-1, indices.where(indices >= 0, count), value=True)[..., :count]
@@ -385,4 +387,4 @@ def register() -> None:
     AttentionInterface.register(NAME, attend_for)
     AttentionMaskInterface.register(NAME, mask_for)
     reject_elsewhere(NAME)
-    output_attentions.allow(NAME)
+    output_attentions.allow_output_attentions(NAME)

@@ -173,20 +173,20 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     """
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
-    target = _device(device)
-    transformers = _transformers()
-    file = _file(model)
-    source = _source(model, file)
+    target = _checked_device(device)
+    transformers = _import_transformers()
+    file = _describing_file(model)
+    source = _arguments_of_source(model, file)
     report = stage or (lambda name: None)
-    with quiet(), nullcontext() if file is not None else _without_retries():
+    with without_messages(), nullcontext() if file is not None else _without_retries():
         report("weights")
-        config = _configuration(transformers, source)
+        config = _load_configuration(transformers, source)
         check_size_claims(model, config)
-        classes = (*_GENERATORS, *_HEADS) if _generates(config) else _HEADS
-        network = _pretrained(transformers, model, source, file is not None, dtype, classes)
+        classes = (*_GENERATORS, *_HEADS) if _has_generating_head(config) else _HEADS
+        network = _load_pretrained(transformers, model, source, file is not None, dtype, classes)
         report("tokenizer")
-        tokenizer = _tokenizer(transformers, source)
-        loaded = LoadedModel(model, _title(model, file), network.to(target).eval(), tokenizer)
+        tokenizer = _load_tokenizer(transformers, source)
+        loaded = LoadedModel(model, _title_of_model(model, file), network.to(target).eval(), tokenizer)
         if loaded.reads_audio:
             loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, source))
     return loaded
@@ -212,8 +212,12 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     if loaded.tokenizer is None:
         raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
-    cut = {"truncation": False} if tokens is None else {"truncation": True, "max_length": _length(loaded, tokens)}
-    with quiet():
+    cut = (
+        {"truncation": False}
+        if tokens is None
+        else {"truncation": True, "max_length": _check_token_count(loaded, tokens)}
+    )
+    with without_messages():
         encoding = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
     ids = [int(each) for each in encoding["input_ids"]]
     most = loaded.max_tokens
@@ -233,7 +237,13 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     offsets = offsets or [(0, 0)] * len(ids)
     rows = torch.tensor([ids])
     return Encoded(
-        rows, torch.ones_like(rows), shown, special, unknown, offsets, _gaps(text, offsets) if fast else None
+        rows,
+        torch.ones_like(rows),
+        shown,
+        special,
+        unknown,
+        offsets,
+        _gaps_between_tokens(text, offsets) if fast else None,
     )
 
 
@@ -249,7 +259,7 @@ def tokens_of_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -
     """
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
-    with quiet():
+    with without_messages():
         found = loaded.tokenizer(list(texts), truncation=True, max_length=tokens, **options)
     special = found["special_tokens_mask"]
     offsets = found["offset_mapping"] if fast else [None] * len(texts)
@@ -278,7 +288,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
     settings = getattr(model, "generation_config", None) or config
     if text is not None:
         check_text(text)
-        with quiet():
+        with without_messages():
             ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
         starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
         start = next((each for each in starts if each is not None), None)
@@ -296,7 +306,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
         # Whisper otherwise returns the text without its start tokens.
         whole = "force_unique_generate_call"
         options = {whole: True} if whole in inspect.signature(model.generate).parameters else {}
-        with quiet(), torch.no_grad():
+        with without_messages(), torch.no_grad():
             found = model.generate(**arguments, do_sample=False, num_beams=1, max_new_tokens=limit, **options)
         ids = found[0].tolist()
     ends = settings.eos_token_id
@@ -330,7 +340,7 @@ def check_text(text: str) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_messages() -> Iterator[None]:
     """Silence the reports, progress bars and warnings of transformers and its hub while the context is active."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
@@ -363,14 +373,14 @@ def _without_bar_of_gguf() -> Iterator[None]:
         reading.tqdm = bar
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     require("transformers", purpose="Loading a model", extra="hf")
     import transformers
 
     return transformers
 
 
-def _device(device: str) -> torch.device:
+def _checked_device(device: str) -> torch.device:
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
@@ -379,12 +389,12 @@ def _device(device: str) -> torch.device:
     return target
 
 
-def _file(model: str) -> Path | None:
+def _describing_file(model: str) -> Path | None:
     """Return the file that describes a local model: its config.json, or a GGUF file, which describes itself.
 
     The argument is this file, its folder, or an installed package that contains it.
     """
-    path = _path(model)
+    path = _local_path(model)
     if model.strip() and is_folder(path):
         return _file_in(path, model)
     if path.suffix.lower() == ".gguf" and path.is_file():
@@ -400,7 +410,7 @@ def _file(model: str) -> Path | None:
     return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
 
 
-def _path(model: str) -> Path:
+def _local_path(model: str) -> Path:
     try:
         return Path(model).expanduser()
     except RuntimeError:  # ~name without such a user
@@ -422,7 +432,7 @@ def _file_in(folder: Path, model: str) -> Path:
     return files[0]
 
 
-def _source(model: str, file: Path | None) -> dict[str, str]:
+def _arguments_of_source(model: str, file: Path | None) -> dict[str, str]:
     """Return the arguments of `from_pretrained` for a model.
 
     Raises:
@@ -463,23 +473,23 @@ def _describes_model(config: Path) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-def _title(model: str, file: Path | None) -> str:
+def _title_of_model(model: str, file: Path | None) -> str:
     if file is None:
         return model.rsplit("/", 1)[-1]
-    path = _path(model)
+    path = _local_path(model)
     if path == file:
         return file.stem
     return path.resolve().name if path == file.parent else model
 
 
-def _generates(config: Any) -> bool:
+def _has_generating_head(config: Any) -> bool:
     """Whether an encoder-decoder model was saved with the head that generates the text of its decoder."""
     if not isinstance(config, dict) or not config.get("is_encoder_decoder"):
         return False
     return re.search("ConditionalGeneration|LMHead|MTModel", str(config.get("architectures"))) is not None
 
 
-def _pretrained(
+def _load_pretrained(
     transformers: Any,
     model: str,
     source: dict[str, str],
@@ -532,7 +542,7 @@ def _reject_code(model: str, message: str) -> None:
         )
 
 
-def _configuration(transformers: Any, source: dict[str, str]) -> Any:
+def _load_configuration(transformers: Any, source: dict[str, str]) -> Any:
     """Return the configuration of a model, or an empty one if it cannot be read, which is an error on loading."""
     try:
         if "gguf_file" in source:
@@ -543,7 +553,7 @@ def _configuration(transformers: Any, source: dict[str, str]) -> Any:
         return {}
 
 
-def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:
+def _load_tokenizer(transformers: Any, source: dict[str, str]) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
     except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower where its file is broken
@@ -559,7 +569,7 @@ def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
         return None
 
 
-def _length(loaded: LoadedModel, tokens: int) -> int:
+def _check_token_count(loaded: LoadedModel, tokens: int) -> int:
     """Reject fewer tokens than the special ones and one of the text."""
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if tokens < least:
@@ -610,7 +620,7 @@ def _tokens_by_place(
     return shown
 
 
-def _gaps(text: str, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
+def _gaps_between_tokens(text: str, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
     """Return the text before each token, after the previous one; None before a token without text."""
     gaps: list[str | None] = []
     reached = 0

@@ -46,7 +46,7 @@ class Extent:
         return self.query_offset - self.key_offset
 
 
-def recognised(function: MaskFunction, extent: Extent) -> Mask | None:
+def mask_of_function(function: MaskFunction, extent: Extent) -> Mask | None:
     """Convert a mask function to a mask, or return None where the function is unknown.
 
     A function is recognised by its name and by the variables of its closure. Since a name proves nothing, the mask is
@@ -56,19 +56,19 @@ def recognised(function: MaskFunction, extent: Extent) -> Mask | None:
     """
     if getattr(function, "__closure__", None) is None and inspect.isfunction(function):
         return _without_variables(function)
-    mask = _read(function, extent)
-    return mask if mask is not None and _agrees(mask, function, extent) else None
+    mask = _read_function(function, extent)
+    return mask if mask is not None and _agrees_on_three_queries(mask, function, extent) else None
 
 
 @cache
 def _without_variables(function: MaskFunction) -> Mask | None:
     """Convert a function whose result depends on the indices only; compared once, on a small map."""
     extent = Extent(2, 5, 5, 0, 0, torch.device("cpu"))
-    mask = _read(function, extent)
-    return mask if mask is not None and _agrees(mask, function, extent) else None
+    mask = _read_function(function, extent)
+    return mask if mask is not None and _agrees_on_three_queries(mask, function, extent) else None
 
 
-def _read(function: MaskFunction, extent: Extent) -> Mask | None:
+def _read_function(function: MaskFunction, extent: Extent) -> Mask | None:
     name = getattr(function, "__qualname__", "")
     closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
     reader = _READERS.get(name)
@@ -78,7 +78,7 @@ def _read(function: MaskFunction, extent: Extent) -> Mask | None:
         return None  # a closure of that name with other variables, or a window of no key
 
 
-def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
+def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
     """Whether a mask and a mask function agree on three queries: O(batch * keys) cells."""
     rows = sorted({0, extent.queries // 2, extent.queries - 1} & set(range(extent.queries)))
     if not rows or not extent.keys:
@@ -110,20 +110,22 @@ def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
     return bool((expected.expand(size) == read.expand(size)).all())
 
 
-def _parts(closure: dict[str, Any], extent: Extent) -> list[Mask] | None:
+def _masks_of_parts(closure: dict[str, Any], extent: Extent) -> list[Mask] | None:
     functions = list(closure["mask_functions"])
-    if any(_name(each).startswith("packed_sequence_mask_function") for each in functions):
+    if any(_name_of_function(each).startswith("packed_sequence_mask_function") for each in functions):
         # Inside one packed sequence positions increase by one per token, so a mask that depends on differences of
         # positions only (causal, window) is the same with and without the remapping.
-        remapped = [each for each in functions if _name(each).startswith("remap_positions_for_packed_sequence")]
+        remapped = [
+            each for each in functions if _name_of_function(each).startswith("remap_positions_for_packed_sequence")
+        ]
         inner = [inspect.getclosurevars(each).nonlocals["mask_function"] for each in remapped]
         functions = [each for each in functions if each not in remapped] + inner
-    masks = [_read(each, extent) for each in functions]
+    masks = [_read_function(each, extent) for each in functions]
     return None if any(mask is None for mask in masks) else [mask for mask in masks if mask is not None]
 
 
-def _and(closure: dict[str, Any], extent: Extent) -> Mask | None:
-    parts = _parts(closure, extent)
+def _and_of_parts(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    parts = _masks_of_parts(closure, extent)
     if parts is None:
         return None
     if Causal() in parts:
@@ -136,12 +138,12 @@ def _and(closure: dict[str, Any], extent: Extent) -> Mask | None:
     return reduce(lambda left, right: left & right, parts)
 
 
-def _or(closure: dict[str, Any], extent: Extent) -> Mask | None:
-    parts = _parts(closure, extent)
+def _or_of_parts(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    parts = _masks_of_parts(closure, extent)
     return None if parts is None else reduce(lambda left, right: left | right, parts)
 
 
-def _window(closure: dict[str, Any], extent: Extent) -> Mask:
+def _window_of_earlier_keys(closure: dict[str, Any], extent: Extent) -> Mask:
     """Convert `key > query - w`: the query, the w - 1 keys before it, and all after it."""
     return Window(int(closure["sliding_window"]), after=_later_keys(extent))
 
@@ -157,7 +159,7 @@ def _window_both_ways(closure: dict[str, Any], extent: Extent) -> Mask:
     return Window(width + 1, after=width)
 
 
-def _chunks(closure: dict[str, Any], extent: Extent) -> Mask | None:
+def _documents_of_chunks(closure: dict[str, Any], extent: Extent) -> Mask | None:
     """Convert chunks of equal size, which start at the first token that is not padding, to documents."""
     size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
     if extent.key_offset:
@@ -166,14 +168,14 @@ def _chunks(closure: dict[str, Any], extent: Extent) -> Mask | None:
     count = -(-extent.keys // size) + 1
     whole = torch.full((extent.batch, count), size, dtype=torch.int64, device=extent.device)
     lengths = torch.cat([first.view(-1, 1).expand(extent.batch, 1), whole], 1)
-    return Documents(shortened(lengths, extent.keys))
+    return Documents(truncate_documents(lengths, extent.keys))
 
 
-def _padding(closure: dict[str, Any], extent: Extent) -> Mask:
+def _keep_of_padding(closure: dict[str, Any], extent: Extent) -> Mask:
     return padding_mask(padding_of_keys(closure["padding_mask"], extent))
 
 
-def _packed(closure: dict[str, Any], extent: Extent) -> Mask | None:
+def _documents_of_numbers(closure: dict[str, Any], extent: Extent) -> Mask | None:
     """Convert sequence numbers, one per token and in increasing order, to documents."""
     number = closure["packed_sequence_mask"]  # (batch, length)
     if extent.key_offset or extent.query_offset or not bool((number.diff(dim=-1) >= 0).all()):
@@ -202,27 +204,27 @@ def padding_of_keys(attention_mask: Tensor, extent: Extent) -> Tensor:
     return torch.nn.functional.pad(kept, (0, extent.keys - kept.shape[1]))
 
 
-def shortened(lengths: Tensor, keys: int) -> Tensor:
+def truncate_documents(lengths: Tensor, keys: int) -> Tensor:
     """Truncate documents, (documents,) or (batch, documents) tokens each, to a number of keys.
 
-    >>> shortened(torch.tensor([3, 3, 3]), 5)
+    >>> truncate_documents(torch.tensor([3, 3, 3]), 5)
     tensor([3, 2, 0])
     """
     return lengths.cumsum(-1).clamp(max=keys).diff(dim=-1, prepend=torch.zeros_like(lengths[..., :1]))
 
 
-def _name(function: object) -> str:
+def _name_of_function(function: object) -> str:
     return getattr(function, "__qualname__", "")
 
 
 _READERS: dict[str, Callable[[dict[str, Any], Extent], Mask | None]] = {
     "causal_mask_function": lambda closure, extent: Causal(),
     "bidirectional_mask_function": lambda closure, extent: Full(),
-    "and_masks.<locals>.and_mask": _and,
-    "or_masks.<locals>.or_mask": _or,
-    "sliding_window_overlay.<locals>.inner_mask": _window,
+    "and_masks.<locals>.and_mask": _and_of_parts,
+    "or_masks.<locals>.or_mask": _or_of_parts,
+    "sliding_window_overlay.<locals>.inner_mask": _window_of_earlier_keys,
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": _window_both_ways,
-    "chunked_overlay.<locals>.inner_mask": _chunks,
-    "padding_mask_function.<locals>.inner_mask": _padding,
-    "packed_sequence_mask_function.<locals>.inner_mask": _packed,
+    "chunked_overlay.<locals>.inner_mask": _documents_of_chunks,
+    "padding_mask_function.<locals>.inner_mask": _keep_of_padding,
+    "packed_sequence_mask_function.<locals>.inner_mask": _documents_of_numbers,
 }

@@ -21,7 +21,7 @@ from multihead.kernels.reference import softmax
 from multihead.models.rejection import CHOICE
 from multihead.probes.tile import tile
 from multihead.scores.bias import values_of
-from multihead.tensors.tracing import runs_backward, traced
+from multihead.tensors.tracing import is_traced, runs_backward
 
 LARGEST = 1 << 28
 """How many weights are computed at once: 1 GiB in float32."""
@@ -40,13 +40,13 @@ class _Transformers:
     """What is read of transformers in every call.
 
     Attributes:
-        collector: the variable that holds the outputs to be collected in a forward pass; None before `allow` ran.
+        collector: the variable that holds the outputs to be collected of a forward pass; None at first.
     """
 
     collector: ClassVar[Any] = None
 
 
-def allow(implementation: str) -> None:
+def allow_output_attentions(implementation: str) -> None:
     """Make transformers accept `output_attentions` in configurations with an implementation; once per process."""
     from transformers import PreTrainedConfig
     from transformers.utils.output_capturing import _active_collector
@@ -76,7 +76,7 @@ def allow(implementation: str) -> None:
     _Transformers.collector = _active_collector
 
 
-def wanted(options: dict[str, Any]) -> bool:
+def are_weights_wanted(options: dict[str, Any]) -> bool:
     """Whether the layer that makes the call that runs now should return its weights.
 
     Most models collect them by hooks, if they were requested. Others, and programs that call a layer by itself, read
@@ -92,7 +92,7 @@ def wanted(options: dict[str, Any]) -> bool:
         return False  # in a compiled graph the variable can be read only if it was set in it
     collected = collector.get()
     if collected is None:
-        return not traced() and not runs_backward()  # checkpointing computes the output again, and nothing else
+        return not is_traced() and not runs_backward()  # checkpointing computes the output again, and nothing else
     return any("attentions" in name for name in collected)
 
 
@@ -105,8 +105,8 @@ def weights_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
         request: the call.
         logsumexp: (batch, heads, queries), nats.
     """
-    if traced() or (request.shape.cells <= request.k.numel() and not _is_differentiable(request)):
-        return _computed(request, logsumexp)
+    if is_traced() or (request.shape.cells <= request.k.numel() and not _is_differentiable(request)):
+        return _compute_weights(request, logsumexp)
     # A static cache writes to its keys later.
     return LazyWeights(replace(request, k=request.k.clone()), logsumexp.detach())
 
@@ -143,19 +143,21 @@ class LazyWeights(Tensor):
         if self._request is not None:
             self._check_size(self.numel())
             with torch.set_grad_enabled(self._differentiable):
-                self._found, self._request = _computed(self._request, self._logsumexp), None
+                self._found, self._request = _compute_weights(self._request, self._logsumexp), None
         return self._found
 
     def part(self, index: Any) -> Tensor:
         """Return the weights at an index, of a map that is too large to be computed as a whole."""
-        entries = _entries(index, self.ndim)
+        entries = _entry_per_axis(index, self.ndim)
         if entries is None or self._request is None:
             return self.read()[index]
-        samples, heads, queries, keys = map(_range, entries, self.shape)
+        samples, heads, queries, keys = map(_places_of_entry, entries, self.shape)
         self._check_size(self.shape[0] * len(heads) * len(queries) * len(keys))  # a tile has all samples
-        cells = tile(self._request, self._logsumexp, heads=list(heads), queries=_slice(queries), keys=_slice(keys))
+        cells = tile(
+            self._request, self._logsumexp, heads=list(heads), queries=_as_slice(queries), keys=_as_slice(keys)
+        )
         without_axes = tuple(slice(None) if isinstance(entry, slice) else 0 for entry in entries)
-        return cells[_slice(samples)][without_axes].to(self.dtype)
+        return cells[_as_slice(samples)][without_axes].to(self.dtype)
 
     def _check_size(self, count: int) -> None:
         if count > LARGEST:
@@ -188,9 +190,9 @@ class LazyWeights(Tensor):
         return function(*args, **kwargs)
 
 
-def _computed(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
+def _compute_weights(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
     """Compute all weights of a call, differentiable where the call is."""
-    if not _is_differentiable(request) and not traced():
+    if not _is_differentiable(request) and not is_traced():
         return tile(request, logsumexp).to(request.shape.dtype)
     with without_autocast(request.shape.device):
         cells = scores(request, hidden=~seen(request))
@@ -204,7 +206,7 @@ def _is_differentiable(request: AttentionRequest) -> bool:
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
-def _entries(index: Any, axes: int) -> list[Any] | None:
+def _entry_per_axis(index: Any, axes: int) -> list[Any] | None:
     """Return one int or slice per axis for an index of ints, slices of step 1 and an ellipsis; None for any other."""
     given = list(index) if isinstance(index, tuple) else [index]
     plain = [each for each in given if type(each) is int or (isinstance(each, slice) and each.step in (None, 1))]
@@ -214,11 +216,11 @@ def _entries(index: Any, axes: int) -> list[Any] | None:
     return [*plain[:place], *[slice(None)] * (axes - len(plain)), *plain[place:]]
 
 
-def _range(entry: Any, size: int) -> range:
+def _places_of_entry(entry: Any, size: int) -> range:
     """Return the places at an int or a slice of an axis."""
     places = range(size)
     return places[entry] if isinstance(entry, slice) else range(places[entry], places[entry] + 1)
 
 
-def _slice(places: range) -> slice:
+def _as_slice(places: range) -> slice:
     return slice(places.start, places.stop)

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from multihead.errors import ModelError
 from multihead.layer.packing import Packing
 from multihead.masks import Causal, Documents, Full, Mask, Window
-from multihead.models.huggingface import NAME, installed
+from multihead.models.huggingface import NAME, install
 from multihead.models.lazy_mask import LazyMask
 from multihead.models.pretrained import is_within, pretrained_models
 from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import buckets_of
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 from multihead.tensors.undo import Undo
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # arguments with a value per token
@@ -56,7 +56,7 @@ class Family:
     relative: str = ""
 
 
-def _columns(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
+def _columns_in_padded_row(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
     """Return the index of each token in its padded row."""
     return torch.arange(real.shape[1], device=real.device)[None]
 
@@ -65,49 +65,49 @@ def _roberta_positions(model: Any, inputs: dict[str, Any], real: Tensor) -> Tens
     """Return the positions that RoBERTa counts from its token ids, or from the length if it is given embeddings."""
     embeddings, ids = model.embeddings, inputs.get("input_ids")
     if ids is None:
-        return _columns(model, inputs, real) + 1 + int(embeddings.padding_idx)
+        return _columns_in_padded_row(model, inputs, real) + 1 + int(embeddings.padding_idx)
     return embeddings.create_position_ids_from_input_ids(ids, embeddings.padding_idx)  # type: ignore[no-any-return]
 
 
-def _all(_: Any) -> Mask:
+def _sees_all(_: Any) -> Mask:
     return Full()
 
 
-def _earlier(config: Any) -> Mask:
+def _sees_earlier(config: Any) -> Mask:
     return Causal() if getattr(config, "is_causal", True) else Full()
 
 
-def _near(config: Any) -> Mask:
+def _sees_near(config: Any) -> Mask:
     width = config.sliding_window  # keys on each side
     return Window(width + 1, after=width)
 
 
 def _near_earlier(config: Any) -> Mask:
     if config.sliding_window is None:
-        return _earlier(config)
-    return Window(config.sliding_window) if getattr(config, "is_causal", True) else _near(config)
+        return _sees_earlier(config)
+    return Window(config.sliding_window) if getattr(config, "is_causal", True) else _sees_near(config)
 
 
 def _earlier_by_layer(config: Any) -> dict[str, Mask]:
-    return {"full_attention": _earlier(config), "sliding_attention": _near_earlier(config)}
+    return {"full_attention": _sees_earlier(config), "sliding_attention": _near_earlier(config)}
 
 
 def _all_by_layer(config: Any) -> dict[str, Mask]:
-    return {"full_attention": Full(), "sliding_attention": _near(config)}
+    return {"full_attention": Full(), "sliding_attention": _sees_near(config)}
 
 
 FAMILIES = {
-    "BertModel": Family("BERT", _all, _columns, read_by_model="encoder"),
-    "RobertaModel": Family("RoBERTa", _all, _roberta_positions, read_by_model="encoder"),
-    "XLMRobertaModel": Family("XLM-RoBERTa", _all, _roberta_positions, read_by_model="encoder"),
-    "DistilBertModel": Family("DistilBERT", _all, _columns),
-    "ElectraModel": Family("ELECTRA", _all, _columns),
-    "ModernBertModel": Family("ModernBERT", _all_by_layer, _columns),
-    "LlamaModel": Family("Llama", _earlier, _columns),
-    "MistralModel": Family("Mistral", _near_earlier, _columns),
-    "Qwen2Model": Family("Qwen2", _earlier_by_layer, _columns),
-    "Qwen3Model": Family("Qwen3", _earlier_by_layer, _columns),
-    "T5Stack": Family("T5", _all, None, relative="block.0"),
+    "BertModel": Family("BERT", _sees_all, _columns_in_padded_row, read_by_model="encoder"),
+    "RobertaModel": Family("RoBERTa", _sees_all, _roberta_positions, read_by_model="encoder"),
+    "XLMRobertaModel": Family("XLM-RoBERTa", _sees_all, _roberta_positions, read_by_model="encoder"),
+    "DistilBertModel": Family("DistilBERT", _sees_all, _columns_in_padded_row),
+    "ElectraModel": Family("ELECTRA", _sees_all, _columns_in_padded_row),
+    "ModernBertModel": Family("ModernBERT", _all_by_layer, _columns_in_padded_row),
+    "LlamaModel": Family("Llama", _sees_earlier, _columns_in_padded_row),
+    "MistralModel": Family("Mistral", _near_earlier, _columns_in_padded_row),
+    "Qwen2Model": Family("Qwen2", _earlier_by_layer, _columns_in_padded_row),
+    "Qwen3Model": Family("Qwen3", _earlier_by_layer, _columns_in_padded_row),
+    "T5Stack": Family("T5", _sees_all, None, relative="block.0"),
 }
 """The supported families, by the class of transformers that holds their layers."""
 
@@ -125,7 +125,7 @@ class _RowMask(LazyMask):
     packing: Packing
 
 
-def packed(model: nn.Module) -> Undo:
+def leave_out_padding(model: nn.Module) -> Undo:
     """Leave padding out of all Hugging Face models in a module, and run their attention on this library's kernels.
 
     Outputs at tokens are those of the padded batch up to rounding, and 0 at padding. A call is packed if it has an
@@ -146,24 +146,24 @@ def packed(model: nn.Module) -> Undo:
     Raises:
         ModelError: it contains no model of transformers, or one of a family that is not supported.
     """
-    stacks = _stacks(model)
+    stacks = _modules_to_pack(model)
     return Undo.of(partial(_add_hooks, model, stacks))
 
 
 def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, Family]], undo: Undo) -> None:
-    used = installed(model)
+    used = install(model)
     undo.callback(used.close)
     for module, family in stacks:
-        undo.before(module, partial(_pack, family), with_kwargs=True)
+        undo.before(module, partial(_pack_inputs, family), with_kwargs=True)
         read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
         for part in (module, *read):
-            undo.after(part, _unpack, with_kwargs=True)
+            undo.after(part, _unpack_outputs, with_kwargs=True)
         if family.relative:
             undo.before(module.get_submodule(family.relative), _add_relative_bias, with_kwargs=True)
 
 
 @contextmanager
-def padded() -> Iterator[None]:
+def running_padded() -> Iterator[None]:
     """Run packed models padded in this context, and in no other thread: a record finds samples by their rows."""
     user = object()
     with Undo() as undo:
@@ -172,24 +172,24 @@ def padded() -> Iterator[None]:
         yield
 
 
-def _stacks(model: nn.Module) -> list[tuple[nn.Module, Family]]:
+def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, Family]]:
     """Return the modules to pack; every model of transformers must be one, be around one or be within one."""
     models = pretrained_models(model)
-    found = {name: family for name, module in models.items() if (family := _family(type(module))) is not None}
+    found = {name: family for name, module in models.items() if (family := _family_of_class(type(module))) is not None}
     for name, module in models.items():
         if not any(is_within(name, other) or is_within(other, name) for other in found):
-            raise _refusal(f"{type(module).__name__} cannot leave out padding.")
+            raise _refusal_error(f"{type(module).__name__} cannot leave out padding.")
     if not found:
-        raise _refusal(f"{type(model).__name__} contains no model of transformers.")
+        raise _refusal_error(f"{type(model).__name__} contains no model of transformers.")
     return [(models[name], family) for name, family in found.items()]
 
 
-def _refusal(finding: str) -> ModelError:
+def _refusal_error(finding: str) -> ModelError:
     names = ", ".join(family.name for family in FAMILIES.values())
     return ModelError(finding, f"Give a model of one of these families: {names}; or use packed=False.")
 
 
-def _family(kind: type[nn.Module]) -> Family | None:
+def _family_of_class(kind: type[nn.Module]) -> Family | None:
     """Return the family of a class of transformers, or of a subclass that runs the same forward pass."""
     for parent in kind.__mro__:
         if parent.__module__.startswith("transformers.") and parent.__name__ in FAMILIES:
@@ -198,19 +198,19 @@ def _family(kind: type[nn.Module]) -> Family | None:
 
 
 @cache
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
+def _names_of_arguments(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the arguments of a class's forward pass, in order."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
-def _pack(
+def _pack_inputs(
     family: Family, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pack the inputs of a model; runs before its forward pass. None leaves them as they are."""
-    if traced():
+    if is_traced():
         return None  # the number of tokens is not known
-    inputs = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
-    real = _real(inputs)
+    inputs = {**dict(zip(_names_of_arguments(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
+    real = _real_tokens(inputs)
     if real is None or not _can_pack(model, inputs):
         return None
     lengths = real.sum(1)
@@ -236,7 +236,7 @@ def _pack(
     return (), inputs
 
 
-def _real(inputs: dict[str, Any]) -> Tensor | None:
+def _real_tokens(inputs: dict[str, Any]) -> Tensor | None:
     """Return which tokens are no padding, (batch, length) bool; None where the inputs have no mask of that shape."""
     mask, first = inputs.get("attention_mask"), inputs.get("input_ids")
     first = inputs.get("inputs_embeds") if first is None else first
@@ -305,23 +305,23 @@ def _packing_of(kwargs: dict[str, Any]) -> Packing | None:
     return mask.packing if isinstance(mask, _RowMask) else None
 
 
-def _unpack(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _unpack_outputs(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Restore the padded batch in everything that a model, or a part of it, returns; runs after its forward pass."""
     packing = _packing_of(kwargs)
-    return output if packing is None else _unpacked(output, packing)
+    return output if packing is None else _unpack_tensors(output, packing)
 
 
-def _unpacked(output: Any, packing: Packing) -> Any:
+def _unpack_tensors(output: Any, packing: Packing) -> Any:
     """Unpack all tensors (1, tokens, features) in an output, and the keys and values of a cache."""
     if isinstance(output, Tensor):
         in_row = output.dim() == 3 and output.shape[:2] == (1, len(packing.index))
         return packing.unpack(output) if in_row else output
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _unpacked(value, packing)
+            output[name] = _unpack_tensors(value, packing)
         return output
     if isinstance(output, tuple):
-        return tuple(_unpacked(value, packing) for value in output)
+        return tuple(_unpack_tensors(value, packing) for value in output)
     for layer in getattr(output, "layers", ()):
         if layer.is_initialized and layer.keys.shape[-2] == len(packing.index):
             layer.keys, layer.values = (_unpacked_heads(each, packing) for each in (layer.keys, layer.values))

@@ -175,7 +175,7 @@ class Inputs:
             return  # another thread runs the model, whose calls the listeners of this one do not receive
         self.passes += self._depth == 0
         self._depth += 1
-        model.given = _given(model, args, kwargs or {})
+        model.given = _given_inputs(model, args, kwargs or {})
         self.any_ids |= model.given.ids is not None
 
     def leave(self, *_: object) -> None:
@@ -195,14 +195,14 @@ def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
         undo.callback(lambda: _receiving.set(tuple(each for each in _receiving.get() if each is not inputs)))
         _receiving.set((*_receiving.get(), inputs))
         for name, module in {"": model, **pretrained_models(model)}.items():
-            each = _Model(name and f"{name}.", module, _signature(module))
+            each = _Model(name and f"{name}.", module, _parameters_of_forward(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
             undo.before(module, partial(inputs.enter, each), with_kwargs=True, prepend=True)
             undo.after(module, inputs.leave, always_call=True)
         yield inputs
 
 
-def _signature(module: nn.Module) -> inspect.Signature:
+def _parameters_of_forward(module: nn.Module) -> inspect.Signature:
     """Return the parameters of a module's forward; those of a class are read once, which takes a tenth of a ms."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
@@ -216,7 +216,7 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=tuple(signature.parameters.values())[1:])  # without self
 
 
-def _given(model: _Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+def _given_inputs(model: _Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     try:
         bound = model.signature.bind_partial(*args, **kwargs).arguments
     except TypeError:

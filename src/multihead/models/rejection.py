@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from multihead.models.coverage import attention_elsewhere, chosen_by_name, rejection
+from multihead.models.coverage import attention_elsewhere, chosen_by_name, rejection_of_class
 from multihead.models.pretrained import innermost, pretrained_models
 
 CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
@@ -39,7 +39,7 @@ def _checking_the_class(init: Callable[..., None], implementation: str) -> Calla
     @wraps(init)
     def checked(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(config, CHOICE, None) == implementation and (by_name := chosen_by_name(type(model), implementation)):
-            raise rejection(type(model), by_name)
+            raise rejection_of_class(type(model), by_name)
         init(model, config, *args, **kwargs)
 
     return checked
@@ -48,7 +48,7 @@ def _checking_the_class(init: Callable[..., None], implementation: str) -> Calla
 def _checking_the_layers(post_init: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(post_init)
     def checked(model: Any) -> None:
-        _check(model, lambda config: getattr(config, CHOICE, None) == implementation)
+        _check_attention_interface(model, lambda config: getattr(config, CHOICE, None) == implementation)
         post_init(model)
 
     return checked
@@ -57,16 +57,16 @@ def _checking_the_layers(post_init: Callable[..., None], implementation: str) ->
 def _checking_the_request(set_implementation: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(set_implementation)
     def checked(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        requested = _requested(model.config, attn_implementation)
+        requested = _requested_implementations(model.config, attn_implementation)
         of_model = requested[id(model.config)]  # also for copies of a configuration, which are no part of it
 
         def concerns(config: Any) -> bool:
             return bool(requested.get(id(config), of_model) == implementation)
 
-        _check(model, concerns)
+        _check_attention_interface(model, concerns)
         set_implementation(model, attn_implementation, *args, **kwargs)
         # transformers leaves out layers with a copy of the configuration.
-        for config in configurations(model):
+        for config in configurations_of(model):
             if concerns(config):
                 setattr(config, CHOICE, implementation)
             elif id(config) not in requested and getattr(config, CHOICE, None) == implementation:
@@ -75,7 +75,7 @@ def _checking_the_request(set_implementation: Callable[..., None], implementatio
     return checked
 
 
-def configurations(model: nn.Module) -> list[Any]:
+def configurations_of(model: nn.Module) -> list[Any]:
     """Return every configuration of the models in a module, nested ones included, each once."""
     from transformers import PreTrainedConfig
 
@@ -89,7 +89,7 @@ def configurations(model: nn.Module) -> list[Any]:
     return list(listed.values())
 
 
-def _check(model: Any, concerns: Callable[[Any], bool]) -> None:
+def _check_attention_interface(model: Any, concerns: Callable[[Any], bool]) -> None:
     """Check that all attention in the models with some configurations goes through transformers' AttentionInterface.
 
     Args:
@@ -107,10 +107,10 @@ def _check(model: Any, concerns: Callable[[Any], bool]) -> None:
         name: reason for name, reason in attention_elsewhere(model).items() if innermost(name, models) in wanting
     }
     if elsewhere:
-        raise rejection(type(model), elsewhere)
+        raise rejection_of_class(type(model), elsewhere)
 
 
-def _requested(config: Any, request: Any) -> dict[int, Any]:
+def _requested_implementations(config: Any, request: Any) -> dict[int, Any]:
     """Return the implementation requested for a configuration and those in it, by their ids.
 
     Args:
@@ -122,5 +122,5 @@ def _requested(config: Any, request: Any) -> dict[int, Any]:
     for key in config.sub_configs:
         part = getattr(config, key, None)
         if part is not None:
-            found |= _requested(part, parts.get(key, {}) if isinstance(request, dict) else request)
+            found |= _requested_implementations(part, parts.get(key, {}) if isinstance(request, dict) else request)
     return found

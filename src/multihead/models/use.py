@@ -12,10 +12,10 @@ from torch import nn
 from multihead.errors import ArgumentError, ModelError
 from multihead.errors.optional import require
 from multihead.kernels.call import AttentionCall, listen
-from multihead.kernels.explanation import Explanation, explained
+from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.parts import Part
-from multihead.models.huggingface import installed, register
-from multihead.models.packed import packed as leave_out_padding
+from multihead.models.huggingface import install, register
+from multihead.models.packed import leave_out_padding
 from multihead.models.pretrained import pretrained_models
 from multihead.tensors.undo import Undo
 
@@ -67,7 +67,7 @@ def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
             f"{type(model).__name__} contains no model of transformers.",
             "Give one, or build layers with mh.MultiHeadAttention.",
         )
-    return Used(model, leave_out_padding(model) if packed else installed(model))
+    return Used(model, leave_out_padding(model) if packed else install(model))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -133,4 +133,4 @@ class _Explanations:
         """Explain one call."""
         origin = call.request.origin
         if origin is not None and (name := self.names.get(id(origin.layer))) is not None and name not in self.by_name:
-            self.by_name[name] = explained(call.request)
+            self.by_name[name] = explain_request(call.request)

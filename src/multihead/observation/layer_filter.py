@@ -25,7 +25,7 @@ class LayerFilter:
         """
         items = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
         for item in items:
-            if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or _negative(item):
+            if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or _is_negative(item):
                 raise ArgumentError(f"layers holds {item!r}.", 'Give indices from 0, or names such as "layer.3".')
         if not items:
             raise ArgumentError("layers is empty.", "Give indices or names, or None for all layers.")
@@ -42,7 +42,11 @@ class LayerFilter:
         """
         for item in self.items:
             # A layer that runs again in one forward pass is named "#2" and so on after its module.
-            if isinstance(item, str) and "#" not in item and not any(_fits(item, name, -1) for name in names):
+            if (
+                isinstance(item, str)
+                and "#" not in item
+                and not any(_item_fits_layer(item, name, -1) for name in names)
+            ):
                 raise ModelError(
                     f"layers holds {item!r}, which matches no module of the model.",
                     'Give the name of an attention layer, a part of it or a glob such as "encoder.*", or None for all.',
@@ -50,18 +54,22 @@ class LayerFilter:
 
     def matches(self, name: str, index: int) -> bool:
         """Whether a layer is to be recorded."""
-        return any(_fits(item, name, index) for item in self.items)
+        return any(_item_fits_layer(item, name, index) for item in self.items)
 
     def missed(self, names: Sequence[str]) -> list[int | str]:
         """Return the items that match none of these layers."""
-        return [item for item in self.items if not any(_fits(item, name, index) for index, name in enumerate(names))]
+        return [
+            item
+            for item in self.items
+            if not any(_item_fits_layer(item, name, index) for index, name in enumerate(names))
+        ]
 
 
-def _negative(item: int | str) -> bool:
+def _is_negative(item: int | str) -> bool:
     return isinstance(item, int) and item < 0
 
 
-def _fits(item: int | str, name: str, index: int) -> bool:
+def _item_fits_layer(item: int | str, name: str, index: int) -> bool:
     """Whether an index or a name matches a layer; "layer.1" does not match layer.10."""
     if isinstance(item, int):
         return item == index

@@ -18,11 +18,11 @@ from multihead.probes.context import MAP_SIZE, Pool, ProbeContext
 from multihead.probes.lookups import at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import completed, parts_of, possible
+from multihead.probes.statistics import complete_statistics, parts_of, possible_probes
 from multihead.record.analysis.chance import even
 from multihead.record.batch import SampleSpans, moved_together
 from multihead.record.summaries import Measured, occurred_before, queries_that_count
-from multihead.record.token_ids import Ids, among
+from multihead.record.token_ids import Ids, is_among
 from multihead.tensors.shapes import AttentionShape
 
 FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
@@ -79,13 +79,13 @@ class Measuring:
         sets = {}
         if ids is not None:
             if "special_keys" in self.needs and self.special_ids:
-                special = among(ids, self.special_ids).to(shape.device)
+                special = is_among(ids, self.special_ids).to(shape.device)
             if "ids" in self.needs:
                 compared = (ids if distinct is None else distinct).to(shape.device)
             for probe in self.probes:
                 for part in probe.parts:
                     if probe.tokens is not None and part[0] == "tokens_mass":
-                        sets[str(part[1])] = among(ids, sorted(probe.tokens)).to(shape.device)
+                        sets[str(part[1])] = is_among(ids, sorted(probe.tokens)).to(shape.device)
         if "output_weight" in self.needs:
             width = shape.num_heads * shape.value_dim
             weight = output_weight(layer, self.root, self.names[id(layer)], width=width)
@@ -117,14 +117,16 @@ class Measuring:
             text = torch.arange(len(places.found)).repeat_interleave(places.ends[2] - places.ends[1])[None]
         distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts are different
         context = self.context(layer, shape, read, distinct=distinct)
-        probes, parts = possible(self.probes, request, context), call.attended.statistics
+        probes, parts = possible_probes(self.probes, request, context), call.attended.statistics
         if places.packed:
             missing = parts_of(probes) - parts.keys()
-            parts = {**parts, **_of_packed(call, places, text[0], missing, context)}
+            parts = {**parts, **_measure_packed(call, places, text[0], missing, context)}
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
         output = None if request.dropout else call.attended.output
-        found = moved_together(completed(request, logsumexp, probes, context, parts=parts, output=output), places)
+        found = moved_together(
+            complete_statistics(request, logsumexp, probes, context, parts=parts, output=output), places
+        )
         sees = real & (logsumexp.cpu() != -torch.inf)
 
         def occurred() -> Tensor:
@@ -154,7 +156,7 @@ class Measuring:
         return {name: each.values for name, each in found.items()}
 
 
-def _of_packed(
+def _measure_packed(
     call: AttentionCall, places: SampleSpans, text: Tensor, missing: frozenset[Part], context: ProbeContext
 ) -> dict[Part, Tensor]:
     """Measure the weights on the first keys, and on the few special keys, of each query's own text in a packed row."""

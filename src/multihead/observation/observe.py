@@ -15,7 +15,7 @@ from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
-from multihead.models.packed import padded
+from multihead.models.packed import running_padded
 from multihead.models.pretrained import pretrained_models, recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import Measuring
@@ -24,7 +24,7 @@ from multihead.observation.recorder import Keep, Recorder, Sums
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, default_probes, resolved
+from multihead.probes.statistics import Wanted, default_probes, resolve_probes
 from multihead.record.running_summary import RunningSummary
 from multihead.tensors.tracing import uncompiled
 
@@ -85,7 +85,7 @@ def observe(
     >>> seen.layers[0].weights(head=1, queries=slice(0, 2)).shape
     torch.Size([2, 5])
     """
-    with recorded(
+    with observing_into(
         model,
         layers=layers,
         keep=keep,
@@ -101,7 +101,7 @@ def observe(
 
 
 @contextmanager
-def recorded(
+def observing_into(
     model: nn.Module,
     *,
     layers: Sequence[int | str] | int | str | None = None,
@@ -118,9 +118,9 @@ def recorded(
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     check_kinds((*KINDS, *kinds))
-    chosen = default_probes() if probes is None else resolved(probes)
+    chosen = default_probes() if probes is None else resolve_probes(probes)
     if kinds:
-        chosen = resolved((*chosen, *probes_of(kinds)))
+        chosen = resolve_probes((*chosen, *probes_of(kinds)))
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = names_of(root)
@@ -137,11 +137,11 @@ def recorded(
     bypassed: list[str] = []
     with ExitStack() as stack:
         if of_hugging_face:
-            stack.enter_context(huggingface.installed(root, bypassed.append))
-            stack.enter_context(padded())
+            stack.enter_context(huggingface.install(root, bypassed.append))
+            stack.enter_context(running_padded())
         stack.enter_context(uncompiled())  # a compiled graph does not report its calls
         measuring = Measuring(root, names, chosen, tuple(special_ids), map_size, map_pool)
-        recorder = stack.enter_context(recording(record, layer_filter, keep, measuring, sums))
+        recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, sums))
         yield record
     if of_hugging_face:
         aligned = alignment_heads(root)
@@ -166,7 +166,7 @@ def names_of(root: nn.Module) -> dict[int, str]:
 
 
 @contextmanager
-def recording(
+def recording_calls(
     record: Record, layer_filter: LayerFilter | None, keep: Keep, measuring: Measuring, sums: Sums | None
 ) -> Iterator[Recorder]:
     """Add the attention calls of a model in this context to a record; see `Recorder`."""

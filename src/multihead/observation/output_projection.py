@@ -28,7 +28,7 @@ def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -
     >>> output_weight(layer := mh.MultiHeadAttention(8, 2), layer, "", width=8) is layer.out_proj.weight
     True
     """
-    for module in _candidates(owner, root, name):
+    for module in _candidate_projections(owner, root, name):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             continue
@@ -38,11 +38,11 @@ def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -
         # transformers' Conv1D, of GPT-2, holds its weight as (input, output).
         found = weight.mT if type(module).__name__ == "Conv1D" else weight
         if found.shape[1] == width:
-            return _gated(found, getattr(owner, "head_gates", None), width)
+            return _weight_with_gates(found, getattr(owner, "head_gates", None), width)
     return None
 
 
-def _candidates(owner: nn.Module, root: nn.Module, name: str) -> Iterator[nn.Module]:
+def _candidate_projections(owner: nn.Module, root: nn.Module, name: str) -> Iterator[nn.Module]:
     places = [owner]
     if "." in name:
         parent = root.get_submodule(name.rpartition(".")[0])
@@ -55,7 +55,7 @@ def _candidates(owner: nn.Module, root: nn.Module, name: str) -> Iterator[nn.Mod
                 yield module
 
 
-def _gated(weight: Tensor, gates: object, width: int) -> Tensor:
+def _weight_with_gates(weight: Tensor, gates: object, width: int) -> Tensor:
     if not isinstance(gates, Tensor) or gates.dim() != 1:
         return weight
     return weight * torch.repeat_interleave(gates, width // len(gates))

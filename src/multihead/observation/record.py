@@ -33,7 +33,7 @@ from multihead.record.analysis.highlights import (
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
-from multihead.record.notebook import many
+from multihead.record.notebook import number_with_noun
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of, check_summary
 from multihead.record.table import HeadTable, head_rows
@@ -104,13 +104,13 @@ class Record:
         raise ModelError(f"There is no layer {layer!r} in the record.", f"The layers seen are: {known}.")
 
     @property
-    def _parts(self) -> RecordParts:
+    def _record_parts(self) -> RecordParts:
         return RecordParts(self.layers, self.title, self.id, self.calls, self.statistics)
 
     @property
     def keeps_weights(self) -> bool:
         """Whether q and k were kept, so that any part of any map can be computed."""
-        return self._parts.keeps_weights
+        return self._record_parts.keeps_weights
 
     @property
     def texts(self) -> list[Text]:
@@ -448,7 +448,7 @@ class Record:
     def _repr_html_(self) -> str:
         """Show it in a notebook: one row per head."""
         rows = self.table().rows if self.layers else []
-        return notebook.table(
+        return notebook.html_of_table(
             self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
         )
 
@@ -458,8 +458,9 @@ class Record:
         heads = [layer.num_heads for layer in self.layers]
         samples = max(layer.num_samples for layer in self.layers)
         tokens = max((one.num_keys for layer in self.layers for one in layer.samples), default=0)
-        caption = f"{many(len(heads), 'layer')}, {many(sum(heads), 'head')}, {many(samples, 'text')}"
-        caption += f" of up to {many(tokens, 'token')}" if tokens else ""
+        sizes = (len(heads), "layer"), (sum(heads), "head"), (samples, "text")
+        caption = ", ".join(number_with_noun(*size) for size in sizes)
+        caption += f" of up to {number_with_noun(tokens, 'token')}" if tokens else ""
         parts = dict.fromkeys(layer.split.describe() for layer in self.layers if layer.split is not None)
         if parts:
             return f"{caption}; {' and '.join(parts)}"
@@ -618,7 +619,7 @@ class Record:
         for layer in layers:
             layer.own_kinds = ()  # another process may not have the functions of a script
         shown = {name: each.shown() for name, each in self.statistics.items()}
-        found = gather_objects(self._parts._replace(layers=layers, statistics=shown), Ranks.of(group), to=to)
+        found = gather_objects(self._record_parts._replace(layers=layers, statistics=shown), Ranks.of(group), to=to)
         if found is None:
             return None
         record = Record(*merging.merged(found))
@@ -638,7 +639,7 @@ class Record:
         Raises:
             ArgumentError: they do not belong together, or a part is missing.
         """
-        return Record(*merging.of_all([record._parts for record in records]))  # noqa: SLF001 - records too
+        return Record(*merging.of_all([record._record_parts for record in records]))  # noqa: SLF001 - records too
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record to one safetensors file, completely or not at all.
@@ -652,7 +653,7 @@ class Record:
             ArgumentError: `keep` is something else.
             MaskError: a mask cannot be stored; nothing is written then.
         """
-        saving.save(self._parts, file, keep=keep)
+        saving.save(self._record_parts, file, keep=keep)
 
     @staticmethod
     def load(file: str | os.PathLike[str], *, mapped: bool = True) -> Record:
@@ -669,6 +670,6 @@ class Record:
         Raises:
             InputError: there is no such file, it is truncated, it is not a record, or its version is newer.
         """
-        files = loading.matching(file)
+        files = loading.matching_files(file)
         found = [loading.load(each, mapped=mapped) for each in files]
         return Record(*(found[0] if len(found) == 1 else merging.of_all(found)))

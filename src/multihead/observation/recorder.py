@@ -28,13 +28,13 @@ from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
-from multihead.probes.statistics import from_kernel, of_call, possible, sink_mass, token_parts, without_positions
+from multihead.probes.statistics import from_kernel, of_call, possible_probes, sink_mass, token_parts, without_positions
 from multihead.record.analysis.chance import content_key, visibility_key
 from multihead.record.batch import (
     KeptRows,
     RecordedBatch,
     SampleSpans,
-    cut,
+    cut_request,
     moved_together,
     new_samples,
     part_of,
@@ -44,7 +44,7 @@ from multihead.record.batch import (
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import PER_KEY, SampleRecord
-from multihead.record.segments import Rows, Segment, grow_keys, kept
+from multihead.record.segments import Rows, Segment, grow_keys, kept_rows
 from multihead.record.split import LayerSplit, SampleSplit
 from multihead.record.token_ids import Ids
 from multihead.scores.bias import values_of, with_values
@@ -149,7 +149,7 @@ class Recorder:
         module, continued = caller.layer, caller.continued
         self._begin_pass()
         window = self._is_window(request, module)
-        name = self._numbered(self.names[id(module)], again=window)
+        name = self._number_call(self.names[id(module)], again=window)
         keys = huggingface.call_keys.get()
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
         crosses = pretrained.crosses(caller, self.names[id(module)])
@@ -158,10 +158,10 @@ class Recorder:
         text = name, None if continued is None else continued.text
         sequence = sequence_split.active
         previous = self._previous.get(text)
-        if previous is not None and not (window or self._continues(call, previous, offset, crosses=crosses)):
+        if previous is not None and not (window or self._continues_call(call, previous, offset, crosses=crosses)):
             previous = None
         self._pass_continues |= previous is not None and not crosses and not window
-        layer = self._layer(name, module, request)
+        layer = self._record_of_layer(name, module, request)
         if sequence is not None:
             if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
                 self._add_part(call, sequence, module, layer)
@@ -179,7 +179,7 @@ class Recorder:
             state.window = window
         self._previous[text] = state
         if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
-            self._add(call, module, layer, state, offset)
+            self._add_call(call, module, layer, state, offset)
 
     def _begin_pass(self) -> None:
         """Forget what holds for one forward pass of the model, if another one has begun."""
@@ -188,7 +188,7 @@ class Recorder:
             self._counts.clear()
             self._levels.clear()
 
-    def _layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
+    def _record_of_layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer, an empty one at its first call."""
         if name not in self._layers:
             summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
@@ -205,14 +205,16 @@ class Recorder:
         """
         newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
         self._newest = module, q, k  # held, so that no other tensor takes their memory
-        return newest is not None and newest[0] is module and all(map(_follows, newest[1:], (q, k)))
+        return newest is not None and newest[0] is module and all(map(_follow_in_memory, newest[1:], (q, k)))
 
-    def _numbered(self, name: str, *, again: bool) -> str:
+    def _number_call(self, name: str, *, again: bool) -> str:
         """Number the calls of one layer within a forward pass of the model; `again` gives the newest number."""
         self._counts[name] = self._counts.get(name, 0) + (not again)
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
 
-    def _continues(self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, crosses: bool) -> bool:
+    def _continues_call(
+        self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, crosses: bool
+    ) -> bool:
         """Whether a call continues the previous one of its layer: it has the same keys, and more."""
         request = call.request
         if request.continued is not None:
@@ -233,7 +235,7 @@ class Recorder:
             return False
         return torch.equal(request.k[:, :, index], previous.edge[1])
 
-    def _add(
+    def _add_call(
         self,
         call: AttentionCall,
         module: nn.Module,
@@ -243,12 +245,12 @@ class Recorder:
     ) -> None:
         """Measure a call, sample by sample where needed, and add it to the record."""
         request, name = call.request, self.names[id(module)]
-        places = self._places(request, name)
-        ids = self._ids(request, name, places, crosses=state.crosses)
-        windows = 1 if state.crosses else self._windows(request, name)
+        places = self._find_samples(request, name)
+        ids = self._ids_of_call(request, name, places, crosses=state.crosses)
+        windows = 1 if state.crosses else self._windows_per_sample(request, name)
         if layer.running_summary is not None and layer.running_summary.takes_batches:
             measured = self.measuring.together(call, places, ids, module)
-            levels = self._chance(call, places, ids, module)
+            levels = self._measure_chance(call, places, ids, module)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
             layer.running_summary.add(measured, samples=len(places.found))
             self.record.add(layer, ())
@@ -268,7 +270,7 @@ class Recorder:
             sample, apart = samples[index // windows], state.window or index % windows > 0
             if not first:
                 ids.add_to(sample, span, index, key_start - span.keys[0])
-            alone, start = cut(call, span), 0 if request.packed_lengths is not None else key_start
+            alone, start = cut_request(call, span), 0 if request.packed_lengths is not None else key_start
             if not apart:
                 alone, start = with_dropped_keys(alone, start)
             if places.real is not None:
@@ -276,7 +278,9 @@ class Recorder:
             self._add_sample(layer, sample, alone, start, module, first=first, apart=apart)
             self.record.add(layer, [sample])  # one call
 
-    def _chance(self, call: AttentionCall, places: SampleSpans, ids: Ids, module: nn.Module) -> dict[str, Tensor]:
+    def _measure_chance(
+        self, call: AttentionCall, places: SampleSpans, ids: Ids, module: nn.Module
+    ) -> dict[str, Tensor]:
         """Return `Measuring.of_even_spread`, measured once in a pass for layers whose queries see the same keys."""
         request = call.request
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
@@ -300,7 +304,7 @@ class Recorder:
         new_sample = self._new_sample(layer.name, crosses=state.crosses)
         parts = self._parts_of_batch(call, places, ids)
         if parts is not None:
-            batch = self._batch(call, places, parts, ids, self.names[id(module)], new_sample)
+            batch = self._record_batch(call, places, parts, ids, self.names[id(module)], new_sample)
             batch.windows = windows
             if layer.running_summary is None:
                 state.samples = lambda: batch.samples
@@ -319,7 +323,7 @@ class Recorder:
         state.samples = lambda: samples
         return False
 
-    def _windows(self, request: AttentionRequest, name: str) -> int:
+    def _windows_per_sample(self, request: AttentionRequest, name: str) -> int:
         """Return how many rows of a call's batch are windows of one sample of those that the model was given."""
         one_each = request.packed_lengths is not None or request.continued is not None
         return 1 if one_each else self.inputs.rows_per_sample(name, request.shape.batch)
@@ -329,7 +333,7 @@ class Recorder:
         request, attended, name = call.request, call.attended, self.names[id(module)]
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         length = sequence.whole(request.shape).query_length
-        bare = self._bare(request, device)
+        bare = self._without_tensors(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         if self._spans is None or not self._spans.fits(bare, None, None):
             self._spans = SampleSpans(bare)
@@ -353,7 +357,9 @@ class Recorder:
         values = sequence.gathered(request.v, 2) if any("values" in probe.needs for probe in others) else keys
         samples = []
         for index, span in enumerate(places.found):
-            queries, own_keys = (_overlaps(sequence.chunks(length), each) for each in (span.queries, span.keys))
+            queries, own_keys = (
+                _overlaps_of_range(sequence.chunks(length), each) for each in (span.queries, span.keys)
+            )
             sample = self._new_sample(layer.name)()
             if sequence.place[1] > 1:
                 sample.split = SampleSplit(
@@ -363,16 +369,18 @@ class Recorder:
             sample.segments = [Segment(replace(part_of(bare, span, packed=False), sinks=bare.sinks))]
             rows = [slice(*each.own) for each in queries]
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
-            sample.logsumexp.add(_of_rows(attended.logsumexp, span, rows).to(device))
-            found = {key: _of_rows(value, span, rows)[0].cpu() for key, value in statistics.items()}
+            sample.logsumexp.add(_slice_rows(attended.logsumexp, span, rows).to(device))
+            found = {key: _slice_rows(value, span, rows)[0].cpu() for key, value in statistics.items()}
             if keys is not None and values is not None:
                 more = self._measured_with(keys, values, call, whole, span, queries, sample, module, others)
                 found |= {key: value.cpu() for key, value in more.items()}
             in_order = (*(probe.name for probe in self.probes), *found)  # that of one process, which pages show
             sample.put({key: found[key] for key in in_order if key in found})
             if self.keep in ("cpu", "device"):
-                sample.q = Rows(2, [kept(_of_rows(request.q, span, rows), device)])
-                sample.k = Rows(2, [kept(_of_rows(request.k, span, [slice(*each.own) for each in own_keys]), device)])
+                sample.q = Rows(2, [kept_rows(_slice_rows(request.q, span, rows), device)])
+                sample.k = Rows(
+                    2, [kept_rows(_slice_rows(request.k, span, [slice(*each.own) for each in own_keys]), device)]
+                )
             samples.append(sample)
         if layer.running_summary is None:
             layer.samples.extend(samples)
@@ -435,9 +443,9 @@ class Recorder:
                 sinks=request.sinks,
             )
             result = Attended(attended.output[one, :, rows], attended.logsumexp[one, :, rows])
-            context = self._context(sample, AttentionCall(part, result), 0, module, first=True)
+            context = self._context_of_probes(sample, AttentionCall(part, result), 0, module, first=True)
             context = replace(context, first_key=first_key)
-            chosen = possible(probes, part, context)
+            chosen = possible_probes(probes, part, context)
             found.append(of_call(AttentionCall(part, result), chosen, context))
         joined = {}
         for key in found[0] if found else ():
@@ -447,7 +455,7 @@ class Recorder:
             joined["coverage"] = joined["received"].clamp(max=1)
         return joined
 
-    def _places(self, request: AttentionRequest, name: str) -> SampleSpans:
+    def _find_samples(self, request: AttentionRequest, name: str) -> SampleSpans:
         """Find the samples in a call, or take those of the previous call if they are at the same places."""
         keys, real, padding = huggingface.call_keys.get(), None, None
         if request.continued is not None and request.continued.lengths is not None:
@@ -462,10 +470,10 @@ class Recorder:
         if self._spans is None or not self._spans.fits(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change them before they are read
-            self._spans = SampleSpans(self._bare(request, request.shape.device), own_packed, real, padding)
+            self._spans = SampleSpans(self._without_tensors(request, request.shape.device), own_packed, real, padding)
         return self._spans
 
-    def _ids(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> Ids:
+    def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> Ids:
         """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer."""
         unknown = Ids(None, None, crosses, places.packed, places.request.query_start)
         if not self.inputs.any_ids:
@@ -516,7 +524,7 @@ class Recorder:
             measured = {**measured, **more}
         return measured
 
-    def _batch(
+    def _record_batch(
         self,
         call: AttentionCall,
         places: SampleSpans,
@@ -531,7 +539,7 @@ class Recorder:
         if request.shape.device.type != "cpu":
             parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == places.request.shape.device and request.sinks is None and request.bias is None
-        bare = places.request if shared else self._bare(request, device)
+        bare = places.request if shared else self._without_tensors(request, device)
         batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids, self.probes)
         if self.record.statistics:  # a user's own: its function may raise an error, so it runs now
             batch.statistics  # noqa: B018
@@ -559,12 +567,12 @@ class Recorder:
 
         A window, which is `apart`, is measured as a call of its own.
         """
-        context = self._context(sample, call, 0 if apart else key_start, module, first=first or apart)
+        context = self._context_of_probes(sample, call, 0 if apart else key_start, module, first=first or apart)
         # Tokens of another text are not compared with the token of the query.
         probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
-        found = of_call(call, possible(probes, call.request, context), context)
+        found = of_call(call, possible_probes(probes, call.request, context), context)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
-        request = replace(self._bare(call.request, device), query_start=int(call.request.query_start))
+        request = replace(self._without_tensors(call.request, device), query_start=int(call.request.query_start))
         if sample.k is not None:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
@@ -572,14 +580,14 @@ class Recorder:
             target = replace(self._new_sample(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
         target.add(
             Segment(request, key_start, apart=apart),
-            kept(call.attended.logsumexp, device),
+            kept_rows(call.attended.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
-            None if sample.q is None else kept(call.request.q, device),
+            None if sample.q is None else kept_rows(call.request.q, device),
         )
         if layer.running_summary is not None:
             layer.running_summary.add(target.measured(), samples=int(first and not apart))
 
-    def _bare(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
+    def _without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a request without what a record does not keep in it: q, k, v and the origin."""
         bias, keeps = request.bias, self.keep in ("cpu", "device")
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
@@ -594,7 +602,7 @@ class Recorder:
             wanted=frozenset(),
             shape=request.shape._replace(device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
-            sinks=None if request.sinks is None or not keeps else kept(request.sinks, device),
+            sinks=None if request.sinks is None or not keeps else kept_rows(request.sinks, device),
             origin=None,
         )
 
@@ -603,7 +611,7 @@ class Recorder:
         size, pool = self.measuring.map_size, self.measuring.map_pool
         return partial(SampleRecord, name, size, pool, crosses=crosses, counted=self._counted)
 
-    def _context(
+    def _context_of_probes(
         self, sample: SampleRecord, call: AttentionCall, start: int, module: nn.Module, *, first: bool
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
@@ -662,7 +670,7 @@ def _key_starts(places: SampleSpans, state: _PreviousCall, windows: int, offset:
     return of_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
 
 
-def _follows(rows: Tensor, later: Tensor) -> bool:
+def _follow_in_memory(rows: Tensor, later: Tensor) -> bool:
     """Whether the rows of a tensor, (batch, heads, rows, head_dim), are those after others in the same memory."""
     if rows.shape[:2] != later.shape[:2] or rows.stride() != later.stride() or not later.numel():
         return False
@@ -685,7 +693,7 @@ class _Overlap(NamedTuple):
     own: tuple[int, int]
 
 
-def _overlaps(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_Overlap]:
+def _overlaps_of_range(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_Overlap]:
     """Return the tokens of a range that a rank holds, one overlap per chunk that has some."""
     found, before = [], 0
     for first, stop in chunks:
@@ -697,7 +705,7 @@ def _overlaps(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> lis
     return found
 
 
-def _of_rows(tensor: Tensor, span: Span, rows: list[slice]) -> Tensor:
+def _slice_rows(tensor: Tensor, span: Span, rows: list[slice]) -> Tensor:
     """Return some rows of a sample: (1, heads, rows, ...) of (batch, heads, rows, ...)."""
     one = tensor.detach()[span.sample : span.sample + 1]
     return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]

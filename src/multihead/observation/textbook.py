@@ -13,7 +13,7 @@ from multihead.kinds import KINDS, Kind
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.probes.probe import Probe
-from multihead.record.analysis.chance import chance, evidence
+from multihead.record.analysis.chance import chance, compare_with_chance
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 
@@ -60,11 +60,12 @@ def measure_repeated(
     with torch.no_grad(), observe(model, keep="statistics", probes=tuple(measured.values())) as seen:
         model(input_ids=ids.to(device))
     return {
-        layer.name: _repeated(layer.samples, measured, length, times, start=start is not None) for layer in seen.layers
+        layer.name: _collect_repeated(layer.samples, measured, length, times, start=start is not None)
+        for layer in seen.layers
     }
 
 
-def _repeated(
+def _collect_repeated(
     samples: Sequence[SampleRecord], probes: Mapping[str, Probe], length: int, times: int, *, start: bool
 ) -> RepeatedTokens:
     """Collect the shares of a layer's heads, and their chance, which is the same in all texts."""
@@ -76,7 +77,7 @@ def _repeated(
     one = samples[0]
     levels, measured = chance(one, probes.values()), one.measured()
     even = {
-        name: evidence([measured[of.name].values], [levels[of.name]], [measured[of.name].counted]).chance
+        name: compare_with_chance([measured[of.name].values], [levels[of.name]], [measured[of.name].counted]).chance
         for name, of in probes.items()
         if name in shares and of.name in levels
     }

@@ -16,7 +16,7 @@ from multihead.errors.optional import require
 from multihead.files import check_writable, writing
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record.notebook import many
+from multihead.record.notebook import number_with_noun
 from multihead.record.plots import colors, pyplot
 
 FORMAT = "multihead time series"
@@ -48,7 +48,11 @@ class TimeSeries:
 
     def __repr__(self) -> str:
         """Return one line: how many steps, layers and statistics."""
-        contents = (many(len(self.steps), "step"), many(len(self.layers), "layer"), ", ".join(self.statistics))
+        contents = (
+            number_with_noun(len(self.steps), "step"),
+            number_with_noun(len(self.layers), "layer"),
+            ", ".join(self.statistics),
+        )
         return f"<TimeSeries of {', '.join(filter(None, contents))}>"
 
     def append(
@@ -197,14 +201,14 @@ class TimeSeries:
                 if header.get("format") != FORMAT or header.get("version") != str(VERSION):
                     raise InputError(f"{target!r} is not a time series of heads.", "Give a file of TimeSeries.save().")
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-            return _series(header, tensors)
+            return _series_of_file(header, tensors)
         except FileNotFoundError:
             raise InputError(f"There is no file {target!r}.", "Check its name.") from None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{target!r} is damaged: {error}.", "Give a file of TimeSeries.save().") from None
 
 
-def _series(header: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> TimeSeries:
+def _series_of_file(header: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> TimeSeries:
     """Build a series from the contents of a file.
 
     Raises:

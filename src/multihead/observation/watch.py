@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.models.trainer import around_steps
-from multihead.observation.observe import recorded
+from multihead.observation.observe import observing_into
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, resolved
+from multihead.probes.statistics import Wanted, resolve_probes
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 
@@ -84,7 +84,7 @@ class Watch:
     ) -> None:
         check_integer("every", every)
         self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
-        self.probes: tuple[Probe, ...] = resolved(PROBES if probes is None else probes)
+        self.probes: tuple[Probe, ...] = resolve_probes(PROBES if probes is None else probes)
         for probe in self.probes:
             if probe.axes != "queries" or probe.name == "largest_key":
                 raise ProbeError(
@@ -106,7 +106,7 @@ class Watch:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
         self._stack = ExitStack()
         if self.due:
-            context = recorded(self.model, layers=self.layers, probes=self.probes, sums=_step_sums)
+            context = observing_into(self.model, layers=self.layers, probes=self.probes, sums=_step_sums)
             self._record = self._stack.enter_context(context)
         return self
 
@@ -148,7 +148,7 @@ class Watch:
         """Keep the numbers of an observed step."""
         self.numbers = {}
         for layer in record.layers:
-            found = _summary(layer)
+            found = _summary_of_layer(layer)
             self.series.append(
                 step, layer.name, layer.number, {name: each.tolist() for name, each in found.items()}, record.statistics
             )
@@ -173,7 +173,7 @@ def _step_sums(_: str, num_heads: int) -> RunningSummary:
     return RunningSummary(num_heads, maxima=(LARGEST_SCORE,))
 
 
-def _summary(layer: LayerRecord) -> dict[str, Tensor]:
+def _summary_of_layer(layer: LayerRecord) -> dict[str, Tensor]:
     """Return each statistic of a layer: the mean over queries, of `largest_score` the maximum; (heads,) each."""
     return layer.summary("mean") | layer.summary("max", (LARGEST_SCORE,))
 
@@ -214,7 +214,10 @@ def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str,
 
 
 def _largest_of_record(record: Record) -> Mapping[str, Tensor]:
-    return {layer.name: _scores(layer.summary("max", (LARGEST_SCORE,)).get(LARGEST_SCORE)) for layer in record.layers}
+    return {
+        layer.name: _largest_scores(layer.summary("max", (LARGEST_SCORE,)).get(LARGEST_SCORE))
+        for layer in record.layers
+    }
 
 
 def _largest_of_watch(watch: Watch) -> Mapping[str, Tensor]:
@@ -222,12 +225,12 @@ def _largest_of_watch(watch: Watch) -> Mapping[str, Tensor]:
         return {}
     series, known = watch.series, LARGEST_SCORE in watch.series.statistics
     return {
-        name: _scores(torch.from_numpy(series.values(LARGEST_SCORE, layer=number)[-1]) if known else None)
+        name: _largest_scores(torch.from_numpy(series.values(LARGEST_SCORE, layer=number)[-1]) if known else None)
         for number, name in series.layers.items()
     }
 
 
-def _scores(found: Tensor | None) -> Tensor:
+def _largest_scores(found: Tensor | None) -> Tensor:
     if found is None:
         raise ProbeError(
             "The statistic 'largest_score' was not observed.", 'Observe with probes=("entropy", "largest_score").'

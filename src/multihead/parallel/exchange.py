@@ -90,14 +90,14 @@ def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
     """Check that all ranks make the same call, in one message of a fixed size, and return the int64 number of rank 0.
 
     It precedes all messages whose sizes depend on the call: with other sizes, gloo ends a process without an error.
-    `call` is what must be equal on all ranks, by name, as `described` takes it.
+    `call` is what must be equal on all ranks, by name, as `comparable_value` takes it.
 
     Raises:
         RankError: a value differs, on all ranks; or a rank is missing.
     """
     if ranks.size == 1:
         return number
-    given = {name: described(value) for name, value in call.items()}
+    given = {name: comparable_value(value) for name, value in call.items()}
     digest = hashlib.blake2b(repr(given).encode(), digest_size=8).digest()
     own = torch.tensor([int.from_bytes(digest, "little", signed=True), number], device=ranks.device)
     found = own.new_empty(ranks.size, 2)
@@ -105,11 +105,11 @@ def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
         dist.all_gather(list(found.unbind()), own, group=ranks.group)
     digests, numbers = found.T.tolist()
     if len(set(digests)) > 1:  # on every rank, so that all of them take part in what follows
-        raise _difference(gather_objects(given, ranks, to=None) or [])
+        raise _first_difference(gather_objects(given, ranks, to=None) or [])
     return int(numbers[0])
 
 
-def _difference(calls: list[dict[str, object]]) -> RankError:
+def _first_difference(calls: list[dict[str, object]]) -> RankError:
     """Return the error that names the first difference between the calls of the ranks."""
     names = [name for each in calls for name in each]
     name = next(name for name in names if len({repr(each.get(name)) for each in calls}) > 1)
@@ -117,7 +117,7 @@ def _difference(calls: list[dict[str, object]]) -> RankError:
     return RankError(f"{name} differs between ranks: {listed}.", "Give all ranks equal sizes and options.")
 
 
-def described(value: object) -> object:
+def comparable_value(value: object) -> object:
     """Return what stands for a value in a comparison of ranks: equal on two ranks where the values are equal.
 
     A tensor counts bit for bit, and a mask with its fields. Objects of other types, such as functions, may not be
@@ -133,13 +133,13 @@ def described(value: object) -> object:
         checksum = zlib.crc32((c_char * content.nbytes).from_address(content.data_ptr()))
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} with checksum {checksum:08x}"
     if isinstance(value, Mask):
-        return [type(value).__name__, described(value.values())]
+        return [type(value).__name__, comparable_value(value.values())]
     if isinstance(value, RelativeBias):
-        return f"RelativeBias of {described(value.values)}"
+        return f"RelativeBias of {comparable_value(value.values)}"
     if isinstance(value, Mapping):
-        return {name: described(each) for name, each in value.items()}
+        return {name: comparable_value(each) for name, each in value.items()}
     if isinstance(value, (tuple, list)):
-        return [described(each) for each in value]
+        return [comparable_value(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     return type(value).__name__

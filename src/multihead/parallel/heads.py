@@ -54,7 +54,7 @@ def parallelize(module: M, mesh: Any) -> M:
     plans = {}
     for name, each in module.named_modules():
         if isinstance(each, MultiHeadAttention):
-            plans[name] = _plan(name, each, ranks.size)
+            plans[name] = _split_of_projections(name, each, ranks.size)
         elif (found := _layer_of(name, each)) is not None:
             plans[name] = found.plan(ranks.size)
     if not plans:
@@ -66,12 +66,12 @@ def parallelize(module: M, mesh: Any) -> M:
     for name, plan in plans.items():
         layer = module.get_submodule(name)
         if not isinstance(layer, MultiHeadAttention):
-            _prepare(layer, mesh, ranks)
+            _prepare_layer(layer, mesh, ranks)
         parallelize_module(layer, mesh, plan)
     return module
 
 
-def _plan(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
+def _split_of_projections(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
     """Return how the projections of a layer are split, or raise an error."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -126,7 +126,7 @@ class _TransformersLayer(NamedTuple):
                 f"{self.name} has {others[0] if others else 'no head_dim'}, which parallelize cannot split by heads.",
                 _INSTEAD,
             )
-        heads, kv_heads = _heads(self.module)
+        heads, kv_heads = _count_heads(self.module)
         check_divides(self.name, heads, kv_heads, ranks)
         plan: dict[str, Any] = {each: ColwiseParallel() for each in self.columns}
         plan[self.rows] = RowwiseParallel()
@@ -163,14 +163,14 @@ def _layer_of(name: str, module: nn.Module) -> _TransformersLayer | None:
     )
 
 
-def _prepare(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
+def _prepare_layer(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
     """Store which heads a rank has, before the projections of a layer are split, and split its sinks.
 
     The hooks read it: layers of transformers know their projections only, and not which heads these return.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    heads, kv_heads = _heads(module)
+    heads, kv_heads = _count_heads(module)
     of_rank: Any = HeldHeads.of(ranks.rank, ranks.size, heads, kv_heads)
     module.held_heads, module.held_group = of_rank, Group(mesh, 0)  # type: ignore[assignment]
     sinks = module._parameters.get("sinks")  # noqa: SLF001 - most layers have none
@@ -182,7 +182,7 @@ def _head_dim(module: nn.Module) -> Any:
     return getattr(module, "head_dim", getattr(module, "head_size", None))
 
 
-def _heads(module: nn.Module) -> tuple[int, int]:
+def _count_heads(module: nn.Module) -> tuple[int, int]:
     """Return how many query heads and key/value heads a layer has, before it is split."""
 
     def count(name: str) -> int:

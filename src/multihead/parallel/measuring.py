@@ -36,7 +36,7 @@ def measured(request: AttentionRequest, attended: Attended, first_key: Tensor | 
         known |= measured_parts(call, wanted - known.keys())
     empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
     # In an order that is the same on all ranks, which that of a set of strings is not.
-    return {part: _filled(known[part], empty, bad) for part in sorted(known, key=str)}
+    return {part: _fill_empty_and_bad(known[part], empty, bad) for part in sorted(known, key=str)}
 
 
 class MergedParts:
@@ -83,7 +83,7 @@ class MergedParts:
                 continue
             mixed = old * own[:, :, at] + new * found[part]
             if part == "entropy":  # of the shares of the two parts
-                mixed = mixed - _times(old, log_old) - _times(new, log_new)
+                mixed = mixed - _share_times_log(old, log_old) - _share_times_log(new, log_new)
             own[:, :, at] = mixed
         if _LARGEST in found:
             self._add_largest(at, first_key, added, found[_LARGEST], parts.get(_KEY))
@@ -117,18 +117,18 @@ class MergedParts:
                 value = (share * (self.sums[part] - log_share)).clamp(min=0)
             else:
                 value = self.sums[part] if part in (_MEAN, _SPREAD) else share * self.sums[part]
-            found[part] = _filled(value, empty, bad)
+            found[part] = _fill_empty_and_bad(value, empty, bad)
         dtype = working_dtype(logsumexp.dtype)
         return {part: value.to(dtype) if value.is_floating_point() else value for part, value in found.items()}
 
 
-def stacked(parts: dict[Part, Tensor]) -> Tensor:
+def stack_parts(parts: dict[Part, Tensor]) -> Tensor:
     """Return parts as one tensor (batch, heads, queries, parts) in float64, which holds every key exactly."""
     return torch.stack([value.double() for value in parts.values()], -1)
 
 
-def unstacked(tensor: Tensor, like: dict[Part, Tensor]) -> dict[Part, Tensor]:
-    """Undo `stacked`: parts in the dtypes of others."""
+def unstack_parts(tensor: Tensor, like: dict[Part, Tensor]) -> dict[Part, Tensor]:
+    """Undo `stack_parts`: parts in the dtypes of others."""
     each = zip(like.items(), tensor.unbind(-1), strict=True)
     return {part: value.to(other.dtype) for (part, other), value in each}
 
@@ -139,12 +139,12 @@ def _with_companions(wanted: Iterable[Part]) -> frozenset[Part]:
     return found | {_MEAN for part in found if part == _SPREAD} | {_LARGEST for part in found if part == _KEY}
 
 
-def _times(share: Tensor, log: Tensor) -> Tensor:
+def _share_times_log(share: Tensor, log: Tensor) -> Tensor:
     """Return share * ln share, 0 for no share."""
     return share * log.masked_fill(share == 0, 0)
 
 
-def _filled(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
+def _fill_empty_and_bad(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
     """Set queries that see no key to 0 and those that see NaN to NaN; both to -1 among keys."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
     return value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)

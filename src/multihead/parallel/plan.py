@@ -17,7 +17,7 @@ from multihead.kernels.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Extent, Place
-from multihead.parallel.exchange import described
+from multihead.parallel.exchange import comparable_value
 from multihead.parallel.layout import Layout, Range
 from multihead.tensors.shapes import AttentionShape
 
@@ -81,12 +81,12 @@ class Step(NamedTuple):
     @property
     def keys_received(self) -> int:
         """How many keys are received."""
-        return _count(self.received)
+        return _count_positions(self.received)
 
     @property
     def keys_sent(self) -> int:
         """How many keys are sent."""
-        return _count(self.sent)
+        return _count_positions(self.sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class RingPlan:
     def checksum(self) -> str:
         """A checksum of what the mask shows, equal on all ranks where they have equal masks."""
         bounds = self.bounds
-        return f"{zlib.crc32(repr(described((bounds.start, bounds.stop, bounds.remainder))).encode()):08x}"
+        return f"{zlib.crc32(repr(comparable_value((bounds.start, bounds.stop, bounds.remainder))).encode()):08x}"
 
     @property
     def keys_sent(self) -> int:
@@ -136,26 +136,35 @@ def ring_plan(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     if known is not None:
         return known
     bounds = key_bounds(mask, queries=length, keys=length)
-    steps = [step for distance in range(layout.ranks) for step in _steps(mask, bounds, length, layout, rank, distance)]
+    steps = [
+        step
+        for distance in range(layout.ranks)
+        for step in _steps_of_rank(mask, bounds, length, layout, rank, distance)
+    ]
     found = RingPlan(length, mask, bounds, tuple(steps))
     if key is not None:
         _PLANS.add(key, found, bounds)
     return found
 
 
-def _steps(mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int) -> list[Step]:
+def _steps_of_rank(mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int) -> list[Step]:
     """Plan how a rank attends to keys of another: two steps, so that sending overlaps computing; one for its own."""
     own = layout.chunks(rank, length)
     if distance == 0:
         needed = _keys_seen(bounds, own, own)
-        return [Step(0, _pieces(mask, bounds, own, needed), _places(needed, own), ())]
+        return [Step(0, _rectangles_of_chunks(mask, bounds, own, needed), _places_on_rank(needed, own), ())]
     theirs = layout.chunks((rank - distance) % layout.ranks, length)
     following = layout.chunks((rank + distance) % layout.ranks, length)
     most = length // layout.ranks // 4
-    received = _messages(_keys_seen(bounds, own, theirs), most)
-    sent = _messages(_keys_seen(bounds, following, own), most)
+    received = _halve_ranges(_keys_seen(bounds, own, theirs), most)
+    sent = _halve_ranges(_keys_seen(bounds, following, own), most)
     return [
-        Step(distance, _pieces(mask, bounds, own, arriving), _places(arriving, theirs), _places(leaving, own))
+        Step(
+            distance,
+            _rectangles_of_chunks(mask, bounds, own, arriving),
+            _places_on_rank(arriving, theirs),
+            _places_on_rank(leaving, own),
+        )
         for arriving, leaving in zip(received, sent, strict=True)
     ]
 
@@ -171,13 +180,13 @@ def _keys_seen(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tup
     return found
 
 
-def _messages(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
+def _halve_ranges(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
     """Cut ranges of keys in two halves, the second one empty where there are at most `most` keys.
 
     A rank holds the keys that it computes with, those that arrive, and the gradients of both. Half of the keys at a
     time is half of that memory; and as all ranks cut their keys in equal halves, equal work stays equal.
     """
-    total = _count(tuple(ranges))
+    total = _count_positions(tuple(ranges))
     left = total if total <= most else -(-total // 2)
     first, second = [], []
     for start, stop in ranges:
@@ -190,7 +199,9 @@ def _messages(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]
     return first, second
 
 
-def _pieces(mask: Mask, bounds: KeyBounds, row_chunks: tuple[Range, ...], ranges: list[Range]) -> tuple[Piece, ...]:
+def _rectangles_of_chunks(
+    mask: Mask, bounds: KeyBounds, row_chunks: tuple[Range, ...], ranges: list[Range]
+) -> tuple[Piece, ...]:
     """Return the rectangles in which chunks of queries see ranges of keys, which lie one after the other."""
     found = []
     first_row = 0
@@ -208,7 +219,7 @@ def _pieces(mask: Mask, bounds: KeyBounds, row_chunks: tuple[Range, ...], ranges
     return tuple(found)
 
 
-def _places(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
+def _places_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
     """Convert positions in the sequence to places among a rank's own tokens; each range lies in one chunk."""
     found = []
     before = 0
@@ -238,7 +249,7 @@ def _mask_of(mask: Mask, bounds: KeyBounds, rows: Range, keys: Range) -> Mask:
     return MapBlock(mask, bounds, rows, keys)
 
 
-def _count(ranges: tuple[Range, ...]) -> int:
+def _count_positions(ranges: tuple[Range, ...]) -> int:
     return sum(stop - first for first, stop in ranges)
 
 

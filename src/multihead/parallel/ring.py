@@ -69,21 +69,27 @@ class Ring:
         step = self.plan.steps[index]
         if not step.sent and not step.received:
             return None
-        return self._transfer(by_token((k, v), step.sent), (k, v), step.received, step.distance)
+        return self._exchange_ranges(by_token((k, v), step.sent), (k, v), step.received, step.distance)
 
     def start_return(self, step: Step, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor) -> Transfer | None:
         """Start the transfer of the gradients of a step back to the rank of its keys; None where nothing moves."""
         if step.distance == 0 or not (step.sent or step.received):
             return None
-        message = () if gradients is None else by_token(tuple(x.to(k.dtype) for x in gradients), _packed(step.received))
-        return self._transfer(message, (k, v), step.sent, -step.distance)
+        message = (
+            ()
+            if gradients is None
+            else by_token(tuple(x.to(k.dtype) for x in gradients), _ranges_once_packed(step.received))
+        )
+        return self._exchange_ranges(message, (k, v), step.sent, -step.distance)
 
-    def _transfer(
+    def _exchange_ranges(
         self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[Range, ...], distance: int
     ) -> Transfer:
         """Send to the rank `distance` after this one, and receive ranges from the rank as far before it."""
         rank, count = self.ranks.rank, self.ranks.size
-        return Transfer(self.ranks, sent, (rank + distance) % count, like, _lengths(ranges), (rank - distance) % count)
+        return Transfer(
+            self.ranks, sent, (rank + distance) % count, like, _lengths_of_ranges(ranges), (rank - distance) % count
+        )
 
     def arrived(self, step: Step, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values of a step, after waiting for them; None where the rank needs none."""
@@ -95,13 +101,13 @@ class Ring:
         return found[0], found[1]
 
 
-def _lengths(ranges: tuple[Range, ...]) -> tuple[int, ...]:
+def _lengths_of_ranges(ranges: tuple[Range, ...]) -> tuple[int, ...]:
     return tuple(stop - first for first, stop in ranges)
 
 
-def _packed(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+def _ranges_once_packed(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
     """Return where some ranges lie once they follow one another."""
-    ends = list(accumulate(_lengths(ranges), initial=0))
+    ends = list(accumulate(_lengths_of_ranges(ranges), initial=0))
     return tuple(pairwise(ends))
 
 
@@ -151,7 +157,7 @@ class _Ring(torch.autograd.Function):
                     if part.wanted:
                         measures = measured(part, found, ring.first_keys(bias) - piece.keys[0])
                         merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
-                    merge(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
+                    merge_outputs(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
                     del part, found  # before the next one is computed
             transfer, held = following, None
         if sinks is not None:
@@ -263,9 +269,9 @@ class _Backward:
             with torch.no_grad():
                 found = native.gradients(job, outputs, grad_output, of_logsumexp, bias_wanted=wanted)
             return cast(Gradients, found[:4])
-        return self._recomputed(terms, piece, logsumexp, grad_output)
+        return self._recompute_piece(terms, piece, logsumexp, grad_output)
 
-    def _recomputed(self, terms: Terms, piece: Piece, logsumexp: Tensor, grad_output: Tensor) -> Gradients:
+    def _recompute_piece(self, terms: Terms, piece: Piece, logsumexp: Tensor, grad_output: Tensor) -> Gradients:
         """Compute the piece again, and differentiate the merge: O = sum_b w_b o_b with w_b = exp(l_b - L)."""
         values = None if terms.bias is None else values_of(terms.bias)
         inputs = [x.detach().requires_grad_() for x in terms[:3]]
@@ -311,7 +317,7 @@ class _Backward:
         return -torch.where(self.delta == 0, 0, weight * self.delta).sum((0, 2)).to(sinks.dtype)
 
 
-def merge(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
+def merge_outputs(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
     """Add a part with other keys to an output (batch, heads, queries, value_dim) and its logsumexp, in place.
 
     With l the logsumexp of a part and L that of both, each part counts exp(l - L).

@@ -32,7 +32,7 @@ from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
 from multihead.parallel.exchange import Ranks, compare, gather, heads_for_tokens, tokens_for_heads
 from multihead.parallel.layout import Kind, Layout, Range, check_kind
-from multihead.parallel.measuring import MergedParts, measured, stacked, unstacked
+from multihead.parallel.measuring import MergedParts, measured, stack_parts, unstack_parts
 from multihead.parallel.plan import (
     MapBlock,
     RingPlan,
@@ -48,7 +48,7 @@ from multihead.parallel.plan import (
 from multihead.parallel.ring import Ring, part_of_dropout, terms_of
 from multihead.scores.bias import part_of_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
-from multihead.tensors.tracing import outside_of_graphs, runs_backward, traced
+from multihead.tensors.tracing import is_traced, outside_of_graphs, runs_backward
 
 Check = Literal["every call", "first call"]
 
@@ -131,7 +131,7 @@ def shard(
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is no tensor"
         raise ShapeError(f"The tensors of a sequence have one length, and {listed}.", "Give (batch, tokens, ...) each.")
     length = next(iter(lengths.values()))
-    kind = _better(mask, length, ranks.size) if layout == "auto" else check_kind(layout)
+    kind = _layout_with_less_work(mask, length, ranks.size) if layout == "auto" else check_kind(layout)
     chosen = Layout(kind, ranks.size)
     chosen.check_length(length)
     compare(ranks, {"The call": "shard", "The tensors": ", ".join(tensors), "The layout": kind, **tensors})
@@ -140,7 +140,7 @@ def shard(
     return Shard(parts, chosen.positions(ranks.rank, length, device)[None], kind)
 
 
-def _better(mask: Mask, length: int, ranks: int) -> Kind:
+def _layout_with_less_work(mask: Mask, length: int, ranks: int) -> Kind:
     """Choose the layout whose busiest rank has less work; equal work is not worth smaller chunks."""
     balanced, contiguous = Layout("balanced", ranks), Layout("contiguous", ranks)
     if length % balanced.parts:
@@ -278,11 +278,11 @@ class _Split:
 
     @outside_of_graphs(_OUTSIDE)
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
-        observed = bool(listeners()) and not traced() and not runs_backward()
-        request, planned, chosen = self._planned(request, kernel)
+        observed = bool(listeners()) and not is_traced() and not runs_backward()
+        request, planned, chosen = self._plan_call(request, kernel)
         if observed:
             request = replace(request, wanted=wanted_parts())
-        seed = self._compare(request, planned, chosen.strategy, observed=observed)
+        seed = self._compare_with_ranks(request, planned, chosen.strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, part=DropoutPart(seed, DropoutPlace())), "native"
         if chosen.strategy == "ring":
@@ -296,7 +296,7 @@ class _Split:
         return found
 
     def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
-        request, planned, chosen = self._planned(request, kernel)
+        request, planned, chosen = self._plan_call(request, kernel)
         shape, ranks, rank = request.shape, self.ranks.size, self.ranks.rank
         whole, strategy = self.whole(shape), chosen.strategy
         sent = traffic(strategy, shape, planned, ranks)
@@ -323,7 +323,7 @@ class _Split:
         )
         return RankWork(parts, shape.cells * ranks, round(own * per_cell), sent.held, lines)
 
-    def _planned(self, request: AttentionRequest, kernel: str | None) -> tuple[AttentionRequest, RingPlan, Chosen]:
+    def _plan_call(self, request: AttentionRequest, kernel: str | None) -> tuple[AttentionRequest, RingPlan, Chosen]:
         """Check a call, plan it and choose the strategy, without talking to other ranks.
 
         Returns:
@@ -347,9 +347,9 @@ class _Split:
                 f"ranks; {reason or f'kernel is {kernel!r}'}.",
                 "Give dropout=0.0, or call model.eval().",
             )
-        return request, planned, self._chosen(request.shape, planned)
+        return request, planned, self._choose_strategy(request.shape, planned)
 
-    def _chosen(self, shape: AttentionShape, planned: RingPlan) -> Chosen:
+    def _choose_strategy(self, shape: AttentionShape, planned: RingPlan) -> Chosen:
         """Choose the strategy, the same one on all ranks."""
         ranks, copies = self.ranks.size, copies_for_ulysses(shape, self.ranks.size)
         if self.strategy == "ulysses" and copies is None:
@@ -367,7 +367,9 @@ class _Split:
         sums = f"in a ring all ranks send {readable_bytes(by_ring)}, with Ulysses {readable_bytes(by_heads)}"
         return Chosen("ring" if by_ring <= by_heads else "ulysses", sums)
 
-    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool) -> int:
+    def _compare_with_ranks(
+        self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool
+    ) -> int:
         """Compare a call with those of the other ranks, before anything else is sent.
 
         Returns:
@@ -464,8 +466,8 @@ class _Split:
         if not request.wanted:
             return Attended(output, logsumexp)
         parts = measured(part, found, planned.first_keys(request))
-        exchanged = tokens_for_heads(stacked(parts), self.ranks, self.layout)
-        return Attended(output, logsumexp, unstacked(exchanged, parts))
+        exchanged = tokens_for_heads(stack_parts(parts), self.ranks, self.layout)
+        return Attended(output, logsumexp, unstack_parts(exchanged, parts))
 
     def _part_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
         """Return the call of this rank's heads, with their queries, keys and values of the whole sequence."""

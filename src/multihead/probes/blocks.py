@@ -19,7 +19,7 @@ from multihead.masks.base import KeyBounds
 from multihead.probes.tile import RowTotals, base_of, head_indices, in_float64, is_large, row_totals
 from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 STRIP = 1 << 24  # scores of one head that are computed between two checks for cancellation
 VANISHING = 2.0**60  # next to which any score of moderate size is lost in float64
@@ -83,7 +83,10 @@ def blocks(
         ArgumentError: a head that does not exist, a slice with steps, or an empty block.
         CancelledError: `cancelled` returned True.
     """
-    rows, columns = _ends("queries", queries, request.shape.query_length), _ends("keys", keys, request.shape.key_length)
+    rows, columns = (
+        _checked_ends("queries", queries, request.shape.query_length),
+        _checked_ends("keys", keys, request.shape.key_length),
+    )
     if min(block) < 1:
         raise ArgumentError(f"block is {block}.", "Give queries and keys a block, at least 1 each.")
     chosen = head_indices(heads, request.shape.num_heads).to(request.shape.device)
@@ -98,24 +101,28 @@ def blocks(
     base = base_of(request, logsumexp)
     totals = totals or RowTotals()
     with torch.no_grad(), without_autocast(request.shape.device):
-        for strip in _strips(rows, columns, block, dense=dense):
+        for strip in _strips_of_rows(rows, columns, block, dense=dense):
             if cancelled is not None and cancelled():
                 raise CancelledError
             first = (strip[0] - rows[0]) // block[0]
-            shown = _shown(bounds, strip, columns, without_first_key=without_first_key)
-            reached = _reached(shown, columns, block[1])
+            shown = _bounds_within(bounds, strip, columns, without_first_key=without_first_key)
+            reached = _columns_seen_by_strip(shown, columns, block[1])
             if reached != columns:
                 # Half of a causal map is hidden, and nearly all of a window's: these keys are skipped.
-                shown = _shown(bounds, strip, reached, without_first_key=without_first_key)
-            part = _part(request, chosen, strip, reached)
+                shown = _bounds_within(bounds, strip, reached, without_first_key=without_first_key)
+            part = _part_of_call(request, chosen, strip, reached)
             cells = None
             if dense:
-                cells = _cells(request, chosen, shown, strip, reached)
+                cells = _visible_cells(request, chosen, shown, strip, reached)
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
             if exact:
                 row = row_totals(request, row, totals, chosen, slice(*strip), base)
-                part = in_float64(part) if base is None else _relative(in_float64(part), base[:, chosen, slice(*strip)])
-            of_strip = _summed(part, shown, cells, row, block)
+                part = (
+                    in_float64(part)
+                    if base is None
+                    else _bias_less_base(in_float64(part), base[:, chosen, slice(*strip)])
+                )
+            of_strip = _sum_strip(part, shown, cells, row, block)
             left = (reached[0] - columns[0]) // block[1]
             height, width = of_strip.sums.shape[1:]
             found.sums[:, first : first + height, left : left + width] = of_strip.sums
@@ -123,7 +130,7 @@ def blocks(
     return found
 
 
-def _ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
+def _checked_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
     first, stop, step = chosen.indices(length)
     if step != 1:
         raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of neighbours, such as slice(0, 512).")
@@ -137,7 +144,7 @@ def _is_dense(request: AttentionRequest, bounds: KeyBounds) -> bool:
     return request.bias is not None and bool((values_of(request.bias) == -torch.inf).any())
 
 
-def _strips(
+def _strips_of_rows(
     rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int], *, dense: bool
 ) -> Iterator[tuple[int, int]]:
     """Yield strips: as many whole rows of blocks at a time as have about STRIP scores."""
@@ -147,7 +154,9 @@ def _strips(
         yield first, min(first + height, rows[1])
 
 
-def _shown(bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *, without_first_key: bool) -> KeyBounds:
+def _bounds_within(
+    bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *, without_first_key: bool
+) -> KeyBounds:
     """Slice the bounds to some rows, and count their keys from the first column."""
     start = bounds.start[:1, slice(*rows)] - columns[0]
     stop = bounds.stop[:1, slice(*rows)] - columns[0]
@@ -157,7 +166,7 @@ def _shown(bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *
     return KeyBounds(start.masked_fill(empty, 0).contiguous(), stop.masked_fill(empty, 0).contiguous())
 
 
-def _reached(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[int, int]:
+def _columns_seen_by_strip(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[int, int]:
     """Return the columns that some row of a strip sees, in whole blocks; at least one block."""
     seeing = shown.start < shown.stop
     if not bool(seeing.any()):
@@ -166,7 +175,7 @@ def _reached(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[in
     return columns[0] + first, min(columns[0] - int(-shown.stop.max() // block) * block, columns[1])
 
 
-def _part(
+def _part_of_call(
     request: AttentionRequest, heads: Tensor, rows: tuple[int, int], columns: tuple[int, int]
 ) -> AttentionRequest:
     """Slice heads, rows and columns of a call; its visible cells are given by the bounds alone."""
@@ -197,7 +206,7 @@ def _part(
     )
 
 
-def _relative(part: AttentionRequest, base: Tensor) -> AttentionRequest:
+def _bias_less_base(part: AttentionRequest, base: Tensor) -> AttentionRequest:
     """Subtract the base of its rows, (1, heads, rows), from the bias of a part in float64."""
     assert part.bias is not None
     bias = bias_tile(part.bias, part.shape, slice(None), slice(None)) - base[..., None]
@@ -213,7 +222,7 @@ def _bias_of(bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, 
     return bias if values.shape[1] == 1 else with_values(bias, values[:, heads])
 
 
-def _cells(
+def _visible_cells(
     request: AttentionRequest, heads: Tensor, shown: KeyBounds, rows: tuple[int, int], columns: tuple[int, int]
 ) -> Tensor:
     """Return which cells are visible: (1, heads or 1, rows, columns) bool."""
@@ -223,25 +232,29 @@ def _cells(
     return cells & ((key >= shown.start[0, :, None]) & (key < shown.stop[0, :, None]))
 
 
-def _summed(
+def _sum_strip(
     part: AttentionRequest, shown: KeyBounds, cells: Tensor | None, logsumexp: Tensor, block: tuple[int, int]
 ) -> Blocks:
     """Sum and count a strip over the visible `cells`, (1, heads or 1, rows, columns), or None = those of the bounds."""
-    counts = _counted(shown, part, block) if cells is None else _added(cells[0].double(), block).long()
+    counts = (
+        _count_cells_of_blocks(shown, part, block)
+        if cells is None
+        else _sum_over_blocks(cells[0].double(), block).long()
+    )
     counts = counts.expand(part.shape.num_heads, -1, -1)
     scores_in_all = part.shape.num_heads * part.shape.query_length * part.shape.key_length
     bounds = shown
     if cells is not None:
         part = replace(part, mask=Keep(cells))
         bounds = KeyBounds(shown.start, shown.stop, part.mask)
-    if scores_in_all > SMALL and not traced() and kernel.refusal(part, bounds) is None:
+    if scores_in_all > SMALL and not is_traced() and kernel.refusal(part, bounds) is None:
         _, sums = second_pass(part, bounds, logsumexp, cell=block)
         if sums is not None:
             return Blocks(sums[0].double(), counts)
-    return Blocks(_streamed(part, shown, logsumexp, cells, block), counts)
+    return Blocks(_sum_strip_in_torch(part, shown, logsumexp, cells, block), counts)
 
 
-def _streamed(
+def _sum_strip_in_torch(
     part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, cells: Tensor | None, block: tuple[int, int]
 ) -> Tensor:
     """Sum a strip in PyTorch, rows of blocks at a time: (heads, row blocks, column blocks), float64."""
@@ -258,11 +271,11 @@ def _streamed(
         row = logsumexp[:, :, rows, None]  # (1, heads, rows, 1)
         counted = here & (row != -torch.inf) & ~row.isnan()
         weights = (scores(part, rows) - row).exp_().masked_fill_(~counted, 0)
-        found.append(_added(weights[0].double(), block))
+        found.append(_sum_over_blocks(weights[0].double(), block))
     return torch.cat(found, 1)
 
 
-def _added(cells: Tensor, block: tuple[int, int]) -> Tensor:
+def _sum_over_blocks(cells: Tensor, block: tuple[int, int]) -> Tensor:
     """Sum (heads, rows, columns) over blocks: (heads, row blocks, column blocks)."""
     rest = (0, -cells.shape[2] % block[1], 0, -cells.shape[1] % block[0])
     whole = torch.nn.functional.pad(cells, rest)
@@ -270,7 +283,7 @@ def _added(cells: Tensor, block: tuple[int, int]) -> Tensor:
     return added
 
 
-def _counted(shown: KeyBounds, part: AttentionRequest, block: tuple[int, int]) -> Tensor:
+def _count_cells_of_blocks(shown: KeyBounds, part: AttentionRequest, block: tuple[int, int]) -> Tensor:
     """Count the cells of each block that intervals show: (1, row blocks, column blocks), int64."""
     height, width = block
     first = torch.arange(-(-part.shape.key_length // width), device=part.shape.device) * width
@@ -279,5 +292,5 @@ def _counted(shown: KeyBounds, part: AttentionRequest, block: tuple[int, int]) -
     for row in range(0, part.shape.query_length, step):
         start, stop = shown.start[0, row : row + step, None], shown.stop[0, row : row + step, None]
         inside = (stop.minimum(first + width) - start.maximum(first)).clamp_(min=0)  # (rows, column blocks)
-        counts.append(_added(inside[None], (height, 1)))
+        counts.append(_sum_over_blocks(inside[None], (height, 1)))
     return torch.cat(counts, 1)

@@ -12,7 +12,7 @@ from multihead.kernels.parts import PART_FAMILIES, Part, check_part
 from multihead.probes.probe import SHARE, Parts, Probe, Statistic
 
 
-def _part(part: Part) -> Callable[[Parts], Tensor]:
+def _read_part(part: Part) -> Callable[[Parts], Tensor]:
     """Return the function of a statistic that is one part as it is."""
     return itemgetter(part)
 
@@ -25,7 +25,7 @@ def _largest_score(parts: Parts) -> Tensor:
     return parts["logsumexp"] + parts["largest_weight"].log()
 
 
-def _coverage(parts: Parts) -> Tensor:
+def _coverage_of_parts(parts: Parts) -> Tensor:
     return parts["received"].clamp(max=1)
 
 
@@ -33,12 +33,12 @@ _OFFSETS = {0: "self_mass", -1: "previous_mass", 1: "next_mass"}
 _OFFSET_SOURCES = {-1: "arXiv:1905.09418, 2209.11895", 1: "arXiv:1906.04341, section 3.1"}
 
 
-def _at(offset: int, name: str, label: str, short_label: str = "") -> Probe:
+def _mass_at_offset(offset: int, name: str, label: str, short_label: str = "") -> Probe:
     part: Part = ("offset_mass", offset)
     places = {0: "the query's own position", -1: "the position before", 1: "the position after"}
     return Probe(
         name,
-        _part(part),
+        _read_part(part),
         {part},
         label=label,
         short_label=short_label,
@@ -50,11 +50,11 @@ def _at(offset: int, name: str, label: str, short_label: str = "") -> Probe:
     )
 
 
-def _first(count: int, name: str, label: str) -> Probe:
+def _mass_on_first_keys(count: int, name: str, label: str) -> Probe:
     part: Part = ("first_keys_mass", count)
     return Probe(
         name,
-        _part(part),
+        _read_part(part),
         {part},
         label=label,
         number_format=SHARE,
@@ -64,12 +64,12 @@ def _first(count: int, name: str, label: str) -> Probe:
     )
 
 
-def _on(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
+def _mass_on_set(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
     part: Part = ("tokens_mass", name)
     special = name == "special"
     return Probe(
         f"{name}_mass",
-        _part(part),
+        _read_part(part),
         {part},
         label=label,
         short_label="spec." if special else "",
@@ -86,7 +86,7 @@ def _on(name: str, label: str, about: str, tokens: frozenset[int] | None = None)
 _LISTED = (
     Probe(
         "entropy",
-        _part("entropy"),
+        _read_part("entropy"),
         {"entropy"},
         unit="nats",
         number_format=".2f",
@@ -106,7 +106,7 @@ _LISTED = (
     ),
     Probe(
         "mean_distance",
-        _part("mean_distance"),
+        _read_part("mean_distance"),
         {"mean_distance"},
         label="distance",
         short_label="dist.",
@@ -118,7 +118,7 @@ _LISTED = (
     ),
     Probe(
         "distance_spread",
-        _part("distance_spread"),
+        _read_part("distance_spread"),
         {"distance_spread"},
         label="spread",
         unit="tokens",
@@ -126,14 +126,14 @@ _LISTED = (
         default=True,
         about="the standard deviation of that distance; 0 is all weight at one distance",
     ),
-    _at(0, "self_mass", "self"),
-    _at(-1, "previous_mass", "previous", "prev."),
-    _at(1, "next_mass", "next"),
-    _first(1, "first_mass", "first"),
-    _on("special", "special", "Σ p_ij over the special keys, such as separators"),
+    _mass_at_offset(0, "self_mass", "self"),
+    _mass_at_offset(-1, "previous_mass", "previous", "prev."),
+    _mass_at_offset(1, "next_mass", "next"),
+    _mass_on_first_keys(1, "first_mass", "first"),
+    _mass_on_set("special", "special", "Σ p_ij over the special keys, such as separators"),
     Probe(
         "largest_weight",
-        _part("largest_weight"),
+        _read_part("largest_weight"),
         {"largest_weight"},
         label="largest",
         short_label="max",
@@ -144,7 +144,7 @@ _LISTED = (
     ),
     Probe(
         "largest_key",
-        _part("largest_key"),
+        _read_part("largest_key"),
         {"largest_key"},
         number_format=".0f",
         default=True,
@@ -153,7 +153,7 @@ _LISTED = (
     ),
     Probe(
         "sink_mass",
-        _part("sink_mass"),
+        _read_part("sink_mass"),
         {"sink_mass"},
         label="learned sink",
         short_label="sink",
@@ -174,7 +174,7 @@ _LISTED = (
     ),
     Probe(
         "duplicate_mass",
-        _part("duplicate_mass"),
+        _read_part("duplicate_mass"),
         {"duplicate_mass"},
         label="duplicate",
         number_format=SHARE,
@@ -184,7 +184,7 @@ _LISTED = (
     ),
     Probe(
         "induction_mass",
-        _part("induction_mass"),
+        _read_part("induction_mass"),
         {"induction_mass"},
         label="induction",
         number_format=SHARE,
@@ -194,7 +194,7 @@ _LISTED = (
     ),
     Probe(
         "contribution",
-        _part("contribution"),
+        _read_part("contribution"),
         {"contribution"},
         source="arXiv:2004.10102",
         about="Σ_j p_ij ‖W_O^h v_j‖: what the keys contribute before it cancels, in units of the layer's output",
@@ -202,7 +202,7 @@ _LISTED = (
     ),
     Probe(
         "output_norm",
-        _part("output_norm"),
+        _read_part("output_norm"),
         {"output_norm"},
         source="arXiv:2004.10102",
         about="‖Σ_j p_ij W_O^h v_j‖: the norm of what a head adds to the layer's output; at most the contribution",
@@ -210,7 +210,7 @@ _LISTED = (
     ),
     Probe(
         "received",
-        _part("received"),
+        _read_part("received"),
         {"received"},
         unit="queries",
         source="column sums",
@@ -219,7 +219,7 @@ _LISTED = (
     ),
     Probe(
         "coverage",
-        _coverage,
+        _coverage_of_parts,
         {"received"},
         number_format=SHARE,
         source="arXiv:1609.08144, equation 14",
@@ -228,7 +228,7 @@ _LISTED = (
     ),
     Probe(
         "pooled_map",
-        _part("pooled_map"),
+        _read_part("pooled_map"),
         {"pooled_map"},
         label="map",
         number_format=SHARE,
@@ -289,7 +289,9 @@ def offset_mass(offset: int) -> Probe:
         raise ProbeError(f"offset_mass was given {offset!r}.", "Give an integer: -1 is the key before the query.")
     if offset in _OFFSETS:
         return PROBES[_OFFSETS[offset]]
-    return _at(offset, f"offset_{'minus' if offset < 0 else 'plus'}_{abs(offset)}_mass", f"offset {offset:+d}")
+    return _mass_at_offset(
+        offset, f"offset_{'minus' if offset < 0 else 'plus'}_{abs(offset)}_mass", f"offset {offset:+d}"
+    )
 
 
 def first_keys_mass(count: int) -> Probe:
@@ -303,7 +305,7 @@ def first_keys_mass(count: int) -> Probe:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ProbeError(f"first_keys_mass was given {count!r}.", "Give an integer of at least 1.")
-    return PROBES["first_mass"] if count == 1 else _first(count, f"first_{count}_mass", f"first {count}")
+    return PROBES["first_mass"] if count == 1 else _mass_on_first_keys(count, f"first_{count}_mass", f"first {count}")
 
 
 def probe_of_part(part: Part, tokens: Iterable[int] | None = None) -> Probe:
@@ -344,10 +346,10 @@ def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
         raise ProbeError(f"{name}_mass is the name of another statistic.", "Give the set another name.")
     label, about = name.replace("_", " "), f"Σ p_ij over the keys of the set {name}"
     if ids is None:
-        return _on(name, label, about)
+        return _mass_on_set(name, label, about)
     counted = frozenset(ids)
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in counted):
         raise ProbeError(
             f"tokens_mass({name!r}) was given ids that are no integers.", "Give token ids, such as [11, 13]."
         )
-    return _on(name, label, about, counted)
+    return _mass_on_set(name, label, about, counted)

@@ -16,24 +16,24 @@ from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.pooling import PooledMap
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 
-def supports(request: AttentionRequest, bounds: KeyBounds) -> bool:
+def supports_call(request: AttentionRequest, bounds: KeyBounds) -> bool:
     """Whether the native kernel can measure a call: eager, and with terms that it knows."""
-    return not traced() and kernel.refusal(request, bounds) is None
+    return not is_traced() and kernel.refusal(request, bounds) is None
 
 
-def available(context: ProbeContext, parts: Collection[Part]) -> frozenset[Part]:
+def measurable_parts(context: ProbeContext, parts: Collection[Part]) -> frozenset[Part]:
     """Return those of some parts that the native kernel can measure with this context."""
-    known = _known(
+    known = _known_parts(
         mean=context.map_pool == "mean", first=context.first_key is None, special=context.special_keys is not None
     )
     return known.intersection(parts)
 
 
 @cache
-def _known(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
+def _known_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
     """Return the parts that the kernel measures: with maps of means, its own first key, and known special keys."""
     known = ONE_PASS | SECOND_PASS
     if not mean:
@@ -46,12 +46,12 @@ def _known(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
 def first_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], context: ProbeContext
 ) -> tuple[Tensor, dict[Part, Tensor]]:
-    """Measure the logsumexp of a call, and those of some parts that are `available` in the same pass.
+    """Measure the logsumexp of a call, and those of some parts that are `measurable_parts` in the same pass.
 
     Returns:
         The logsumexp and the parts, (batch, heads, queries) each.
     """
-    return one_pass(request, bounds, ONE_PASS & available(context, parts), context.special_keys)
+    return one_pass(request, bounds, ONE_PASS & measurable_parts(context, parts), context.special_keys)
 
 
 def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
@@ -59,17 +59,17 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
 
     Args:
         call: the call; gradients are not followed.
-        parts: some of those that are `available`.
+        parts: some of those that are `measurable_parts`.
     """
     found: dict[Part, Tensor] = {}
     if not ONE_PASS.isdisjoint(parts):
         found |= first_pass(call.request, call.bounds, parts, call.context)[1]
     if not SECOND_PASS.isdisjoint(parts):
-        found |= _second(call, mapped="pooled_map" in parts)
+        found |= _second_pass(call, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
 
 
-def _second(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
+def _second_pass(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
     """Sum what each key receives, and pool the map if `mapped`."""
     request, shape = call.request, call.request.shape
 

@@ -35,7 +35,7 @@ def at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
         index = clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim)
         k = request.k.to(dtype).gather(2, index)[:, :, None]  # (batch, kv_heads, 1, queries, head_dim)
     q = request.q.to(dtype).unflatten(1, (shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
-    return _weights(call, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
+    return _weights_of_products(call, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
 
 
 def after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ def on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
         index = some.clamp(0, shape.key_length - 1)[:, None, :, None]
         k = request.k.to(dtype).gather(2, index.expand(-1, shape.num_kv_heads, -1, shape.head_dim))
         product = (q @ k.mT).view(*total.shape, some.shape[1])  # (batch, heads, queries, n)
-        total += _weights(call, product, some[:, None].expand(-1, shape.query_length, -1)).sum(-1)
+        total += _weights_of_products(call, product, some[:, None].expand(-1, shape.query_length, -1)).sum(-1)
     return total
 
 
-def _weights(call: MeasuredCall, product: Tensor, keys: Tensor) -> Tensor:
+def _weights_of_products(call: MeasuredCall, product: Tensor, keys: Tensor) -> Tensor:
     """Turn q . k into weights: (batch, heads, queries, n) of keys (batch, queries, n), 0 where hidden."""
     cells = softcapped(product * call.request.scale, call.request.softcap)
     bias = call.bias_at(keys.clamp(0, call.request.shape.key_length - 1))

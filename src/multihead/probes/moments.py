@@ -58,7 +58,7 @@ class Moments:
         mass, once, twice = parts.sum(-1).double(), (parts @ about).double(), (parts @ about.square()).double()
         middles = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * PART + (PART - 1) / 2
         whole = mass.sum(-1)
-        mean = (mass * middles + once).sum(-1) / _nonzero(whole)  # from the first key
+        mean = (mass * middles + once).sum(-1) / _one_where_zero(whole)  # from the first key
         # sum p (c + m - mean)^2 = sum p c^2 + 2 (m - mean) sum p c + (m - mean)^2 sum p, with c about the middle m.
         away = middles - mean[..., None]
         squares = (twice + away * (2 * once + away * mass)).sum(-1).clamp(min=0)
@@ -68,32 +68,32 @@ class Moments:
             key = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
             apart = key - mean[sharp][:, None].to(weights.dtype)
             squares[sharp] = torch.linalg.vecdot(weights[sharp], apart.square_()).double()
-        self._join(whole, side * (positions - first - mean), squares)
+        self._add_sums(whole, side * (positions - first - mean), squares)
 
     def _add_cells(self, weights: Tensor, positions: Tensor, columns: tuple[int, int]) -> None:
         """Add any keys, each with its distance."""
         distance = (positions[:, None] - torch.arange(*columns, device=weights.device)).abs().to(weights.dtype)
         mass, once = weights.sum(-1), torch.linalg.vecdot(weights, distance)  # (heads, rows)
-        mean = once / _nonzero(mass)
+        mean = once / _one_where_zero(mass)
         squares = torch.linalg.vecdot((distance - mean[..., None]).square_(), weights)
-        self._join(mass.double(), mean.double(), squares.double())
+        self._add_sums(mass.double(), mean.double(), squares.double())
 
-    def _join(self, mass: Tensor, mean: Tensor, squares: Tensor) -> None:
+    def _add_sums(self, mass: Tensor, mean: Tensor, squares: Tensor) -> None:
         """Join the sums of a tile: its mass, its mean distance and the squares about that."""
-        both = _nonzero(self.mass + mass)
-        mean_before = self.distance / _nonzero(self.mass)
+        both = _one_where_zero(self.mass + mass)
+        mean_before = self.distance / _one_where_zero(self.mass)
         self.squares += squares + (mean - mean_before).square() * (self.mass * mass / both)
         self.mass += mass
         self.distance += mean * mass
 
     def mean(self) -> Tensor:
         """Return the mean distance: (heads, rows), 0 where nothing was seen."""
-        return self.distance / _nonzero(self.mass)
+        return self.distance / _one_where_zero(self.mass)
 
     def spread(self) -> Tensor:
         """Return the standard deviation of the distance: (heads, rows)."""
-        return (self.squares / _nonzero(self.mass)).sqrt()
+        return (self.squares / _one_where_zero(self.mass)).sqrt()
 
 
-def _nonzero(mass: Tensor) -> Tensor:
+def _one_where_zero(mass: Tensor) -> Tensor:
     return mass.masked_fill(mass == 0, 1)

@@ -32,16 +32,16 @@ class _Alike:
     keys: Tensor
 
 
-def supports(call: MeasuredCall) -> bool:
+def supports_call(call: MeasuredCall) -> bool:
     """Whether the pairs can be looked up one by one: each query sees one interval of keys."""
     return call.bounds.remainder is None
 
 
-def repeated(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
+def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
     """Sum the weights on earlier occurrences of a query's token, or on the keys after them, token by token.
 
     Args:
-        call: a call that this module `supports`, with token ids in its context.
+        call: a call that this module `supports_call`, with token ids in its context.
         parts: "duplicate_mass", "induction_mass" or both.
 
     Returns:
@@ -53,19 +53,21 @@ def repeated(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
     found = {part: torch.zeros_like(call.divisor) for part in parts}
     for index in range(shape.batch):
         sample = call.sample(index)
-        for alike in _alike(ids[index].to(shape.device), call.positions[index]):
-            for chunk in _chunks(alike, shape.num_heads):
+        for alike in _group_by_token(ids[index].to(shape.device), call.positions[index]):
+            for chunk in _parts_of_group(alike, shape.num_heads):
                 if not bool((chunk.queries >= 0).any()):
                     continue  # the padding of tokens with fewer queries
-                chunk = _reached(call, index, chunk)  # noqa: PLW2901
+                chunk = _without_unseen_keys(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
-                    sums = _sums(call, sample, index, chunk, SHIFTS[part]).flatten(1)  # (heads, tokens * n)
+                    sums = _sum_of_shifted_keys(call, sample, index, chunk, SHIFTS[part]).flatten(
+                        1
+                    )  # (heads, tokens * n)
                     total[index].index_add_(1, queries.clamp(min=0), sums.to(total.dtype))
     return found
 
 
-def _alike(ids: Tensor, positions: Tensor) -> Iterator[_Alike]:
+def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_Alike]:
     """Group queries and keys by token, and tokens by how often they occur, up to the next power of two."""
     if not len(ids):
         return
@@ -84,18 +86,18 @@ def _alike(ids: Tensor, positions: Tensor) -> Iterator[_Alike]:
     number_begin = number.cumsum(0) - number
     for most in size[number > 0].unique().tolist():
         tokens = ((size == most) & (number > 0)).nonzero()[:, 0]
-        keys = _table(order, begin[tokens], count[tokens], most)
-        yield _Alike(_table(by_token, number_begin[tokens], number[tokens], int(number[tokens].max())), keys)
+        keys = _runs_as_rows(order, begin[tokens], count[tokens], most)
+        yield _Alike(_runs_as_rows(by_token, number_begin[tokens], number[tokens], int(number[tokens].max())), keys)
 
 
-def _table(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:
+def _runs_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:
     """Return runs of values as rows, padded with -1: (runs, width)."""
     column = torch.arange(width, device=values.device)
     index = (begin[:, None] + column).clamp(max=max(len(values) - 1, 0))
     return values[index].masked_fill(column >= count[:, None], -1)
 
 
-def _chunks(alike: _Alike, heads: int) -> Iterator[_Alike]:
+def _parts_of_group(alike: _Alike, heads: int) -> Iterator[_Alike]:
     """Split a group into parts of at most CELLS weights: few tokens at once, and few queries of a frequent one."""
     most = max(1, CELLS // (heads * alike.keys.shape[1]))  # queries at once
     rows = min(alike.queries.shape[1], most)
@@ -106,7 +108,7 @@ def _chunks(alike: _Alike, heads: int) -> Iterator[_Alike]:
             yield _Alike(alike.queries[some, row : row + rows], alike.keys[some])
 
 
-def _reached(call: MeasuredCall, index: int, alike: _Alike) -> _Alike:
+def _without_unseen_keys(call: MeasuredCall, index: int, alike: _Alike) -> _Alike:
     """Leave out the keys at or after all queries, and those before all intervals: half of a causal map."""
     queries, row = alike.queries[alike.queries >= 0], 0 if call.bounds.shared else index
     last, first = int(call.positions[index, queries].max()), int(call.bounds.start[row, queries].min())
@@ -116,7 +118,7 @@ def _reached(call: MeasuredCall, index: int, alike: _Alike) -> _Alike:
     return _Alike(alike.queries, keys[:, min(before, stop) : stop])
 
 
-def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:
+def _sum_of_shifted_keys(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:
     """Sum each query's weights on the keys `shift` places after an earlier occurrence: (heads, tokens, n)."""
     shape, bounds = call.request.shape, call.bounds
     queries, earlier = alike.queries.clamp(min=0), alike.keys
@@ -133,14 +135,14 @@ def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alik
     earlier_ones = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
     shown = earlier_ones & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
     if sample.bias is not None:
-        added = _bias(sample.bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
+        added = _bias_of_pairs(sample.bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
         shown = shown & (added != -torch.inf)  # inf - inf would be NaN
         cells = cells + added
     logs = call.log_weights(cells, (index, slice(None), queries))
     return logs.exp_().masked_fill_(~shown, 0).sum(-1)
 
 
-def _bias(bias: Tensor | RelativeBias, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
+def _bias_of_pairs(bias: Tensor | RelativeBias, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
     """Look up what is added to the scores of some pairs, of one sample: (heads or 1, tokens, n, m)."""
     if isinstance(bias, RelativeBias):
         return bias.values[0][:, keys - queries + rows - 1]

@@ -71,13 +71,13 @@ def divergence(
         for begin in range(0, len(rows), step):
             part = rows[begin : begin + step]
             some = slice(part.start, part.stop, part.step)
-            p, sees = _weights(request, logsumexp, first, some)
-            r, also = _weights(other, other_logsumexp, second, some)
-            _add(total, count, (p, sees), (r, also))
+            p, sees = _weights_of_rows(request, logsumexp, first, some)
+            r, also = _weights_of_rows(other, other_logsumexp, second, some)
+            _add_divergences(total, count, (p, sees), (r, also))
     return total / count
 
 
-def _weights(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+def _weights_of_rows(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the weights of some rows, that of the sink after those of the keys, and which rows see a key.
 
     Returns:
@@ -93,7 +93,7 @@ def _weights(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: 
     return torch.cat([cells.masked_fill(~sees[..., None], 0), sink[..., None]], -1), sees
 
 
-def _add(total: Tensor, count: Tensor, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+def _add_divergences(total: Tensor, count: Tensor, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
     """Add the divergences of some rows, a few pairs of heads at a time."""
     (p, sees), (r, also) = one, other
     entropy_p, entropy_r = entropy_of(p), entropy_of(r)

@@ -23,7 +23,7 @@ from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Parts, Probe
-from multihead.probes.streaming import STREAMED, streamed
+from multihead.probes.streaming import STREAMED, measure_in_tiles
 from multihead.probes.tile import is_large, is_usual
 
 Wanted: TypeAlias = "str | Probe"
@@ -47,13 +47,13 @@ _MISSING: dict[Need, tuple[str, str]] = {
 }
 
 
-def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
+def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
     """Return the probes of some names and probes, each once.
 
     Raises:
         ProbeError: a name is unknown, or two different probes have one name.
 
-    >>> [probe.name for probe in resolved(("entropy", PROBES["received"], "entropy"))]
+    >>> [probe.name for probe in resolve_probes(("entropy", PROBES["received"], "entropy"))]
     ['entropy', 'received']
     """
     found: dict[str, Probe] = {}
@@ -78,19 +78,19 @@ def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
     return tuple(found.values())
 
 
-def missing(
+def missing_inputs(
     probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Need, ...]:
     """Return what a probe needs and the call does not have."""
     if not probe.needs:
         return ()
-    given = _given(request, context, has_values=has_values)
+    given = _inputs_given(request, context, has_values=has_values)
     if all(name in context.sets for name in _sets_of(probe)):
         given |= {"sets"}
     return tuple(need for need in _MISSING if need in probe.needs - given)
 
 
-def _given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[Need]:
+def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[Need]:
     """Return which inputs of probes are known, except for sets, which have names."""
     inputs: dict[Need, bool] = {
         "special_keys": context.special_keys is not None,
@@ -109,16 +109,18 @@ def default_probes() -> tuple[Probe, ...]:
 
 
 @cache
-def _of_default(given: frozenset[Need]) -> tuple[Probe, ...]:
+def _default_for_inputs(given: frozenset[Need]) -> tuple[Probe, ...]:
     """Return the probes of DEFAULT that need nothing but some inputs."""
     return tuple(probe for probe in default_probes() if probe.needs <= given)
 
 
-def possible(
+def possible_probes(
     wanted: Iterable[Wanted], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
     """Return the probes that have all they need."""
-    return tuple(probe for probe in resolved(wanted) if not missing(probe, request, context, has_values=has_values))
+    return tuple(
+        probe for probe in resolve_probes(wanted) if not missing_inputs(probe, request, context, has_values=has_values)
+    )
 
 
 def check_possible(
@@ -130,12 +132,12 @@ def check_possible(
         ProbeError: with what is missing and where to pass it.
     """
     for probe in probes:
-        for need in missing(probe, request, context, has_values=has_values):
+        for need in missing_inputs(probe, request, context, has_values=has_values):
             absent, mend = _MISSING[need]
             raise ProbeError(f"{probe.name} needs {absent}.", mend)
 
 
-def chosen(
+def choose_probes(
     wanted: Wanted | Iterable[Wanted] | None,
     request: AttentionRequest,
     context: ProbeContext,
@@ -148,9 +150,9 @@ def chosen(
         ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
     """
     if wanted is None:
-        probes = _of_default(_given(request, context, has_values=has_values))
+        probes = _default_for_inputs(_inputs_given(request, context, has_values=has_values))
     else:
-        probes = resolved(wanted)
+        probes = resolve_probes(wanted)
         check_possible(probes, request, context, has_values=has_values)
     if context is not NOTHING:
         check_context_fits(context, request.shape)
@@ -191,7 +193,7 @@ def first_pass(
 
     Args:
         request: the call; gradients are not followed.
-        probes: as returned by `chosen`.
+        probes: as returned by `choose_probes`.
         context: further inputs of the probes.
         has_values: whether the request holds values, and not keys in their place.
 
@@ -200,7 +202,7 @@ def first_pass(
         queries that see its key are NaN.
     """
     bounds = bounds_of(request)
-    if not from_native.supports(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
+    if not from_native.supports_call(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
         return None
     logsumexp, parts = from_native.first_pass(request, bounds, parts_of(probes), context)
     if not parts or is_usual(logsumexp):
@@ -224,10 +226,10 @@ def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> di
     usual = is_usual(logsumexp)
     if not usual and is_large(logsumexp):
         return None
-    return {probe.name: from_kernel(probe, parts, logsumexp, usual=usual) for probe in _of_default(frozenset())}
+    return {probe.name: from_kernel(probe, parts, logsumexp, usual=usual) for probe in _default_for_inputs(frozenset())}
 
 
-def completed(
+def complete_statistics(
     request: AttentionRequest,
     logsumexp: Tensor,
     probes: Sequence[Probe],
@@ -240,7 +242,7 @@ def completed(
 ) -> dict[str, Tensor]:
     """Compute statistics from parts that a kernel measured, and measure those that need more.
 
-    Arguments and results are those of `measured`, in the order of `probes`; `usual` is that of `from_kernel`.
+    Arguments and results are those of `measure_statistics`, in the order of `probes`; `usual` is that of `from_kernel`.
     """
     ready: dict[str, Tensor] = {}
     for probe in probes:
@@ -253,11 +255,11 @@ def completed(
     if len(ready) == len(probes):
         return ready
     left = [probe for probe in probes if probe.name not in ready]
-    ready |= measured(request, logsumexp, left, context, parts=parts, output=output, has_values=has_values)
+    ready |= measure_statistics(request, logsumexp, left, context, parts=parts, output=output, has_values=has_values)
     return {probe.name: ready[probe.name] for probe in probes}
 
 
-def measured(
+def measure_statistics(
     request: AttentionRequest,
     logsumexp: Tensor,
     wanted: Iterable[Wanted],
@@ -285,7 +287,7 @@ def measured(
     Raises:
         ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
     """
-    probes = chosen(wanted, request, context, has_values=has_values)
+    probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.of(request, logsumexp, context, output=output)
         wanted_parts = parts_of(probes)
@@ -294,10 +296,10 @@ def measured(
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:
-            value = _computed(probe, all_parts)
+            value = _apply_probe(probe, all_parts)
             if value.is_floating_point():
                 value = value.to(working_dtype(request.shape.dtype))
-            found[probe.name] = _masked(value, empty, bad) if probe.axes == "queries" else value
+            found[probe.name] = _fill_empty_and_bad(value, empty, bad) if probe.axes == "queries" else value
     return found
 
 
@@ -315,13 +317,13 @@ def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = 
     part = _ONE_PART.get(probe.name)
     if part is not None:
         return parts[part]
-    value = _computed(probe, parts)
+    value = _apply_probe(probe, parts)
     if usual or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
         return value
-    return _masked(value, logsumexp == -torch.inf, logsumexp.isnan())
+    return _fill_empty_and_bad(value, logsumexp == -torch.inf, logsumexp.isnan())
 
 
-def _computed(probe: Probe, parts: Parts) -> Tensor:
+def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
     """Apply the function of a probe.
 
     Raises:
@@ -348,7 +350,7 @@ def _computed(probe: Probe, parts: Parts) -> Tensor:
     return value.float() if value.dtype == torch.bool else value
 
 
-def _masked(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
+def _fill_empty_and_bad(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
     """Set queries that see no key to 0, and those that see NaN to NaN; both to -1 in a tensor of indices."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
     return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
@@ -368,8 +370,8 @@ def measured_parts(
     found: dict[Part, Tensor] = {
         part: lookups.on_set(call, keys) for part, keys in sets.items() if lookups.is_small(keys)
     }
-    if from_native.supports(call.request, call.bounds):
-        found |= from_native.measure(call, from_native.available(call.context, parts - found.keys()))
+    if from_native.supports_call(call.request, call.bounds):
+        found |= from_native.measure(call, from_native.measurable_parts(call.context, parts - found.keys()))
     for part in parts - found.keys():
         match part:
             case ("offset_mass", int(offset)):
@@ -387,8 +389,8 @@ def measured_parts(
     if "output_norm" in parts and call.context.output_weight is not None:
         found["output_norm"] = weighted_values.output_norms(call, call.context.output_weight)
     repeated = parts & {"duplicate_mass", "induction_mass"}
-    if repeated and repeats.supports(call):
-        found |= repeats.repeated(call, repeated)
+    if repeated and repeats.supports_call(call):
+        found |= repeats.measure_repeats(call, repeated)
     found |= _over_all_keys(call, parts - found.keys(), sets)
     if "induction_mass" in found and call.context.id_before is not None:
         found["induction_mass"] = found["induction_mass"] + lookups.after_dropped_key(call, call.context.id_before)
@@ -431,15 +433,15 @@ def _over_all_keys(call: MeasuredCall, parts: Collection[Part], sets: Mapping[Pa
     numbers = [weighted_values.of_set(call, sets[part]) for part in left]
     weight = call.context.output_weight
     if "contribution" in parts and weight is not None:
-        numbers.append(weighted_values.norms(call, weight))  # (batch, kv_heads, keys, group)
+        numbers.append(weighted_values.norms_of_outputs(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
     walk = [part for part in parts if part in STREAMED]
     found: dict[Part, Tensor] = {}
     weighed = None
     if walk:
-        found, weighed = streamed(call, walk, stacked)
+        found, weighed = measure_in_tiles(call, walk, stacked)
     elif stacked is not None:
-        weighed = weighted_values.weighed(call, stacked)
+        weighed = weighted_values.weigh_values(call, stacked)
     if weighed is not None:
         found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:
@@ -469,7 +471,7 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
     if parts - {SPECIAL_KEYS, "sink_mass", "logsumexp"} or (SPECIAL_KEYS in parts and special_keys is None):
         return None
     measured = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special_keys))
-    if not from_native.supports(measured.request, measured.bounds):
+    if not from_native.supports_call(measured.request, measured.bounds):
         return None
     found: dict[Part, Tensor] = {}
     if SPECIAL_KEYS in parts and special_keys is not None:
@@ -483,13 +485,13 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
         found["logsumexp"] = measured.whole_logsumexp.to(logsumexp.dtype)
     # As the kernel does; for its own parts this changes nothing.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
-    return {part: _masked(value, empty, bad) for part, value in found.items()}
+    return {part: _fill_empty_and_bad(value, empty, bad) for part, value in found.items()}
 
 
 def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING) -> dict[str, Tensor]:
     """Return statistics of a call that has run: from the parts that its kernel measured, or measured now.
 
-    Arguments and results are those of `measured`, in the order of `wanted`.
+    Arguments and results are those of `measure_statistics`, in the order of `wanted`.
     """
     request, attended = call.request, call.attended
     # The kernel takes the first key that some query may see; the context may know of an earlier one.
@@ -497,5 +499,5 @@ def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext
         part: value for part, value in attended.statistics.items() if context.first_key is None or part != FIRST_KEY
     }
     output = None if request.dropout else attended.output
-    probes = chosen(wanted, request, context)
-    return completed(request, attended.logsumexp.detach(), probes, context, parts=parts, output=output)
+    probes = choose_probes(wanted, request, context)
+    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, output=output)

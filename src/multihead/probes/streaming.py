@@ -88,7 +88,7 @@ class _Stream:
     maps: list[PooledMap] = field(default_factory=list)
 
 
-def streamed(
+def measure_in_tiles(
     call: MeasuredCall, parts: Collection[Part], columns: Tensor | None = None
 ) -> tuple[dict[Part, Tensor], Tensor | None]:
     """Measure a call tile by tile.
@@ -117,33 +117,33 @@ def streamed(
     )
     if "largest_key" in stream.found:
         stream.found["largest_key"] = torch.full(size, -1, device=shape.device)
-    for group in _groups(call):
-        _walk(stream, group)
+    for group in _groups_of_call(call):
+        _measure_group(stream, group)
     found = dict(stream.found)
     if "received" in parts:
         found["received"] = stream.received
     if "pooled_map" in parts:
-        found["pooled_map"] = _joined(stream)
+        found["pooled_map"] = _join_maps(stream)
     return found, stream.weighed
 
 
-def _joined(stream: _Stream) -> Tensor:
+def _join_maps(stream: _Stream) -> Tensor:
     """Join the maps of all groups: (batch, heads, rows, columns)."""
     shape = stream.call.request.shape
     pooled = [each.maxima() if stream.call.context.map_pool == "max" else each.means() for each in stream.maps]
     if not pooled:  # an empty batch has maps of a size too
-        empty = _blank(stream.call, shape.num_heads).sums
+        empty = _blank_results(stream.call, shape.num_heads).sums
         return empty.new_empty(shape.batch, *empty.shape)
     return torch.cat(pooled).view(shape.batch, shape.num_heads, *pooled[0].shape[1:])
 
 
-def _blank(call: MeasuredCall, heads: int) -> PooledMap:
+def _blank_results(call: MeasuredCall, heads: int) -> PooledMap:
     shape = call.request.shape
     size = call.context.map_size
     return PooledMap.zero(heads, shape.query_length, shape.key_length, size=size, device=shape.device)
 
 
-def _groups(call: MeasuredCall) -> Iterator[_Group]:
+def _groups_of_call(call: MeasuredCall) -> Iterator[_Group]:
     """Cut a call into samples, and its heads into groups whose tiles are small enough."""
     shape = call.request.shape
     most = max(1, CELLS // (ROWS * WIDTH * shape.group))  # key/value heads taken together
@@ -178,14 +178,14 @@ def _with_divisor(
     return q, torch.cat([k, k.new_ones(*k.shape[:2], 1)], -1)
 
 
-def _walk(stream: _Stream, group: _Group) -> None:
+def _measure_group(stream: _Stream, group: _Group) -> None:
     """Measure one group of heads."""
     call, shape = stream.call, stream.call.request.shape
-    pooled = _blank(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
+    pooled = _blank_results(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
     for first in range(0, shape.query_length, ROWS):
         rows = slice(first, min(first + ROWS, shape.query_length))
         block = _Block.zero(stream, group, rows)
-        for tile in _tiles(stream, group, rows):
+        for tile in _tiles_of_rows(stream, group, rows):
             block.add(tile, stream, group)
             place = (group.sample, group.heads, slice(*tile.columns))
             if "received" in stream.parts:
@@ -201,7 +201,7 @@ def _walk(stream: _Stream, group: _Group) -> None:
         stream.maps.append(pooled)
 
 
-def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
+def _spans_of_keys(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """Cut the keys that some of the rows see into spans: their ends, whether every cell is seen, and their side."""
     bounds = stream.call.bounds
     plan_row = 0 if bounds.shared else group.sample
@@ -225,12 +225,12 @@ def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[
             yield (first, min(first + WIDTH, end)), free <= begin and end <= seen_stop, side
 
 
-def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
+def _tiles_of_rows(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
     """Yield the tiles of some rows that the bounds do not hide."""
     call, request = stream.call, group.request
     bounds, plan_row = call.bounds, 0 if call.bounds.shared else group.sample
     every_cell_read = bounds.remainder is not None or request.bias is not None
-    for columns, free, side in _spans(stream, group, rows):
+    for columns, free, side in _spans_of_keys(stream, group, rows):
         shown: Tensor | None = None
         if every_cell_read:
             cells = seen(call.request, rows, slice(*columns))
@@ -302,7 +302,7 @@ class _Block:
             self._keep_largest(tile)
         for part in _MASSES:
             if part in self.sums:
-                self.sums[part] += (tile.weights * self._alike(part, tile, stream, group)).sum(-1)
+                self.sums[part] += (tile.weights * self._keys_of_same_token(part, tile, stream, group)).sum(-1)
         if self.weighed is not None and stream.columns is not None:
             columns = stream.columns[group.sample, :, slice(*tile.columns)].to(tile.weights.dtype)
             per = stream.call.request.shape.group
@@ -310,7 +310,7 @@ class _Block:
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
             self.weighed += (by_kv @ columns).view(self.weighed.shape)
 
-    def _alike(self, part: Part, tile: _Tile, stream: _Stream, group: _Group) -> Tensor:
+    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _Stream, group: _Group) -> Tensor:
         """Return which keys are earlier ones with the query's token, or right after one: (rows, columns) bool."""
         assert stream.call.context.ids is not None
         ids = stream.call.context.ids[group.sample].to(self.positions.device)
@@ -323,7 +323,7 @@ class _Block:
     def _keep_largest(self, tile: _Tile) -> None:
         """Keep the largest weight so far and its key; of equal ones the first."""
         logs = tile.logs if tile.shown is None else tile.logs.masked_fill(~tile.shown, -torch.inf)
-        value, key = _largest(logs)
+        value, key = _largest_and_index(logs)
         larger = value > self.largest
         self.largest = torch.where(larger, value.double(), self.largest)
         self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
@@ -342,7 +342,7 @@ class _Block:
             stream.weighed[place] = self.weighed
 
 
-def _largest(cells: Tensor) -> tuple[Tensor, Tensor]:
+def _largest_and_index(cells: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest number of each row and its first index, as `max(-1)`, in half the time."""
     if cells.shape[-1] % PART:
         return cells.max(-1)

@@ -15,7 +15,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import of_heads, scores, seen, without_autocast, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 CELLS = 1 << 20  # scores held in float64 at a time, unless a few rows of a head have more
 ROWS = 32  # queries for which the keys are converted to float64 once, at least
@@ -48,10 +48,10 @@ class RowTotals:
         if self._found is None:
             shape = request.shape
             size = (shape.batch, shape.num_heads, shape.query_length)
-            self._found = torch.full(size, torch.nan, dtype=_precise(shape.device), device=shape.device)
+            self._found = torch.full(size, torch.nan, dtype=_most_precise_dtype(shape.device), device=shape.device)
         known = self._found[:, heads, rows]
         if bool(known.isnan().any()):
-            known = _streamed(request, heads, rows, base)
+            known = _logsumexp_block_by_block(request, heads, rows, base)
             self._found[:, heads, rows] = known
         return known
 
@@ -93,21 +93,21 @@ def tile(
     num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
     num_rows = max(ROWS, CELLS // (of_head * num_heads))
     found = []
-    large = traced() or is_large(logsumexp)  # s and L are rounded, so that s - L may be above 0
+    large = is_traced() or is_large(logsumexp)  # s and L are rounded, so that s - L may be above 0
     with torch.no_grad(), without_autocast(shape.device):
         for some_heads in chosen.to(shape.device).split(num_heads):
             parts = []
             for first in range(0, max(len(rows), 1), num_rows):
-                part = _slice(rows[first : first + num_rows])
-                cells, shown = _scores(request, some_heads, part, _slice(columns), base)
+                part = _slice_of_places(rows[first : first + num_rows])
+                cells, shown = _scores_less_base(request, some_heads, part, _slice_of_places(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
-                begin, end = _reached(request, part)
+                begin, end = _range_of_seen_keys(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
-                    own = _with_sinks(_logsumexp(cells, logsumexp.dtype), request, some_heads, part, base)
+                    own = _with_sinks(_logsumexp_of_cells(cells, logsumexp.dtype), request, some_heads, part, base)
                 elif totals is not None:
                     own = totals.of(request, some_heads, part, base)
                 else:
-                    own = _streamed(request, some_heads, part, base)
+                    own = _logsumexp_block_by_block(request, some_heads, part, base)
                 own = _unless_other(own, row, request, some_heads, part, base)
                 own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
                 logs = (cells - own).to(logsumexp.dtype)
@@ -146,7 +146,7 @@ def base_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     It is the largest bias that a query sees, where its L is HUGE: exp(s - L) = exp((s - base) - (L - base)). None where
     no L is.
     """
-    if request.bias is None or traced() or is_usual(logsumexp):
+    if request.bias is None or is_traced() or is_usual(logsumexp):
         return None
     huge = (logsumexp.abs() > HUGE) & logsumexp.isfinite()
     if not bool(huge.any()):
@@ -157,7 +157,7 @@ def base_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
         bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
         largest = bias.masked_fill(~seen(request, rows), -torch.inf).amax(-1)
         found.append(largest.expand_as(huge[:, :, rows]))
-    return torch.cat(found, 2).to(_precise(huge.device)).masked_fill(~huge, 0)
+    return torch.cat(found, 2).to(_most_precise_dtype(huge.device)).masked_fill(~huge, 0)
 
 
 def is_usual(logsumexp: Tensor) -> bool:
@@ -189,7 +189,7 @@ def in_float64(request: AttentionRequest) -> AttentionRequest:
     )
 
 
-def _scores(
+def _scores_less_base(
     request: AttentionRequest, heads: Tensor, queries: slice, keys: slice, base: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the scores of a tile in float64, less the base of its rows, -inf where hidden; and which may be seen.
@@ -197,7 +197,7 @@ def _scores(
     Returns:
         (batch, heads, queries, keys), and bool that broadcasts to it, or None where all may be seen.
     """
-    precise = _precise(request.shape.device)
+    precise = _most_precise_dtype(request.shape.device)
     # Cut before heads are chosen: choosing copies, and a tile is far smaller than the keys of a long text.
     q, k = request.q[:, :, queries], request.k[:, :, keys]
     narrow = of_heads(replace(request, q=q, k=k, v=k, bias=None), heads)
@@ -216,7 +216,7 @@ def _scores(
 
 def _all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
     """Whether the bounds show that each of the queries sees each of the keys."""
-    if traced() or request.bias is not None:
+    if is_traced() or request.bias is not None:
         return False
     bounds, columns = bounds_of(request), range(request.shape.key_length)[keys]
     if bounds.remainder is not None or not columns:
@@ -225,7 +225,7 @@ def _all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
     return bool(start.numel()) and int(start.max()) <= columns[0] and columns[-1] < int(stop.min())
 
 
-def _logsumexp(cells: Tensor, dtype: torch.dtype) -> Tensor:
+def _logsumexp_of_cells(cells: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the logsumexp over the last axis, -inf of nothing.
 
     The exponentials are at most 1. In float32, the dtype of the weights, they are exact enough and several times as
@@ -250,7 +250,9 @@ def _with_sinks(
     return total.logaddexp(sinks if base is None else sinks - base[:, heads][:, :, rows])
 
 
-def _streamed(request: AttentionRequest, heads: Tensor, queries: slice, base: Tensor | None = None) -> Tensor:
+def _logsumexp_block_by_block(
+    request: AttentionRequest, heads: Tensor, queries: slice, base: Tensor | None = None
+) -> Tensor:
     """Compute the logsumexp of some rows over all keys they see, block by block: (batch, heads, queries)."""
     shape, rows = request.shape, range(request.shape.query_length)[queries]
     dtype = working_dtype(shape.dtype)
@@ -258,20 +260,20 @@ def _streamed(request: AttentionRequest, heads: Tensor, queries: slice, base: Te
     num_rows = max(ROWS, CELLS // (of_row * WIDTH))
     found = []
     for first in range(0, max(len(rows), 1), num_rows):
-        part = _slice(rows[first : first + num_rows])
-        begin, end = _reached(request, part)
+        part = _slice_of_places(rows[first : first + num_rows])
+        begin, end = _range_of_seen_keys(request, part)
         width = max(WIDTH, CELLS // (of_row * num_rows))
-        total = _logsumexp(_scores(request, heads, part, slice(0, 0))[0], dtype)
+        total = _logsumexp_of_cells(_scores_less_base(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
-            cells, _ = _scores(request, heads, part, slice(key, min(key + width, end)), base)
-            total = total.logaddexp(_logsumexp(cells, dtype))
+            cells, _ = _scores_less_base(request, heads, part, slice(key, min(key + width, end)), base)
+            total = total.logaddexp(_logsumexp_of_cells(cells, dtype))
         found.append(total)
     return _with_sinks(torch.cat(found, 2), request, heads, queries, base)
 
 
-def _reached(request: AttentionRequest, rows: slice) -> tuple[int, int]:
+def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, int]:
     """Return the first key that some of the queries see, and the end of those that they see."""
-    if traced():
+    if is_traced():
         return 0, request.shape.key_length
     bounds = bounds_of(request)
     start, stop = bounds.start[:, rows], bounds.stop[:, rows]
@@ -288,7 +290,7 @@ def _unless_other(
     relative = recorded.to(own.dtype) if base is None else recorded - base[:, heads][:, :, rows]
     apart, rounding = (own - relative).abs(), 16 * torch.finfo(recorded.dtype).eps
     near = apart <= rounding * (1 + recorded.abs())
-    if traced() or not bool(near.all()):
+    if is_traced() or not bool(near.all()):
         # Terms of a score may be larger than the score: it is rounded at most at the product of the norms.
         q, k = request.q[:, heads][:, :, rows].to(own.dtype), request.k[:, heads // request.shape.group].to(own.dtype)
         norms = k.norm(dim=-1).nan_to_num(nan=0, posinf=0)  # a key that is not finite is hidden from rows that matter
@@ -297,12 +299,12 @@ def _unless_other(
     return torch.where(near, own, relative)
 
 
-def _precise(device: torch.device) -> torch.dtype:
+def _most_precise_dtype(device: torch.device) -> torch.dtype:
     """Return float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _slice(places: range) -> slice:
+def _slice_of_places(places: range) -> slice:
     return slice(places.start, places.stop, places.step)
 
 

@@ -11,7 +11,7 @@ from multihead.kernels.choose import KERNELS
 from multihead.kernels.dense_tile import working_dtype
 from multihead.kernels.nonfinite import may_overflow
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.streaming import streamed
+from multihead.probes.streaming import measure_in_tiles
 
 
 def of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
@@ -21,15 +21,17 @@ def of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
     )
 
 
-def norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
+def norms_of_outputs(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return ||f_h(x_j)|| as columns, one per head of a group: (batch, kv_heads, keys, group).
 
     They are finite, since 0 * inf would be NaN for the queries that do not see the key.
     """
     shape = call.request.shape
-    factors = _factors(call, output_weight).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, rank, dim)
+    factors = _factors_of_projection(call, output_weight).unflatten(
+        0, (shape.num_kv_heads, -1)
+    )  # (kv_heads, group, rank, dim)
     v = call.cleaned.v.detach().to(factors.dtype)
-    found = [_norm(v @ factors[:, index].mT) for index in range(shape.group)]
+    found = [_norm_of_vectors(v @ factors[:, index].mT) for index in range(shape.group)]
     most = torch.finfo(factors.dtype).max
     return torch.stack(found, -1).nan_to_num(nan=most, posinf=most)
 
@@ -43,14 +45,14 @@ def own_of_group(call: MeasuredCall, weighed: Tensor) -> Tensor:
 
 def output_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return the norm of what each head adds to the layer's output: (batch, heads, queries)."""
-    factors = _factors(call, output_weight)
+    factors = _factors_of_projection(call, output_weight)
     output = call.output
     if output is None:
-        output = weighed(call, call.cleaned.v.detach())
-    return _norm(output.detach().to(factors.dtype) @ factors.mT)
+        output = weigh_values(call, call.cleaned.v.detach())
+    return _norm_of_vectors(output.detach().to(factors.dtype) @ factors.mT)
 
 
-def weighed(call: MeasuredCall, columns: Tensor) -> Tensor:
+def weigh_values(call: MeasuredCall, columns: Tensor) -> Tensor:
     """Sum numbers of the keys, weighed: (P c)_i = sum_j p_ij c_j.
 
     Args:
@@ -81,12 +83,12 @@ def weighed(call: MeasuredCall, columns: Tensor) -> Tensor:
             continue
         if kernel.HANDLES_NONFINITE or not may_overflow(wide):
             return kernel.attend(wide, call.bounds).output
-    _, found = streamed(call, (), columns)
+    _, found = measure_in_tiles(call, (), columns)
     assert found is not None
     return found
 
 
-def _factors(call: MeasuredCall, output_weight: Tensor) -> Tensor:
+def _factors_of_projection(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return R_h of W_O^h = Q_h R_h, (heads, rank, value_dim): ||W_O^h v|| = ||R_h v||, in fewer rows."""
     shape = call.request.shape
     weight = output_weight.detach().to(device=shape.device, dtype=working_dtype(shape.dtype)).contiguous()
@@ -97,7 +99,7 @@ def _factors(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     return reduced
 
 
-def _norm(vectors: Tensor) -> Tensor:
+def _norm_of_vectors(vectors: Tensor) -> Tensor:
     """Compute the norm of each vector, (...) of (..., dim), divided by its largest number: squares could overflow."""
     if not vectors.shape[-1]:
         return vectors.new_zeros(vectors.shape[:-1])

@@ -24,7 +24,7 @@ from multihead.probes.probe import Parts, Probe
 from multihead.probes.statistics import OF_POSITIONS, from_kernel
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import Rows, Segment, kept
+from multihead.record.segments import Rows, Segment, kept_rows
 from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.token_ids import Ids
 from multihead.scores.bias import Bias, RelativeBias, dense_bias
@@ -78,7 +78,7 @@ class BatchRows:
         if self.index is not None:
             return self.compact(tensor.detach()).to(device)
         # In the same layout the copy is one of contiguous memory.
-        return tensor.detach().to(device, copy=True) if tensor.stride(-1) == 1 else kept(tensor, device)
+        return tensor.detach().to(device, copy=True) if tensor.stride(-1) == 1 else kept_rows(tensor, device)
 
     def of_sample(self, index: int, compact: Tensor) -> Tensor:
         """Return the rows of a sample: (1, heads, its rows, features), of what `compact` or `copy` returned."""
@@ -179,7 +179,7 @@ class SampleSpans:
         """Per sample, its rows and columns."""
         if self.packed_lengths is not None:
             return packed_spans(self.packed_lengths)
-        return spans(self.request, queries=self.real, keys=self.padding)
+        return spans_of_call(self.request, queries=self.real, keys=self.padding)
 
     @cached_property
     def ends(self) -> Tensor:
@@ -269,9 +269,9 @@ class SampleSpans:
             request.mask is mine.mask
             and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
             and request.shape == mine.shape
-            and _same(request.packed_lengths, self.packed_lengths)
-            and _same(real, self.real)
-            and _same(padding, self.padding)
+            and _all_same(request.packed_lengths, self.packed_lengths)
+            and _all_same(real, self.real)
+            and _all_same(padding, self.padding)
         )
 
 
@@ -345,7 +345,7 @@ class RecordedBatch:
             found.append(sample)
         if self.windows == 1:
             return found
-        return [summaries.joined(found[at : at + self.windows]) for at in range(0, len(found), self.windows)]
+        return [summaries.join_windows(found[at : at + self.windows]) for at in range(0, len(found), self.windows)]
 
     @property
     def num_samples(self) -> int:
@@ -357,7 +357,7 @@ class RecordedBatch:
         """The samples, each without padding."""
         with CUTTING:
             if self._samples is None:
-                self._samples = self._cut()
+                self._samples = self._cut_batch()
                 self.q = self.k = None
                 self._statistics = {}  # with their padding they may take twice the memory of the samples
         return self._samples
@@ -368,7 +368,7 @@ class RecordedBatch:
         if not places.requests:
             places.requests = [part_of(self.request, span, packed=places.packed) for span in places.found]
 
-    def _cut(self) -> list[SampleRecord]:
+    def _cut_batch(self) -> list[SampleRecord]:
         places, rows = self.places, self.places.query_rows
         self.cut_requests()
         logsumexp = rows.compact(self.logsumexp[..., None])
@@ -385,11 +385,11 @@ class RecordedBatch:
                 {name: rows.of_sample(index, value)[0, ..., 0] for name, value in statistics.items()},
             )
         if self.windows > 1:
-            samples = [_joined(samples[at : at + self.windows]) for at in range(0, len(samples), self.windows)]
+            samples = [_join_windows(samples[at : at + self.windows]) for at in range(0, len(samples), self.windows)]
         return samples
 
 
-def _joined(windows: list[SampleRecord]) -> SampleRecord:
+def _join_windows(windows: list[SampleRecord]) -> SampleRecord:
     """Return the first of some windows of a sample, with the segments of the others."""
     sample, *others = windows
     for each in others:
@@ -408,7 +408,9 @@ def new_samples(new_sample: Callable[[], SampleRecord], places: SampleSpans, ids
     return samples
 
 
-def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Span]:
+def spans_of_call(
+    request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None
+) -> list[Span]:
     """Find the place of each sample in a call.
 
     Args:
@@ -424,25 +426,25 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
     bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
     stop, seeing = (each.expand(batch, -1) for each in (bounds.stop, ~bounds.sees_nothing))  # (batch, queries)
     if queries is not None:
-        first, end = _hulls(queries)
+        first, end = _hull_of_each_row(queries)
     else:
-        end = _hulls(seeing)[1]
+        end = _hull_of_each_row(seeing)[1]
         end = torch.where(end > 0, end, shape.query_length)
         first = torch.zeros_like(end)
     row = torch.arange(shape.query_length, device=shape.device)
     counted = seeing & (row >= first[:, None]) & (row < end[:, None])
     none = columns if queries is None else torch.where(queries.any(1), columns, 0)  # a text without tokens has no key
-    last = torch.where(counted.any(1), _largest(stop, counted), none)
+    last = torch.where(counted.any(1), _largest_counted(stop, counted), none)
     first_key, end_key = torch.zeros_like(last), last
     if keys is not None:
-        first_key, end_key = _hulls(keys)
+        first_key, end_key = _hull_of_each_row(keys)
         end_key = first_key.maximum(end_key.minimum(last))
     # A statistic of a row is valid for its sample if the row sees keys of that sample only.
     real = counted if queries is None else counted & queries
     start = first_seen(request, bounds).expand(batch, -1)
-    earliest = columns - _largest(columns - start, real)  # after the last key if no query counts
-    holds_all = (earliest >= first_key) & (_largest(stop, real) <= end_key)
-    holds_first = (earliest == columns - _largest(columns - start, seeing)) | ~real.any(1)
+    earliest = columns - _largest_counted(columns - start, real)  # after the last key if no query counts
+    holds_all = (earliest >= first_key) & (_largest_counted(stop, real) <= end_key)
+    holds_first = (earliest == columns - _largest_counted(columns - start, seeing)) | ~real.any(1)
     found = torch.stack((first, end, first_key, end_key, holds_all, holds_first)).tolist()
     return [
         Span(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
@@ -461,39 +463,39 @@ def packed_spans(lengths: Tensor) -> list[Span]:
     return [Span(0, place, place, holds_all=True, holds_first=True) for place in places]
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def _all_same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _hulls(flags: Tensor) -> tuple[Tensor, Tensor]:
+def _hull_of_each_row(flags: Tensor) -> tuple[Tensor, Tensor]:
     """Return the index of the first True of each row and that after the last; (0, 0) without one.
 
     Args:
         flags: (rows, n) bool.
     """
-    end = _largest(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
+    end = _largest_counted(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
     count = flags.shape[1]
-    first = count - _largest(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
+    first = count - _largest_counted(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
     return first.masked_fill(end == 0, 0), end
 
 
-def _largest(values: Tensor, counted: Tensor) -> Tensor:
+def _largest_counted(values: Tensor, counted: Tensor) -> Tensor:
     """Return the largest counted value of each row, 0 if none is counted; values are 0 or more."""
     padded = torch.nn.functional.pad(values.masked_fill(~counted, 0), (1, 0))  # so that no row is empty
     return padded.amax(1)
 
 
-def hull(flags: Tensor) -> tuple[int, int]:
+def hull_of_flags(flags: Tensor) -> tuple[int, int]:
     """Return the index of the first True and that after the last, (0, 0) without one: (n,) bool.
 
-    >>> hull(torch.tensor([False, True, False, True, False]))
+    >>> hull_of_flags(torch.tensor([False, True, False, True, False]))
     (1, 4)
     """
     found = flags.nonzero().flatten()
     return (int(found[0]), int(found[-1]) + 1) if found.numel() else (0, 0)
 
 
-def cut(call: AttentionCall, span: Span) -> AttentionCall:
+def cut_request(call: AttentionCall, span: Span) -> AttentionCall:
     """Slice one sample out of a call: an equivalent call with a batch of one.
 
     The kernel's statistics are sliced too; those that have another meaning within the sample are left out.
@@ -509,7 +511,7 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
     )
     left_out = not_sliceable(request, span, packed=packed)
     kept = {
-        part: moved(part, value[sample, :, rows], span)
+        part: shift_key_indices(part, value[sample, :, rows], span)
         for part, value in attended.statistics.items()
         if left_out is not None and part not in left_out
     }
@@ -517,7 +519,7 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
 
 
 def part_of(request: AttentionRequest, span: Span, *, packed: bool) -> AttentionRequest:
-    """Slice one sample out of a request as `cut` does, except q, k and v, which stay whole.
+    """Slice one sample out of a request as `cut_request` does, except q, k and v, which stay whole.
 
     Args:
         request: the call.
@@ -558,7 +560,7 @@ def not_sliceable(request: AttentionRequest, span: Span, *, packed: bool) -> fro
     return left_out | OF_POSITIONS if position_of(request, span) < 0 else left_out
 
 
-def moved(part: Part, value: Tensor, span: Span) -> Tensor:
+def shift_key_indices(part: Part, value: Tensor, span: Span) -> Tensor:
     """Shift a part that holds key indices so that the first key of the sample is 0."""
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 
@@ -641,10 +643,10 @@ def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:
     if isinstance(bias, RelativeBias):
         part = bias.part(queries, span.queries, span.keys)
         return part if len(part.values) == 1 else RelativeBias(part.values[span.sample][None])
-    return _tile(bias, span)
+    return _slice_of_span(bias, span)
 
 
-def _tile(tensor: Tensor, span: Span) -> Tensor:
+def _slice_of_span(tensor: Tensor, span: Span) -> Tensor:
     """Slice a tensor that broadcasts to (batch, heads, queries, keys): (1, heads or 1, rows or 1, columns or 1)."""
     if tensor.shape[0] > 1:
         tensor = tensor[span.sample : span.sample + 1]

@@ -47,8 +47,8 @@ def joined_blocks(
                     request,
                     logsumexp,
                     heads=heads,
-                    queries=_moved(upright, segment.row_start),
-                    keys=_moved(across, segment.key_start),
+                    queries=_shift_range(upright, segment.row_start),
+                    keys=_shift_range(across, segment.key_start),
                     block=block,
                     without_first_key=without_first_key and segment.key_start == 0,
                     cancelled=cancelled,
@@ -60,7 +60,7 @@ def joined_blocks(
     return found
 
 
-def indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
+def checked_indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
     """Return the start, stop and step of a slice for a given length.
 
     Raises:
@@ -70,13 +70,13 @@ def indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
     return chosen.indices(length)
 
 
-def ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
+def checked_ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
     """Return the start and stop of a slice for a given length.
 
     Raises:
         ArgumentError: it is not a slice, or has steps.
     """
-    first, stop, step = indices(chosen, length, name)
+    first, stop, step = checked_indices(chosen, length, name)
     if step != 1:
         raise ArgumentError(f"{name} has steps of {step}.", "Give slices without steps.")
     return first, max(first, stop)
@@ -96,7 +96,7 @@ def one_or_all(head: int | None, num_heads: int) -> int | slice:
     return head
 
 
-def both(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
+def both_ends(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
     """Return a number for the queries and one for the keys; one number counts for both.
 
     Raises:
@@ -123,5 +123,5 @@ def _on_grid(available: tuple[int, int], wanted: tuple[int, int], size: int) -> 
         yield (line - wanted[0]) // size, (line, stop)
 
 
-def _moved(ends: tuple[int, int], start: int) -> slice:
+def _shift_range(ends: tuple[int, int], start: int) -> slice:
     return slice(ends[0] - start, ends[1] - start)

@@ -15,7 +15,7 @@ from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
 from multihead.record.batch import CUTTING, RecordedBatch
-from multihead.record.notebook import many
+from multihead.record.notebook import number_with_noun
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -53,13 +53,15 @@ class LayerRecord:
 
     def __repr__(self) -> str:
         """Return one line: the layer's number and name, its heads and texts."""
-        contents = f"{many(self.num_heads, 'head')}, {many(self.num_samples, 'text')}"
+        contents = f"{number_with_noun(self.num_heads, 'head')}, {number_with_noun(self.num_samples, 'text')}"
         return f"<LayerRecord {self.number} {visible(self.name)}: {contents}>"
 
     def _repr_html_(self) -> str:
         """Show it in a notebook: one row per head."""
         rows = head_rows(self.number, self.name, self.num_heads, self.means())
-        return notebook.table(self.name, f"layer {self.number}, {many(self.num_samples, 'text')}", rows, ["head"])
+        return notebook.html_of_table(
+            self.name, f"layer {self.number}, {number_with_noun(self.num_samples, 'text')}", rows, ["head"]
+        )
 
     @property
     def module(self) -> str:

@@ -76,14 +76,14 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
     """
     target = os.fspath(file)
     # PyTorch reads numbers in the byte order of the machine; the file is little-endian.
-    metadata, tensors, stored = _opened(target, mapped=mapped or sys.byteorder == "big")
+    metadata, tensors, stored = _open_file(target, mapped=mapped or sys.byteorder == "big")
     if metadata.get("format") != FORMAT:
         raise InputError(
             f"{target!r} is a safetensors file, but not a record of multihead.", "Give a file that Record.save wrote."
         )
     version = metadata.get("version", "")
     if not re.fullmatch(r"[0-9]{1,9}", version, re.ASCII) or int(version) < 1:
-        raise _damaged(target, f"its version is {version!r}")
+        raise _damage_error(target, f"its version is {version!r}")
     if int(version) > VERSION:
         raise InputError(
             f"{target!r} was saved by a newer multihead: its format has version {int(version)}, and this one reads "
@@ -91,16 +91,16 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
             "Update multihead: pip install --upgrade multihead.",
         )
     try:
-        return _record(metadata, tensors, stored, int(version))
+        return _record_of_metadata(metadata, tensors, stored, int(version))
     except _WrongError as error:
-        raise _damaged(target, str(error)) from None
+        raise _damage_error(target, str(error)) from None
     except MultiheadError as error:
-        raise _damaged(target, error.finding.rstrip(".")) from error
+        raise _damage_error(target, error.finding.rstrip(".")) from error
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
-        raise _damaged(target, "its parts do not fit together") from error
+        raise _damage_error(target, "its parts do not fit together") from error
 
 
-def matching(file: str | os.PathLike[str]) -> list[str]:
+def matching_files(file: str | os.PathLike[str]) -> list[str]:
     """Return the files that a pattern such as "run.*.safetensors" matches, in order; a file of that name alone.
 
     Raises:
@@ -119,12 +119,12 @@ class _WrongError(Exception):
     """A value in a file is not what it should be."""
 
 
-def _damaged(target: str, what: str) -> InputError:
+def _damage_error(target: str, what: str) -> InputError:
     what = what if len(what) <= _LENGTH else f"{what[: _LENGTH - 1]}…"
     return InputError(f"{target!r} is damaged: {what}.", "Save the record again.")
 
 
-def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
+def _open_file(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
     """Open a file.
 
     Returns:
@@ -140,7 +140,7 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
     try:
         with safe_open(target, framework="pt", device="cpu") as opened:
             if not mapped:
-                return _read(target)
+                return _read_record(target)
             return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}, {}  # noqa: SIM118
     except FileNotFoundError:
         raise InputError(f"There is no file {target!r}.", "Check its name.") from None
@@ -159,7 +159,7 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
         raise InputError(f"{target!r} is not a safetensors file.", "Give a file that Record.save wrote.") from error
 
 
-def _read(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
+def _read_record(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
     """Read a file that safetensors has validated; q and k stay in it.
 
     Raises:
@@ -196,61 +196,66 @@ def _begins_as_safetensors(target: str) -> bool:
     return len(start) < 9 or start[8:] == b"{"
 
 
-def _record(
+def _record_of_metadata(
     metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows], version: int
 ) -> RecordParts:
-    data = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "the record")
+    data = _checked_kind(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "the record")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _WrongError("its id is not one")
-    texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(data["texts"], list, "the texts")]
+    texts = [
+        _read_text(_checked_kind(each, dict, "a text"), tensors)
+        for each in _checked_kind(data["texts"], list, "the texts")
+    ]
     layers: list[LayerRecord] = []
     heads, claimed, numbers = 0, set[str](), set[int]()
-    for place, each in enumerate(_of(data["layers"], list, "the layers")):
-        name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
+    for place, each in enumerate(_checked_kind(data["layers"], list, "the layers")):
+        name = _checked_kind(_checked_kind(each, dict, "a layer")["name"], str, "a layer's name")
         samples = []
-        for one in _of(each["samples"], list, "the samples"):
+        for one in _checked_kind(each["samples"], list, "the samples"):
             sample = _Sample(one, name, tensors, stored, texts)
             if sample.tensor_name() in claimed:  # a short list could repeat a large sample many times
                 raise _WrongError(f"two samples are called {sample.tensor_name()!r}")
             claimed.add(sample.tensor_name())
             samples.append(sample.read())
         running_summary = (
-            None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors, version)
+            None
+            if each["summed"] is None
+            else _read_sums(_checked_kind(each["summed"], dict, "the sums"), tensors, version)
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
         # Records of earlier versions have no numbers; a layer's number was its index in the file.
-        number = _count(each.get("number", place), "a layer's number")
+        number = _checked_count(each.get("number", place), "a layer's number")
         if number in numbers:
             raise _WrongError("two layers have one number")
         numbers.add(number)
         layers.append(LayerRecord(name, samples, running_summary, number))
-        layers[-1].alignment_heads = _alignment(each, layers[-1].num_heads)
+        layers[-1].alignment_heads = _read_alignment_heads(each, layers[-1].num_heads)
         layers[-1].split = _layer_split(each.get("split"), layers[-1].num_heads)
         if any(one.split is not None and layers[-1].split is None for one in samples):
             raise _WrongError("a sample of a layer that is no part is one")
-        layers[-1].repeated = _repeated(each.get("repeated"), tensors, layers[-1].num_heads)
+        layers[-1].repeated = _read_repeated(each.get("repeated"), tensors, layers[-1].num_heads)
         heads += layers[-1].num_heads
         if heads > MOST_HEADS:
             raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
-    order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
+    order = _checked_tensor(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
-        one = layers[_within(layer, len(layers))].samples
-        chosen = one[_within(sample, len(one))]
-        calls.append((chosen, _within(call, len(chosen.calls))))
-    statistics = _statistics(data)
+        one = layers[_check_within(layer, len(layers))].samples
+        chosen = one[_check_within(sample, len(one))]
+        calls.append((chosen, _check_within(call, len(chosen.calls))))
+    statistics = _read_statistics(data)
     for layer in layers:
         for sample_record in layer.samples:
             sample_record.counted = {name: each.counted for name, each in statistics.items()}
-    return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, statistics)
+    return RecordParts(layers, _checked_kind(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 
 def _layer_split(data: Any, heads: int) -> LayerSplit | None:
     """Read which part of a layer one rank holds; layers of one process have no such entry."""
     if data is None:
         return None
-    numbers = [_count(each, "a part of a layer") for each in _of(data, list, "the part of a layer")]
+    numbers = [_checked_count(each, "a part of a layer") for each in _checked_kind(data, list, "the part of a layer")]
     if len(numbers) != 8:
         raise _WrongError(f"the part of a layer has {len(numbers)} numbers")
     first, stop, count, first_kv, stop_kv, kv_count, rank, ranks = numbers
@@ -260,11 +265,13 @@ def _layer_split(data: Any, heads: int) -> LayerSplit | None:
     return LayerSplit((first, stop), count, (first_kv, stop_kv), kv_count, rank, ranks)
 
 
-def _ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
+def _read_ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
     """Read ranges of tokens: in order, within a text of `length` tokens."""
     found, place = [], 0
-    for each in _of(data, list, "the tokens of a rank"):
-        first, stop = (_count(end, "a token of a rank") for end in _of(each, list, "the tokens of a rank"))
+    for each in _checked_kind(data, list, "the tokens of a rank"):
+        first, stop = (
+            _checked_count(end, "a token of a rank") for end in _checked_kind(each, list, "the tokens of a rank")
+        )
         if not place <= first < stop <= length:
             raise _WrongError("the tokens of a rank are not in order")
         found.append((first, stop))
@@ -272,31 +279,31 @@ def _ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _alignment(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
+def _read_alignment_heads(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
     """Read the alignment heads of a layer; most layers have none."""
-    listed = _of(layer.get("alignment", []), list, "the alignment heads")
-    found = tuple(_count(each, "an alignment head", most=heads - 1) for each in listed)
+    listed = _checked_kind(layer.get("alignment", []), list, "the alignment heads")
+    found = tuple(_checked_count(each, "an alignment head", most=heads - 1) for each in listed)
     if sorted(set(found)) != list(found):
         raise _WrongError("the alignment heads of a layer are not in ascending order")
     return found
 
 
-def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
+def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
     """Read how the statistics that are not built in are shown; files without any have no such entry."""
     found = {}
-    counted = _of(data.get("counted", {}), dict, "the queries that count")
-    parts = _of(data.get("parts", {}), dict, "the parts of statistics")
-    for name, fields in _of(data.get("statistics", {}), dict, "the labels of statistics").items():
+    counted = _checked_kind(data.get("counted", {}), dict, "the queries that count")
+    parts = _checked_kind(data.get("parts", {}), dict, "the parts of statistics")
+    for name, fields in _checked_kind(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
-            key: _of(value, str, f"the {key} of a statistic")
-            for key, value in _of(fields, dict, "the label of a statistic").items()
+            key: _checked_kind(value, str, f"the {key} of a statistic")
+            for key, value in _checked_kind(fields, dict, "the label of a statistic").items()
         }
         if any(len(text) > MOST_LABEL for text in shown.values()):
             raise _WrongError(f"a label of a statistic has more than {MOST_LABEL} characters")
-        shown["counted"] = _of(counted.get(name, "all"), str, "the queries that count")
+        shown["counted"] = _checked_kind(counted.get(name, "all"), str, "the queries that count")
         found[name] = Statistic(name, **shown)
         if name in parts:
-            family, argument, tokens = _of(parts[name], list, "the part of a statistic")
+            family, argument, tokens = _checked_kind(parts[name], list, "the part of a statistic")
             probe = probe_of_part((family, argument), tokens)
             if probe.name != name:
                 raise _WrongError(f"the part of {name} is that of {probe.name}")
@@ -308,25 +315,25 @@ def _refused_constant(name: str) -> float:
     raise _WrongError(f"{name} is not a number")
 
 
-def _of(value: Any, kind: type, what: str) -> Any:
+def _checked_kind(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _WrongError(f"{what} should be {CALLED[kind]}, and is {CALLED.get(type(value), 'nothing')}")
     return value
 
 
-def _count(value: Any, what: str, *, least: int = 0, most: int = MOST) -> int:
-    if not least <= _of(value, int, what) <= most:
+def _checked_count(value: Any, what: str, *, least: int = 0, most: int = MOST) -> int:
+    if not least <= _checked_kind(value, int, what) <= most:
         raise _WrongError(f"{what} is {value}")
     return int(value)
 
 
-def _within(index: int, length: int) -> int:
+def _check_within(index: int, length: int) -> int:
     if not 0 <= index < length:
         raise _WrongError("a call refers to a sample that does not exist")
     return index
 
 
-def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: torch.dtype) -> Tensor:
+def _checked_tensor(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: torch.dtype) -> Tensor:
     """Return the tensor if its shape and dtype are as expected; None fits any size."""
     fits = tensor.dim() == len(shape) and all(
         size in (None, given) for size, given in zip(shape, tensor.shape, strict=True)
@@ -336,29 +343,31 @@ def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: t
     return tensor
 
 
-def _sums(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
-    heads = _count(data["heads"], "a number of heads", least=1, most=MOST_HEADS)
-    found = RunningSummary(heads, _count(data["samples"], "a number of samples"))
-    for name, parts in _of(data["statistics"], dict, "the statistics").items():
-        total, count = (_shaped(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count"))
-        bins = _shaped(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
+def _read_sums(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
+    heads = _checked_count(data["heads"], "a number of heads", least=1, most=MOST_HEADS)
+    found = RunningSummary(heads, _checked_count(data["samples"], "a number of samples"))
+    for name, parts in _checked_kind(data["statistics"], dict, "the statistics").items():
+        total, count = (
+            _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count")
+        )
+        bins = _checked_tensor(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
         found.statistics[name] = Sketch(total, count, bins if version > 1 else _rebinned(bins))
     return found
 
 
-def _repeated(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedTokens | None:
+def _read_repeated(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedTokens | None:
     """Read what a layer does on repeated random tokens; files without it have no such entry."""
     if data is None:
         return None
     shares: dict[str, Tensor] = {}
     levels: dict[str, Tensor] = {}
     for part, found, shape in (("shares", shares, (None, heads)), ("chance", levels, (heads,))):
-        for name, place in _of(
-            _of(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
+        for name, place in _checked_kind(
+            _checked_kind(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
         ).items():
             if name not in REPEATED:
                 raise _WrongError("there is an unknown statistic of repeated tokens")
-            found[name] = _shaped(tensors[place], shape, name, torch.float64)
+            found[name] = _checked_tensor(tensors[place], shape, name, torch.float64)
             if not bool(((found[name] >= 0) & (found[name] <= _WHOLE) | found[name].isnan()).all()):
                 raise _WrongError(f"{name} is not a share")
     if len({each.shape for each in shares.values()}) > 1 or not levels.keys() <= shares.keys():
@@ -366,9 +375,10 @@ def _repeated(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedToke
     if any(not each.shape[0] for each in shares.values()):
         raise _WrongError("no text of repeated tokens was read")
     length, times = (
-        _count(data[each], f"the {each} of repeated tokens", least=1, most=MOST_TOKENS) for each in ("length", "times")
+        _checked_count(data[each], f"the {each} of repeated tokens", least=1, most=MOST_TOKENS)
+        for each in ("length", "times")
     )
-    return RepeatedTokens(length, times, _of(data["start"], bool, "start"), shares, levels)
+    return RepeatedTokens(length, times, _checked_kind(data["start"], bool, "start"), shares, levels)
 
 
 def _rebinned(bins: Tensor) -> Tensor:
@@ -378,16 +388,19 @@ def _rebinned(bins: Tensor) -> Tensor:
     return torch.zeros(len(bins), BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
 
 
-def _text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
-    ids = None if data["ids"] is None else _shaped(tensors[data["ids"]], (None,), "a text's ids", torch.int64)
+def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
+    ids = None if data["ids"] is None else _checked_tensor(tensors[data["ids"]], (None,), "a text's ids", torch.int64)
     tokens, special = data["tokens"], data["special"]
     if tokens is not None:
-        tokens = [_of(each, str, "a token") for each in _of(tokens, list, "the tokens")]
+        tokens = [_checked_kind(each, str, "a token") for each in _checked_kind(tokens, list, "the tokens")]
     if special is not None:
-        special = [bool(_count(each, "a mark")) for each in _of(special, list, "the marks")]
+        special = [bool(_checked_count(each, "a mark")) for each in _checked_kind(special, list, "the marks")]
     gaps = data.get("gaps")
     if gaps is not None:
-        gaps = [None if each is None else _of(each, str, "a gap") for each in _of(gaps, list, "the gaps")]
+        gaps = [
+            None if each is None else _checked_kind(each, str, "a gap")
+            for each in _checked_kind(gaps, list, "the gaps")
+        ]
     if len({len(each) for each in (ids, tokens, special, gaps) if each is not None}) != 1:
         raise _WrongError("the tokens of a text are not as many as its ids")
     return Text(ids, tokens, special, gaps)
@@ -399,33 +412,33 @@ class _Sample:
     def __init__(
         self, data: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
     ) -> None:
-        self.data = _of(data, dict, "a sample")
+        self.data = _checked_kind(data, dict, "a sample")
         self.name, self.tensors, self.stored, self.texts = name, tensors, stored, texts
-        self.heads = _count(self.data["heads"], "a number of heads", least=1, most=MOST_HEADS)
-        self.kv_heads = _count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
-        self.head_dim = _count(self.data["head_dim"], "a width", least=1, most=MOST_WIDTH)
-        self.value_dim = _count(self.data["value_dim"], "a width", least=1, most=MOST_WIDTH)
+        self.heads = _checked_count(self.data["heads"], "a number of heads", least=1, most=MOST_HEADS)
+        self.kv_heads = _checked_count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
+        self.head_dim = _checked_count(self.data["head_dim"], "a width", least=1, most=MOST_WIDTH)
+        self.value_dim = _checked_count(self.data["value_dim"], "a width", least=1, most=MOST_WIDTH)
         if self.data["dtype"] not in DTYPES:
             raise _WrongError(f"there is no dtype {self.data['dtype']!r}")
         self.dtype = DTYPES[self.data["dtype"]]
 
     def read(self) -> SampleRecord:
-        one = SampleRecord(self.name, _count(self.data["map_size"], "map_size", least=1))
+        one = SampleRecord(self.name, _checked_count(self.data["map_size"], "map_size", least=1))
         if self.data["map_pool"] not in ("mean", "max"):
             raise _WrongError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
-        one.crosses = _of(self.data["crosses"], bool, "crosses")
-        for each in _of(self.data["pieces"], list, "the pieces"):
+        one.crosses = _checked_kind(self.data["crosses"], bool, "crosses")
+        for each in _checked_kind(self.data["pieces"], list, "the pieces"):
             rows = one.segments[-1].row_stop if one.segments else 0
-            one.segments.append(self.segment(_of(each, dict, "a piece"), rows))
+            one.segments.append(self.segment(_checked_kind(each, dict, "a piece"), rows))
         if not one.segments:
             raise _WrongError("a sample has no calls")
         if self.data.get("split") is not None:
-            both = _of(self.data["split"], list, "the tokens of a rank")
+            both = _checked_kind(self.data["split"], list, "the tokens of a rank")
             lengths = (one.segments[0].num_queries, one.num_keys)
             if len(both) != 2 or len(one.segments) > 1 or one.crosses:
                 raise _WrongError("the tokens of a rank are not those of one call")
-            one.split = SampleSplit(*(_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
+            one.split = SampleSplit(*(_read_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
         queries, keys = one.num_queries, one.num_keys
         self.read_tensors(one, queries, keys)
         one.calls = self.calls(one)
@@ -441,12 +454,12 @@ class _Sample:
 
     def segment(self, data: dict[str, Any], row_start: int) -> Segment:
         """Read a segment; its request is checked like that of a new call."""
-        queries = _count(data["queries"], "a number of queries", most=MOST_TOKENS)
-        keys = _count(data["keys"], "a number of keys", most=MOST_TOKENS)
+        queries = _checked_count(data["queries"], "a number of queries", most=MOST_TOKENS)
+        keys = _checked_count(data["keys"], "a number of keys", most=MOST_TOKENS)
         numbers = [data["scale"], *([] if data["softcap"] is None else [data["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
             raise _WrongError("a scale is not a number")
-        start = _of(data["query_start"], int, "a query's place")
+        start = _checked_kind(data["query_start"], int, "a query's place")
         if abs(start) > MOST_TOKENS:
             raise _WrongError(f"a query's place is {start}")
         blank = torch.empty((), dtype=self.dtype)  # expands to the shapes of q, k and v without their memory
@@ -463,8 +476,8 @@ class _Sample:
             start,
         )
         nothing = torch.empty(0)
-        key_start = _count(data["key_start"], "a key's place", most=MOST_TOKENS)
-        apart = _of(data.get("apart", False), bool, "apart")  # older files have no windows
+        key_start = _checked_count(data["key_start"], "a key's place", most=MOST_TOKENS)
+        apart = _checked_kind(data.get("apart", False), bool, "apart")  # older files have no windows
         return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
 
     def sinks(self, data: dict[str, Any]) -> Tensor | None:
@@ -473,13 +486,15 @@ class _Sample:
         if name is None:
             return None
         floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-        return _shaped(self.tensors[name], (self.heads,), "sinks", *floats)
+        return _checked_tensor(self.tensors[name], (self.heads,), "sinks", *floats)
 
     def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
         name = self.tensor_name()
         row = torch.float64 if self.dtype == torch.float64 else torch.float32
-        one.logsumexp.add(_shaped(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row))
-        if _of(self.data["kept"], bool, "kept"):
+        one.logsumexp.add(
+            _checked_tensor(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row)
+        )
+        if _checked_kind(self.data["kept"], bool, "kept"):
             one.q = self.rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
             one.k = self.rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
             held = keys if one.split is None else length_of(one.split.keys)
@@ -489,16 +504,16 @@ class _Sample:
     def rows(self, name: str, shape: tuple[int | None, ...], what: str) -> Rows:
         stored = self.stored.get(name)
         if stored is None:
-            return Rows(2, [_shaped(self.tensors[name], shape, what, self.dtype)])
-        _shaped(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), shape, what, self.dtype)
+            return Rows(2, [_checked_tensor(self.tensors[name], shape, what, self.dtype)])
+        _checked_tensor(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), shape, what, self.dtype)
         return stored
 
     def tensor_name(self) -> str:
-        return str(_of(self.data["name"], str, "a name"))
+        return str(_checked_kind(self.data["name"], str, "a name"))
 
     def calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Read the ranges of the calls: consecutive, each within a segment."""
-        data = _shaped(self.tensors[self.data["calls"]], (None, 4), "calls", torch.int64).tolist()
+        data = _checked_tensor(self.tensors[self.data["calls"]], (None, 4), "calls", torch.int64).tolist()
         found: list[tuple[tuple[int, int], tuple[int, int]]] = []
         segments = iter(one.segments)
         segment, place, keys = next(segments), 0, one.num_keys
@@ -517,18 +532,18 @@ class _Sample:
 
     def statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
-        for name, place in _of(self.data["statistics"], dict, "the statistics").items():
+        for name, place in _checked_kind(self.data["statistics"], dict, "the statistics").items():
             shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
             shape = (self.heads, None, None) if name in OF_MAPS else shape
             kinds = (torch.float32, torch.float64, torch.int64)
-            found[name] = _shaped(self.tensors[place], shape, name, *kinds)
+            found[name] = _checked_tensor(self.tensors[place], shape, name, *kinds)
         return found
 
     def text(self, which: str, length: int) -> Text | None:
         index = self.data[which]
         if index is None:
             return None
-        text = self.texts[_within(_count(index, "a text"), len(self.texts))]
+        text = self.texts[_check_within(_checked_count(index, "a text"), len(self.texts))]
         if text.length != length:
             raise _WrongError(f"a text has {text.length} tokens, and its layer {length}")
         return text

@@ -43,10 +43,10 @@ def memory_of(layers: Sequence[LayerRecord]) -> Memory:
             if one.keeps_weights:
                 kv_heads = one.segments[0].request.shape.num_kv_heads
                 kept += size * one.head_dim * (one.num_heads * one.num_queries + kv_heads * one.num_keys)
-    return Memory(_peak(), kept, weights)
+    return Memory(_peak_of_process(), kept, weights)
 
 
-def _peak() -> int | None:
+def _peak_of_process() -> int | None:
     try:
         import resource
     except ImportError:  # Windows has none

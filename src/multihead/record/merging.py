@@ -40,8 +40,8 @@ def merged(records: Sequence[RecordParts]) -> RecordParts:
         return first
     names = [[(layer.number, layer.name, layer.num_samples) for layer in each.layers] for each in records]
     if any(each != names[0] for each in names):
-        raise _unlike("they have different layers or numbers of texts")
-    layers = [_layer([each.layers[index] for each in records]) for index in range(len(first.layers))]
+        raise _error_of_unlike_records("they have different layers or numbers of texts")
+    layers = [_merge_layer([each.layers[index] for each in records]) for index in range(len(first.layers))]
     samples = {
         id(old): new
         for before, after in zip(first.layers, layers, strict=True)
@@ -62,21 +62,21 @@ def of_all(records: Sequence[RecordParts]) -> RecordParts:
     found = merged(records)
     missing = [layer.split.describe() for layer in found.layers if layer.split is not None]
     if missing:
-        raise _unlike(f"together they hold {missing[0]}")
+        raise _error_of_unlike_records(f"together they hold {missing[0]}")
     return found
 
 
-def _unlike(reason: str) -> ArgumentError:
+def _error_of_unlike_records(reason: str) -> ArgumentError:
     return ArgumentError(
         f"The records of the ranks do not belong together: {reason}.",
         "Give those of one run, one of each rank, whose layers and options are equal.",
     )
 
 
-def _layer(layers: Sequence[LayerRecord]) -> LayerRecord:
+def _merge_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
     splits = [layer.split for layer in layers]
     if any(split is None for split in splits):
-        raise _unlike(f"{layers[0].name} of one of them is not a part")
+        raise _error_of_unlike_records(f"{layers[0].name} of one of them is not a part")
     of_heads: dict[Range, list[tuple[LayerSplit, LayerRecord]]] = {}
     for split, layer in zip(splits, layers, strict=True):
         assert split is not None
@@ -94,23 +94,23 @@ def _all_tokens(splits: list[LayerSplit], layers: list[LayerRecord]) -> LayerRec
     if len(layers) == 1:
         return layer
     if split.ranks == 1:
-        raise _unlike("several of them hold the same heads")
+        raise _error_of_unlike_records("several of them hold the same heads")
     if [each.rank for each in splits] != list(range(split.ranks)):
         listed = ", ".join(str(each.rank) for each in splits)
-        raise _unlike(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
+        raise _error_of_unlike_records(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
     found = replace(
         layer,
         _samples=[_tokens_of_sample(each) for each in zip(*(layer.samples for layer in layers), strict=True)],
-        split=_left(split._replace(rank=0, ranks=1)),
+        split=_split_unless_whole(split._replace(rank=0, ranks=1)),
         running_summary=None,
     )
     summaries = [each.running_summary for each in layers if each.running_summary is not None]
     if summaries:
-        found.running_summary = _summary(summaries, sum)
+        found.running_summary = _merge_summaries(summaries, sum)
     return found
 
 
-def _left(split: LayerSplit) -> LayerSplit | None:
+def _split_unless_whole(split: LayerSplit) -> LayerSplit | None:
     return None if split.is_whole else split
 
 
@@ -119,28 +119,30 @@ def _all_heads(layers: list[LayerRecord]) -> LayerRecord:
     splits = [layer.split for layer in layers if layer.split is not None]
     split = splits[0]
     if len({(each.num_heads, each.rank, each.ranks) for each in splits}) > 1:
-        raise _unlike("they hold different tokens, or heads of different layers")
+        raise _error_of_unlike_records("they hold different tokens, or heads of different layers")
     ends = [each.heads for each in splits]
     if [first for first, _ in ends] != [0, *(stop for _, stop in ends[:-1])] or ends[-1][1] != split.num_heads:
         listed = ", ".join(f"{first} to {stop - 1}" for first, stop in ends)
-        raise _unlike(f"{layers[0].name} has {split.num_heads} heads, and these are {listed}")
+        raise _error_of_unlike_records(f"{layers[0].name} has {split.num_heads} heads, and these are {listed}")
     # Ranks may share a key/value head: one copy of each is kept.
     kv = list({split.kv_heads: index for index, split in reversed(list(enumerate(splits)))}.values())[::-1]
     whole = split._replace(heads=(0, split.num_heads), kv_heads=(0, split.num_kv_heads))
     found = replace(
         layers[0],
         _samples=[_heads_of_sample(each, whole, kv) for each in zip(*(x.samples for x in layers), strict=True)],
-        split=_left(whole),
+        split=_split_unless_whole(whole),
         running_summary=None,
         alignment_heads=(),
     )
     summaries = [each.running_summary for each in layers if each.running_summary is not None]
     if summaries:
-        found.running_summary = _summary(summaries, lambda each: torch.cat(list(each)))
+        found.running_summary = _merge_summaries(summaries, lambda each: torch.cat(list(each)))
     return found
 
 
-def _summary(summaries: list[RunningSummary], joined: Callable[[Iterable[Tensor]], Tensor | int]) -> RunningSummary:
+def _merge_summaries(
+    summaries: list[RunningSummary], joined: Callable[[Iterable[Tensor]], Tensor | int]
+) -> RunningSummary:
     """Join the sums of ranks: added over tokens, concatenated over heads."""
     first = summaries[0]
     found = RunningSummary(first.num_heads, first.num_samples)
@@ -159,14 +161,14 @@ def _tokens_of_sample(ranks: Sequence[SampleRecord]) -> SampleRecord:
     splits = [each.split for each in ranks if each.split is not None]
     segment = first.segments[0]
     if len(splits) < len(ranks) or any(each.segments[0].request.shape != segment.request.shape for each in ranks):
-        raise _unlike(f"the sizes of {first.name} differ")
+        raise _error_of_unlike_records(f"the sizes of {first.name} differ")
     _check_same_text(ranks)
     shape = segment.request.shape
-    of_queries, of_keys = (_places([split[index] for split in splits]) for index in (0, 1))
+    of_queries, of_keys = (_places_of_ranges([split[index] for split in splits]) for index in (0, 1))
     for name, places, length in (("queries", of_queries, shape.query_length), ("keys", of_keys, shape.key_length)):
         ends = [0, *(stop for _, (_, stop), _ in places)]
         if [start for _, (start, _), _ in places] != ends[:-1] or ends[-1] != length:
-            raise _unlike(f"their {name} are not those of a text with {length}")
+            raise _error_of_unlike_records(f"their {name} are not those of a text with {length}")
 
     def in_order(tensors: Sequence[Tensor], dim: int) -> Tensor:
         parts = [tensors[rank].narrow(dim, at, stop - start) for rank, (start, stop), at in of_queries]
@@ -175,8 +177,8 @@ def _tokens_of_sample(ranks: Sequence[SampleRecord]) -> SampleRecord:
     found = replace(first, split=None, _pooled=None)
     found.logsumexp = Rows(2, [in_order([each.logsumexp.whole() for each in ranks], 2)])
     if all(each.q is not None and each.k is not None for each in ranks):
-        found.q = _joined([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
-        found.k = _joined([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
+        found.q = _join_rows([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
+        found.k = _join_rows([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
     common = set(first.per_query).intersection(*(each.per_query for each in ranks))
     statistics = {
         name: in_order([each.per_query[name] for each in ranks], 1) for name in first.per_query if name in common
@@ -191,7 +193,7 @@ def _tokens_of_sample(ranks: Sequence[SampleRecord]) -> SampleRecord:
     return found
 
 
-def _places(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
+def _places_of_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
     """Return the ranges of all ranks in order: the rank, the range, and its first token among those of the rank."""
     found = [
         (rank, each, length_of(ranges[:index]))
@@ -202,7 +204,7 @@ def _places(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
     return sorted(found, key=lambda each: each[1])
 
 
-def _joined(
+def _join_rows(
     rows: Sequence[Rows | None], places: list[tuple[int, Range, int]], heads: int, length: int, shape: AttentionShape
 ) -> JoinedRows:
     pieces = []
@@ -216,7 +218,7 @@ def _joined(
 def _check_same_text(ranks: Sequence[SampleRecord]) -> None:
     known = [each.keys_read.ids.whole() for each in ranks if each.keys_read.ids is not None]
     if any(not torch.equal(each, known[0]) for each in known):
-        raise _unlike("they read different texts")
+        raise _error_of_unlike_records("they read different texts")
 
 
 def _heads_of_sample(ranks: Sequence[SampleRecord], whole: LayerSplit, kv: list[int]) -> SampleRecord:
@@ -224,22 +226,22 @@ def _heads_of_sample(ranks: Sequence[SampleRecord], whole: LayerSplit, kv: list[
     first = ranks[0]
     sizes = {(each.num_queries, each.num_keys, len(each.segments), each.split) for each in ranks}
     if len(sizes) > 1:
-        raise _unlike(f"the sizes of {first.name} differ")
+        raise _error_of_unlike_records(f"the sizes of {first.name} differ")
     _check_same_text(ranks)
     found = replace(first, _pooled=None)
-    found.segments = [_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
+    found.segments = [_merge_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
     found.logsumexp = Rows(2, [torch.cat([each.logsumexp.whole() for each in ranks], 1)])
     if all(each.q is not None and each.k is not None for each in ranks):
         shape = found.segments[0].request.shape
-        found.q = _stacked([each.q for each in ranks], shape.num_heads, shape)
-        found.k = _stacked([ranks[index].k for index in kv], shape.num_kv_heads, shape)
+        found.q = _stack_heads([each.q for each in ranks], shape.num_heads, shape)
+        found.k = _stack_heads([ranks[index].k for index in kv], shape.num_kv_heads, shape)
     of_ranks = [each.statistics for each in ranks]
     common = set(of_ranks[0]).intersection(*of_ranks)
     found.put({name: torch.cat([each[name] for each in of_ranks]) for name in of_ranks[0] if name in common})
     return found
 
 
-def _stacked(rows: Sequence[Rows | None], heads: int, shape: AttentionShape) -> JoinedRows:
+def _stack_heads(rows: Sequence[Rows | None], heads: int, shape: AttentionShape) -> JoinedRows:
     pieces, first, length = [], 0, 0
     for source in rows:
         assert source is not None
@@ -249,11 +251,11 @@ def _stacked(rows: Sequence[Rows | None], heads: int, shape: AttentionShape) -> 
     return JoinedRows(pieces, heads=heads, length=length, width=shape.head_dim, dtype=shape.dtype)
 
 
-def _segment(ranks: Sequence[Segment], whole: LayerSplit) -> Segment:
+def _merge_segment(ranks: Sequence[Segment], whole: LayerSplit) -> Segment:
     """Join the heads of one call."""
     requests = [each.request for each in ranks]
     first = requests[0]
-    if not all(_alike(each.mask, first.mask) for each in requests):
+    if not all(_are_alike(each.mask, first.mask) for each in requests):
         raise ArgumentError(
             f"The mask {first.mask!r} differs between heads, which are split over ranks.",
             "Observe with a mask that all heads share, or read each rank's record alone.",
@@ -263,13 +265,13 @@ def _segment(ranks: Sequence[Segment], whole: LayerSplit) -> Segment:
         request=replace(
             first,
             shape=first.shape._replace(num_heads=whole.num_heads, num_kv_heads=whole.num_kv_heads),
-            bias=_bias(requests),
+            bias=_merge_biases(requests),
             sinks=None if first.sinks is None else torch.cat([x.sinks for x in requests if x.sinks is not None]),
         ),
     )
 
 
-def _alike(mask: Mask, other: Mask) -> bool:
+def _are_alike(mask: Mask, other: Mask) -> bool:
     """Whether two masks have equal fields; masks of two processes hold different tensors with equal values."""
     if mask == other:
         return True
@@ -278,7 +280,7 @@ def _alike(mask: Mask, other: Mask) -> bool:
     return fields and all(torch.equal(each, others.named[name]) for name, each in tensors.named.items())
 
 
-def _bias(requests: list[AttentionRequest]) -> Bias | None:
+def _merge_biases(requests: list[AttentionRequest]) -> Bias | None:
     biases = [each.bias for each in requests if each.bias is not None]
     if len(biases) < len(requests):
         return None

@@ -32,14 +32,14 @@ def shown_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | No
     return [statistic(name, statistics) for name in names if name not in WORDS and not name.endswith(CHANCE)]
 
 
-def levels(rows: Sequence[Mapping[str, Any]], columns: Sequence[Statistic]) -> list[list[str]]:
+def levels_of_chance(rows: Sequence[Mapping[str, Any]], columns: Sequence[Statistic]) -> list[list[str]]:
     """Return the different levels of chance of some rows, as a table shows them: a number per column, "" for none."""
     found = dict.fromkeys(tuple(each.number(row.get(each.name + CHANCE)) for each in columns) for row in rows)
     shown = [["" if number == "-" else number for number in level] for level in found]
     return [level for level in shown if any(level)][:MOST_LEVELS]
 
 
-def table(
+def html_of_table(
     title: str,
     caption: str,
     rows: Sequence[dict[str, Any]],
@@ -55,24 +55,26 @@ def table(
         places: which of "layer", "head" and "name" are columns; "kind" is one if the rows have it.
         statistics: label, unit and number format of the statistics that are not built in.
 
-    >>> table("<b>", "nothing was recorded yet", [], [])
+    >>> html_of_table("<b>", "nothing was recorded yet", [], [])
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
     """
     heading = f"<p><strong>{escape(title)}</strong>: {escape(caption)}.</p>" if title else ""
-    return f"<div>{heading}{_rows(rows, places, statistics) if rows else ''}</div>"
+    return f"<div>{heading}{_rows_of_places(rows, places, statistics) if rows else ''}</div>"
 
 
-def many(number: int, noun: str) -> str:
+def number_with_noun(number: int, noun: str) -> str:
     """Return a number with its noun.
 
-    >>> many(1, "head"), many(2000, "query"), many(3, "key")
+    >>> number_with_noun(1, "head"), number_with_noun(2000, "query"), number_with_noun(3, "key")
     ('1 head', '2,000 queries', '3 keys')
     """
     plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun != "key" else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Mapping[str, Statistic] | None) -> str:
+def _rows_of_places(
+    rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Mapping[str, Statistic] | None
+) -> str:
     names = dict.fromkeys(name for row in rows for name in row)
     places = [*places, *(["kind"] if "kind" in names else [])]
     columns = shown_columns(names, statistics)
@@ -80,17 +82,17 @@ def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Map
     body = "".join(
         "<tr>"
         + "".join(f"<td>{escape(str(row[place]))}</td>" for place in places)
-        + "".join(f"<td>{_number(each, row.get(each.name))}</td>" for each in columns)
+        + "".join(f"<td>{_formatted_number(each, row.get(each.name))}</td>" for each in columns)
         + "</tr>"
         for row in rows[:ROWS]
     )
-    for level in levels(rows, columns):
+    for level in levels_of_chance(rows, columns):
         cells = "".join(f"<td>{number}</td>" for number in level)
         body += f'<tr><th colspan="{len(places)}">chance</th>{cells}</tr>'
     more = len(rows) - ROWS
-    rest = f"<p>{many(more, 'head')} more: print(record.table()).</p>" if more > 0 else ""
+    rest = f"<p>{number_with_noun(more, 'head')} more: print(record.table()).</p>" if more > 0 else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
 
 
-def _number(shown: Statistic, value: float | None) -> str:
+def _formatted_number(shown: Statistic, value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else shown.number(value)

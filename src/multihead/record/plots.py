@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors.optional import require
 from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
-from multihead.record.blocks import ends
+from multihead.record.blocks import checked_ends
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
@@ -56,11 +56,13 @@ def plot_map(
     """
     plt = pyplot()
     weights = sample.map(head, queries=queries, keys=keys, bins=CELLS).numpy()
-    rows, columns = ends(queries, sample.num_queries), ends(keys, sample.num_keys)
+    rows, columns = checked_ends(queries, sample.num_queries), checked_ends(keys, sample.num_keys)
     block = math.ceil((rows[1] - rows[0]) / CELLS), math.ceil((columns[1] - columns[0]) / CELLS)
     if ax is None:
         ax = plt.subplots(figsize=(7, 6), layout="constrained")[1]
-    image = _draw(ax, weights, end := scale_end(weights, single=max(block) <= 1), extent=(*columns, rows[1], rows[0]))
+    image = _draw_map(
+        ax, weights, end := scale_end(weights, single=max(block) <= 1), extent=(*columns, rows[1], rows[0])
+    )
     for axis, (first, last), tokens in (
         (ax.yaxis, rows, sample.query_text.tokens if sample.crosses else sample.text.tokens),
         (ax.xaxis, columns, sample.text.tokens),
@@ -72,7 +74,7 @@ def plot_map(
             axis.set_tick_params(length=0, labelsize="small")
     ax.tick_params("x", rotation=90 if columns[1] - columns[0] <= LABELS else 0)
     ax.set(xlabel="key", ylabel="query", title=title)
-    _bar(ax, image, end, block)
+    _add_color_bar(ax, image, end, block)
     return ax
 
 
@@ -139,12 +141,12 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
             ax.set(xticks=[], yticks=[])
             ax.set_visible(head < layer.num_heads)
             if head < layer.num_heads:
-                image = _draw(ax, weights[head], end)
+                image = _draw_map(ax, weights[head], end)
             if head == 0:
                 ax.set_ylabel(f"L{layer.number}", rotation=0, ha="right", va="center")
             if row == 0:
                 ax.set_title(f"H{head}", fontsize="small")
-    _bar(axes, image, end, block)
+    _add_color_bar(axes, image, end, block)
     return figure
 
 
@@ -178,14 +180,14 @@ def scale_end(weights: Any, *, single: bool) -> float:
     return min(1.0, next(step for step in (1, 2, 5, 10) if step * ten >= largest * 0.999) * ten)
 
 
-def _draw(ax: Any, weights: Any, end: float, extent: tuple[int, int, int, int] | None = None) -> Any:
+def _draw_map(ax: Any, weights: Any, end: float, extent: tuple[int, int, int, int] | None = None) -> Any:
     from matplotlib.colors import PowerNorm
 
     norm = PowerNorm(0.5, vmin=0, vmax=end, clip=True)
     return ax.imshow(weights, cmap=colors(), norm=norm, extent=extent, interpolation="nearest", aspect="equal")
 
 
-def _bar(axes: Any, image: Any, end: float, block: tuple[int, int]) -> None:
+def _add_color_bar(axes: Any, image: Any, end: float, block: tuple[int, int]) -> None:
     means = "" if max(block) <= 1 else f", mean of {block[0]} x {block[1]}"
     ticks = [share * end for share in (0, 0.01, 0.1, 0.25, 0.5, 1)]
     figure = image.axes.figure

@@ -68,13 +68,13 @@ class Sketch:
         if self.maximum is not None:
             largest = values.double().masked_fill(~counted, -torch.inf).transpose(0, -2).flatten(1)
             self.maximum = torch.maximum(self.maximum, nn.functional.pad(largest, (1, 0), value=-torch.inf).amax(1))
-        if values.dtype == torch.float32 and values.is_cpu and library.absence() is None:
+        if values.dtype == torch.float32 and values.is_cpu and library.reason_of_absence() is None:
             first_bin = _SHIFT_AND_FIRST_BIN[torch.int32][1]
-            library.summarise(values, counted, first_bin, self.total, self.count, self.bins)
+            library.add_to_sketch(values, counted, first_bin, self.total, self.count, self.bins)
             return
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
         # Products of integers set what does not count to 0, NaN too, 10 times faster than masked_fill.
-        bits = _bits(values) * counted
+        bits = _bits_as_integers(values) * counted
         count = counted.sum(rest)
         floats = torch.float64 if bits.dtype == torch.int64 else torch.float32
         self.total += bits.view(floats).sum(rest, dtype=torch.float64)
@@ -138,16 +138,16 @@ class RunningSummary:
 
 def bin_of(values: Tensor) -> Tensor:
     """Return the bin of each value, int64 of the same shape; NaN is in the last one."""
-    return _bin_of_bits(_bits(values))
+    return _bin_of_bits(_bits_as_integers(values))
 
 
 def value_of_bin(place: Tensor) -> Tensor:
     """Return the value that a bin stands for, within 1 % of all in it: float64; 0 for the first bin."""
-    low, high = _bound(place), _bound(place + 1)
+    low, high = _lower_end_of_bin(place), _lower_end_of_bin(place + 1)
     return torch.where(place == 0, 0.0, 2 * low * high / (low + high))  # equally far from both ends in relative terms
 
 
-def _bits(values: Tensor) -> Tensor:
+def _bits_as_integers(values: Tensor) -> Tensor:
     """Return floating-point numbers as integers with the same bits: int64 for float64, else int32 of float32."""
     return values.view(torch.int64) if values.dtype == torch.float64 else values.float().view(torch.int32)
 
@@ -157,7 +157,7 @@ def _bin_of_bits(bits: Tensor) -> Tensor:
     return ((bits >> shift) - first_bin).clamp_(0, BINS - 1).long()
 
 
-def _bound(place: Tensor) -> Tensor:
+def _lower_end_of_bin(place: Tensor) -> Tensor:
     """Return the lower end of a bin from 1 on: float64."""
     octave, part = (place - 1) // 64, (place - 1) % 64
     return LEAST * 2.0 ** octave.double() * (1 + part.double() / 64)

@@ -23,9 +23,9 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import NOTHING
 from multihead.probes.tile import head_indices, tile
 from multihead.record import notebook, summaries
-from multihead.record.blocks import both, ends, indices, joined_blocks, one_or_all
-from multihead.record.notebook import many
-from multihead.record.segments import Rows, Segment, joined
+from multihead.record.blocks import both_ends, checked_ends, checked_indices, joined_blocks, one_or_all
+from multihead.record.notebook import number_with_noun
+from multihead.record.segments import Rows, Segment, join_segments
 from multihead.record.split import SampleSplit, length_of
 from multihead.record.summaries import Measured, Of
 from multihead.record.table import head_rows
@@ -221,7 +221,7 @@ class SampleRecord:
         first = not self.calls
         segment = replace(segment, row_start=self.logsumexp.length)
         self.calls.append(((segment.row_start, segment.row_stop), (segment.key_start, segment.key_stop)))
-        both = joined(self.segments[-1], segment) if self.segments else None
+        both = join_segments(self.segments[-1], segment) if self.segments else None
         if both is None:
             self.segments.append(segment)
         else:
@@ -250,15 +250,15 @@ class SampleRecord:
 
     def __repr__(self) -> str:
         """Return one line: the layer's name, the heads, and the size of their maps."""
-        return f"<SampleRecord of {visible(self.name)}: {many(self.num_heads, 'head')}, {self._contents()}>"
+        return f"<SampleRecord of {visible(self.name)}: {number_with_noun(self.num_heads, 'head')}, {self._contents()}>"
 
     def _repr_html_(self) -> str:
         """Show it in a notebook: one row per head."""
         rows = head_rows(0, self.name, self.num_heads, self.means)
-        return notebook.table(self.name, self._contents(), rows, ["head"])
+        return notebook.html_of_table(self.name, self._contents(), rows, ["head"])
 
     def _contents(self) -> str:
-        size = f"{many(self.num_queries, 'query')} and {many(self.num_keys, 'key')}"
+        size = f"{number_with_noun(self.num_queries, 'query')} and {number_with_noun(self.num_keys, 'key')}"
         return size if self.keeps_weights else f"{size}; statistics only"
 
     def call(self, index: int) -> SampleRecord:
@@ -295,14 +295,14 @@ class SampleRecord:
         """
         heads = one_or_all(head, self.num_heads)
         found = []
-        for segment, rows in self._rows(queries):
+        for segment, rows in self._segments_of_rows(queries):
             request, logsumexp = self.request_of(segment, head)
-            columns = self._columns(segment, keys)
+            columns = self._columns_of_segment(segment, keys)
             part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=segment.totals)
             found.append(part[0].cpu())
         if not found:
             self._check_kept()
-        cells = self._assembled(found, queries, keys, self.num_heads if head is None else 1)
+        cells = self._assemble_tiles(found, queries, keys, self.num_heads if head is None else 1)
         return cells if head is None else cells[0]
 
     def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
@@ -313,10 +313,11 @@ class SampleRecord:
         """
         self._check_all_tokens()
         found = [
-            seen(segment.request, rows, self._columns(segment, keys))[0].cpu() for segment, rows in self._rows(queries)
+            seen(segment.request, rows, self._columns_of_segment(segment, keys))[0].cpu()
+            for segment, rows in self._segments_of_rows(queries)
         ]
         heads = max((each.shape[0] for each in found), default=1)
-        cells = self._assembled([each.expand(heads, -1, -1) for each in found], queries, keys, heads)
+        cells = self._assemble_tiles([each.expand(heads, -1, -1) for each in found], queries, keys, heads)
         return cells if heads > 1 else cells[0]
 
     def at_offset(self, offset: int) -> Tensor:
@@ -384,14 +385,14 @@ class SampleRecord:
             ArgumentError: a head that does not exist, a slice with steps, or an empty block.
         """
         self._check_kept()
-        size = both("block", block)
+        size = both_ends("block", block)
         for length in size:
             check_integer("block", length)
         return joined_blocks(
             ((segment, *self.request_of(segment, head)) for segment in self.segments),
             heads=head_indices(one_or_all(head, self.num_heads), self.num_heads).tolist(),
-            rows=ends(queries, self.num_queries, "queries"),
-            columns=ends(keys, self.num_keys, "keys"),
+            rows=checked_ends(queries, self.num_queries, "queries"),
+            columns=checked_ends(keys, self.num_keys, "keys"),
             block=size,
             without_first_key=without_first_key,
             cancelled=cancelled,
@@ -421,10 +422,10 @@ class SampleRecord:
             ProbeError: only statistics were kept.
             ArgumentError: a head that does not exist, a slice with steps, or no bins.
         """
-        most = both("bins", bins)
+        most = both_ends("bins", bins)
         for each in most:
             check_integer("bins", each)
-        rows, columns = ends(queries, self.num_queries, "queries"), ends(keys, self.num_keys, "keys")
+        rows, columns = checked_ends(queries, self.num_queries, "queries"), checked_ends(keys, self.num_keys, "keys")
         height, width = (
             max(-(-(last - first) // each), 1) for (first, last), each in zip((rows, columns), most, strict=True)
         )
@@ -448,8 +449,8 @@ class SampleRecord:
     def _check_all_tokens(self) -> None:
         if self.split is not None:
             raise ProbeError(
-                f"{self.name} was observed on one of several ranks, which has {many(self.num_queries, 'query')} of the "
-                "text and not all keys.",
+                f"{self.name} was observed on one of several ranks, which has "
+                f"{number_with_noun(self.num_queries, 'query')} of the text and not all keys.",
                 'Join the records of all ranks: seen.reduce(group), or Record.load("run.*.safetensors") after each '
                 "rank has saved its own.",
             )
@@ -462,28 +463,28 @@ class SampleRecord:
                 'Observe with keep="cpu" or keep="device".',
             )
 
-    def _rows(self, queries: slice) -> Iterator[tuple[Segment, slice]]:
+    def _segments_of_rows(self, queries: slice) -> Iterator[tuple[Segment, slice]]:
         """Yield the segments that a slice of the queries touches, and the slice within each."""
-        first, stop, step = indices(queries, self.num_queries, "queries")
+        first, stop, step = checked_indices(queries, self.num_queries, "queries")
         for segment in self.segments:
             low = first + max(-(-(segment.row_start - first) // step), 0) * step
             high = min(stop, segment.row_stop)
             if low < high:
                 yield segment, slice(low - segment.row_start, high - segment.row_start, step)
 
-    def _columns(self, segment: Segment, keys: slice) -> slice:
+    def _columns_of_segment(self, segment: Segment, keys: slice) -> slice:
         """Return the slice of a segment's keys that a slice of the sample's keys touches, without its steps."""
-        first, stop, _ = indices(keys, self.num_keys, "keys")
+        first, stop, _ = checked_indices(keys, self.num_keys, "keys")
         low = min(max(first, segment.key_start), segment.key_stop)
         return slice(low - segment.key_start, max(low, min(stop, segment.key_stop)) - segment.key_start)
 
-    def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
+    def _assemble_tiles(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
         """Stack tiles (heads, rows, columns of their segment) vertically, and apply the steps of the keys."""
-        left, right, key_step = indices(keys, self.num_keys, "keys")
+        left, right, key_step = checked_indices(keys, self.num_keys, "keys")
         whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
-        for (segment, _), each in zip(self._rows(queries), tiles, strict=True):
+        for (segment, _), each in zip(self._segments_of_rows(queries), tiles, strict=True):
             row = each.new_zeros(heads, each.shape[1], max(right - left, 0))
-            place = segment.key_start + self._columns(segment, keys).start - left
+            place = segment.key_start + self._columns_of_segment(segment, keys).start - left
             row[:, :, place : place + each.shape[2]] = each
             whole.append(row)
         return torch.cat(whole, 1)[:, :, ::key_step]

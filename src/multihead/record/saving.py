@@ -51,7 +51,7 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
     target = os.fspath(file)
     check_writable([target])
     require("safetensors", purpose="Saving a record", extra="view")
-    data, tensors = written(record, keep=keep)
+    data, tensors = record_as_json(record, keep=keep)
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED:
             raise DtypeError(
@@ -60,7 +60,7 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
     metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": data}
     # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
     named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
-    header = _header(named, metadata)
+    header = _safetensors_header(named, metadata)
     if len(header) > HEADER:
         raise InputError(
             f"The record holds {max((each.num_samples for each in record.layers), default=0):,} samples in each of "
@@ -70,10 +70,10 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
     with writing(target) as opened:
         opened.write(header)
         for _, tensor in named:
-            opened.write(_numbers(tensor))
+            opened.write(_numbers_as_stored(tensor))
 
 
-def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
+def _safetensors_header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
     """Return the header of a safetensors file: its length in eight bytes, then the place of each tensor."""
     data: dict[str, Any] = {"__metadata__": metadata}
     place = 0
@@ -85,14 +85,14 @@ def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _numbers(tensor: Tensor) -> memoryview:
+def _numbers_as_stored(tensor: Tensor) -> memoryview:
     """Return the numbers of a tensor as a file holds them: contiguous, little-endian."""
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     size = whole.itemsize
     return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
 
 
-def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
+def record_as_json(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
     """Convert a record to JSON and tensors."""
     tensors, texts = Tensors(), _Texts()
     layers = []

@@ -66,10 +66,10 @@ def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> Non
     if missing > 0:  # keys that a cache had dropped: no query of this call may see them
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
     if start + k.shape[2] > rows.length or not rows.has_chunks:  # an empty sample stores the shape of its keys too
-        rows.add(kept(k[:, :, rows.length - start :], device))
+        rows.add(kept_rows(k[:, :, rows.length - start :], device))
 
 
-def kept(tensor: Tensor, device: torch.device) -> Tensor:
+def kept_rows(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a contiguous copy, because a model may overwrite the original."""
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
@@ -129,13 +129,13 @@ class Segment:
         return Segment(request, keys[0], rows[0], apart=self.apart)
 
 
-def joined(segment: Segment, later: Segment) -> Segment | None:
+def join_segments(segment: Segment, later: Segment) -> Segment | None:
     """Merge a segment and the one that continues it if one mask describes what both may see; else return None.
 
     That holds for most decodings: each query sees its own key and those before it, however the calls are divided.
     """
     first, second = segment.request, later.request
-    mask = None if later.apart else _of_both(segment, later)
+    mask = None if later.apart else _mask_of_both(segment, later)
     if mask is None or first.bias is not None or second.bias is not None:
         return None
     if (first.scale, first.softcap) != (second.scale, second.softcap) or not _sees_from(mask, segment, later):
@@ -163,16 +163,16 @@ def _sees_from(mask: Mask, segment: Segment, later: Segment) -> bool:
     return lookback is not None and segment.key_start <= later.key_start <= later.query_start - lookback + 1
 
 
-def _of_both(segment: Segment, later: Segment) -> Mask | None:
+def _mask_of_both(segment: Segment, later: Segment) -> Mask | None:
     """Return the mask that two segments share, if it hides the keys of the second from the first; else None."""
-    masks = [_plain(each.request) for each in (segment, later)]
+    masks = [_plain_mask(each.request) for each in (segment, later)]
     within = all(
         int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (segment, later)
     )
     return masks[0] if within and masks[0] == masks[1] and _spans_calls(masks[0]) else None
 
 
-def _plain(request: AttentionRequest) -> Mask:
+def _plain_mask(request: AttentionRequest) -> Mask:
     """Return the mask; causal where one query at the end of its keys sees all of them."""
     at_end = request.shape.query_length == 1 and int(request.query_start) + 1 == request.shape.key_length
     return Causal() if at_end and request.mask.hides_nothing else request.mask

@@ -63,7 +63,7 @@ def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
         read_mask(written, tensors.named)
     except InputError as error:
         raise MaskError(
-            f"A record whose mask is {_short(mask)} cannot be saved: {error.__cause__}",
+            f"A record whose mask is {_shortened(mask)} cannot be saved: {error.__cause__}",
             "Pass the visible cells as one masks.Keep(t).",
         ) from error
     return written
@@ -74,7 +74,7 @@ def _written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
     known = registered(kind)
     if kind == type(mask).__name__ and known is not type(mask):  # another class took the name later
         raise MaskError(
-            f"A record whose mask is {_short(mask)} cannot be saved: another class is named {kind}.",
+            f"A record whose mask is {_shortened(mask)} cannot be saved: another class is named {kind}.",
             "Give one of the classes another name.",
         )
     alone = sum(isinstance(value, (Tensor, Mask, tuple)) for value in values.values()) < 2  # its name needs no suffix
@@ -94,7 +94,7 @@ def _written_field(mask: Mask, value: object, tensors: Tensors, name: str) -> An
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise MaskError(
-        f"A record whose mask is {_short(mask)} cannot be saved: a field of it is a {type(value).__name__}.",
+        f"A record whose mask is {_shortened(mask)} cannot be saved: a field of it is a {type(value).__name__}.",
         "Keep numbers, strings, tensors, masks, or tuples of them in the fields of a mask.",
     )
 
@@ -114,7 +114,7 @@ def _check_few(mask: Mask) -> None:
             left += [(part, depth + 1) for part in parts[: MOST_MASKS + 1] if isinstance(part, Mask)]
 
 
-def _short(value: object) -> str:
+def _shortened(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= _LENGTH else f"{shown[: _LENGTH - 1]}…"
 
@@ -150,7 +150,7 @@ class _MaskReader:
     def read(self, data: Any, depth: int) -> Mask:
         kind = _RENAMED.get(data["kind"], data["kind"])
         if not isinstance(kind, str):
-            raise TypeError(f"{_short(kind)} is not the name of a mask.")
+            raise TypeError(f"{_shortened(kind)} is not the name of a mask.")
         self.count += 1
         if depth > DEPTH:
             raise TypeError("it is nested too deep.")
@@ -179,7 +179,7 @@ class _MaskReader:
         if isinstance(data, (list, tuple)):
             return tuple(self.field(each, depth) for each in data)
         if isinstance(data, int) and abs(data) > MOST_SIZE:
-            raise TypeError(f"{_short(data)} is not a number of tokens.")
+            raise TypeError(f"{_shortened(data)} is not a number of tokens.")
         return data
 
 

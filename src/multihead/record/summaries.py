@@ -60,11 +60,11 @@ def summary(
             values = torch.cat([each.values for each in measured], 1)  # (heads, queries of all samples)
             counted = torch.cat([each.counted for each in measured], 1)
             heads = zip(values, counted, strict=True)
-            found[name] = torch.stack([_quantile(*each, share=SHARES[of]) for each in heads])
+            found[name] = torch.stack([_quantile_of_counted(*each, share=SHARES[of]) for each in heads])
     return found
 
 
-def joined(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
+def join_windows(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
     """Join what was measured of the windows of a sample, one after the other."""
     found = {}
     for name in windows[0]:
@@ -105,7 +105,7 @@ def occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
     return inside & (place > first[token])[positions.clamp(0, len(ids) - 1)]
 
 
-def _quantile(values: Tensor, counted: Tensor, *, share: float) -> Tensor:
+def _quantile_of_counted(values: Tensor, counted: Tensor, *, share: float) -> Tensor:
     """Return the quantile of the values that count; 0 if none does, NaN if one of them is NaN."""
     ordered = values[counted].double().sort().values
     if not ordered.numel() or bool(ordered[-1].isnan()):  # NaN is sorted after all numbers

@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError
 from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook
-from multihead.record.notebook import PLACES, WORDS, levels, shown_columns
+from multihead.record.notebook import PLACES, WORDS, levels_of_chance, shown_columns
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,16 +63,16 @@ class HeadTable:
         if sort in WORDS[1:]:
             ordered.sort(key=itemgetter(sort))
         elif sort != "layer":
-            ordered.sort(key=lambda row: _falling(row.get(sort)))
+            ordered.sort(key=lambda row: _key_of_falling_order(row.get(sort)))
         return HeadTable(ordered[:top], statistics or {})
 
     def __repr__(self) -> str:
         """Return one line; `print` shows the table."""
-        return f"<HeadTable of {notebook.many(len(self.rows), 'head')}>"
+        return f"<HeadTable of {notebook.number_with_noun(len(self.rows), 'head')}>"
 
     def _repr_html_(self) -> str:
         """Show it in a notebook."""
-        return notebook.table("", "", self.rows, PLACES, self.statistics)
+        return notebook.html_of_table("", "", self.rows, PLACES, self.statistics)
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(chain.from_iterable(self.rows)))
@@ -83,7 +83,7 @@ class HeadTable:
             numbers = [each.number(row.get(each.name)) for each in columns]
             words = [visible(row[each]) for each in kind]
             lines.append([str(row["layer"]), str(row["head"]), *words, *numbers, visible(row["name"])])
-        lines += [["chance", "", *[""] * len(kind), *level, ""] for level in levels(self.rows, columns)]
+        lines += [["chance", "", *[""] * len(kind), *level, ""] for level in levels_of_chance(self.rows, columns)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         widths[-1] = 0  # names are aligned on the left, and end the line
         return "\n".join(["  ".join(map(str.rjust, line, widths)).rstrip() for line in lines])
@@ -111,6 +111,6 @@ def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tenso
     return rows
 
 
-def _falling(value: float | None) -> float:
+def _key_of_falling_order(value: float | None) -> float:
     """Return a key that sorts from the largest value on; missing values and NaN come last."""
     return math.inf if value is None or math.isnan(value) else -value

@@ -46,7 +46,7 @@ class Ids:
     def marks(self, request: AttentionRequest, special_ids: Sequence[int]) -> Tensor | None:
         """Return which keys of the call are special tokens, (batch, keys) bool; None if that is unknown."""
         ids = self.of_keys(request) if special_ids else None
-        return None if ids is None else among(ids, special_ids).to(request.shape.device)
+        return None if ids is None else is_among(ids, special_ids).to(request.shape.device)
 
     def add_to(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
         """Append the ids of one sample to its record.
@@ -58,23 +58,25 @@ class Ids:
             offset: position of the call's first key among the keys of the sample; negative after padding.
         """
         if self.crosses:
-            sample.queries_read.grow(_row(self.queries, span.sample, span.queries), start=sample.logsumexp.length)
+            sample.queries_read.grow(
+                _row_of_ids(self.queries, span.sample, span.queries), start=sample.logsumexp.length
+            )
             if not sample.calls:
-                sample.keys_read.grow(_row(self.keys, span.sample, span.keys), start=0)
+                sample.keys_read.grow(_row_of_ids(self.keys, span.sample, span.keys), start=0)
             return
         if self.packed:
-            sample.keys_read.grow(_row(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
+            sample.keys_read.grow(_row_of_ids(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
             return
         start = self.query_start
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
-        sample.keys_read.grow(_row(self.queries, span.sample, (first, stop)), start=origin + first)
+        sample.keys_read.grow(_row_of_ids(self.queries, span.sample, (first, stop)), start=origin + first)
 
 
-def among(ids: Tensor, wanted: Sequence[int]) -> Tensor:
+def is_among(ids: Tensor, wanted: Sequence[int]) -> Tensor:
     """Return which token ids are among some: bool, of the same shape."""
     return torch.isin(ids, torch.tensor(wanted, device=ids.device))
 
 
-def _row(ids: Tensor | None, row: int, ends: tuple[int, int]) -> Tensor | None:
+def _row_of_ids(ids: Tensor | None, row: int, ends: tuple[int, int]) -> Tensor | None:
     return None if ids is None else ids[row, slice(*ends)]

@@ -20,7 +20,7 @@ from multihead.errors.arguments import check_integer
 from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
 from multihead.rotary.waves import Tables, Waves, exact_on, rotate_columns, waves_of
 from multihead.tensors.shapes import kind_of
-from multihead.tensors.tracing import intercepted, traced
+from multihead.tensors.tracing import is_intercepted, is_traced
 
 # The dtype in which the rotation is computed, by the dtype of the tensor.
 _COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
@@ -119,7 +119,7 @@ class Rotary:
             ShapeError: x does not have four dimensions or enough columns in pairs, or positions do not fit x.
             DtypeError: a dtype or device does not fit.
         """
-        return self._applied(x, self._waves(x, positions))
+        return self._rotate_columns(x, self._cosines_and_sines(x, positions))
 
     def rotate_both(self, q: Tensor, k: Tensor, positions: int | Tensor) -> tuple[Tensor, Tensor]:
         """Rotate the queries and keys of the same tokens, computing their angles once.
@@ -134,14 +134,16 @@ class Rotary:
         >>> torch.equal(k_turned, Rotary().rotate(k, 0))
         True
         """
-        waves = self._waves(q, positions)
+        waves = self._cosines_and_sines(q, positions)
         together = q.shape[2:] == k.shape[2:] and q.dtype == k.dtype and q.device == k.device
-        return self._applied(q, waves), self._applied(k, waves if together else self._waves(k, positions))
+        return self._rotate_columns(q, waves), self._rotate_columns(
+            k, waves if together else self._cosines_and_sines(k, positions)
+        )
 
-    def _applied(self, x: Tensor, waves: Waves | Tensor) -> Tensor:
+    def _rotate_columns(self, x: Tensor, waves: Waves | Tensor) -> Tensor:
         """Rotate the first `dim` columns, in the memory layout of projections: (batch, length, heads, head_dim)."""
         # The heads of a single token are contiguous already. In a graph the number of tokens may be symbolic.
-        one_token = not traced() and x.shape[2] == 1
+        one_token = not is_traced() and x.shape[2] == 1
         columns = x if one_token else x.transpose(1, 2)
         if x.dtype is not (dtype := _COMPUTED_IN[x.dtype]):
             columns = columns.to(dtype)
@@ -154,11 +156,11 @@ class Rotary:
             rotated = rotated.to(x.dtype)
         return rotated if one_token else rotated.transpose(1, 2)
 
-    def _waves(self, x: Tensor, positions: int | Tensor) -> Waves | Tensor:
+    def _cosines_and_sines(self, x: Tensor, positions: int | Tensor) -> Waves | Tensor:
         """Look up the cosines and sines, or compute them where tables cannot be cached: in traces and transforms."""
         self._check_fitting(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
-        if type(x) is Tensor and not intercepted():
+        if type(x) is Tensor and not is_intercepted():
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
             if isinstance(positions, int):
                 return tables.between(positions, positions + x.shape[2])

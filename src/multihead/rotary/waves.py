@@ -54,7 +54,7 @@ def rotate_columns(x: Tensor, waves: Waves | Tensor, *, interleaved: bool) -> Te
     roll followed by in-place operations.
     """
     if isinstance(waves, Tensor):
-        pairs = torch.view_as_complex(_even(x).unflatten(-1, (-1, 2)))  # (batch, length, heads, pairs)
+        pairs = torch.view_as_complex(_with_even_strides(x).unflatten(-1, (-1, 2)))  # (batch, length, heads, pairs)
         return torch.view_as_real(pairs * waves).flatten(-2)
     if waves.from_table and not interleaved:
         if x.requires_grad and torch.is_grad_enabled():
@@ -90,7 +90,7 @@ class _Rotation(torch.autograd.Function):
         return _rotate_halves(tangent, *ctx.waves)
 
 
-def _even(x: Tensor) -> Tensor:
+def _with_even_strides(x: Tensor) -> Tensor:
     """Return x, copied if a complex view of it is impossible: that needs even strides and offset, and last stride 1."""
     if x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1]):
         return x
@@ -140,7 +140,7 @@ class Tables:
         if last is not None and last.low == low and last.high == high:
             return last.waves
         cached = self._range_with(low, high)
-        waves = _rows(cached.waves, slice(low - cached.low, high - cached.low))
+        waves = _rows_of_index(cached.waves, slice(low - cached.low, high - cached.low))
         self._last = _Range(low, high, waves)
         return waves
 
@@ -157,9 +157,9 @@ class Tables:
         if (
             _MIN_RANGE <= 2 * positions.numel() <= high + 1
         ):  # a rank's part of a text: a table would be that of the text
-            return self._compute(positions.numpy())
+            return self._compute_factors(positions.numpy())
         cached = self._range_with(0, high + 1)
-        return _rows(cached.waves, positions.long() - cached.low)
+        return _rows_of_index(cached.waves, positions.long() - cached.low)
 
     def _range_with(self, low: int, high: int) -> _Range:
         cached = self._cached
@@ -171,10 +171,10 @@ class Tables:
                         ends = 0, max(128, 1 << (high - 1).bit_length())
                     else:
                         ends = low, max(high, low + _MIN_RANGE)
-                    cached = self._cached = _Range(*ends, self._compute(np.arange(*ends)))
+                    cached = self._cached = _Range(*ends, self._compute_factors(np.arange(*ends)))
         return cached
 
-    def _compute(self, positions: np.ndarray) -> Waves | Tensor:
+    def _compute_factors(self, positions: np.ndarray) -> Waves | Tensor:
         """Compute the factors of positions with numpy, which no active torch mode or transform intercepts."""
         angles = positions[..., None, None] * self._frequencies  # (..., length, 1, pairs)
         cosine, sine = np.cos(angles) * self._gain, np.sin(angles) * self._gain
@@ -191,5 +191,5 @@ class Tables:
             return torch.from_numpy(numbers).to(self._device, dtype)
 
 
-def _rows(waves: Waves | Tensor, index: slice | Tensor) -> Waves | Tensor:
+def _rows_of_index(waves: Waves | Tensor, index: slice | Tensor) -> Waves | Tensor:
     return waves[index] if isinstance(waves, Tensor) else Waves(waves.cosine[index], waves.sine[index], from_table=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
 from multihead.tensors.shapes import AttentionShape, kind_of
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def _check_relative_fits(bias: RelativeBias, shape: AttentionShape) -> None:
     if bias.values.device != shape.device:
         raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")
     # While a graph is traced, lengths may be symbolic; the operator checks them again when it runs.
-    fits = traced() or given[2] == max(sizes[2], 0)
+    fits = is_traced() or given[2] == max(sizes[2], 0)
     if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or not fits:
         raise ShapeError(
             f"bias is RelativeBias with values of shape {given}, and there are {shape.query_length} queries and "
@@ -133,7 +133,7 @@ def dense_bias(bias: Bias, shape: AttentionShape) -> Tensor:
     return bias if isinstance(bias, Tensor) else bias.tile(shape.query_length, shape.key_length)
 
 
-def added(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
+def add_biases(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
     """Add two biases. The sum is a RelativeBias where both are."""
     if isinstance(bias, RelativeBias) and isinstance(other, RelativeBias):
         return RelativeBias(bias.values + other.values)
@@ -141,7 +141,7 @@ def added(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
     return whole[0] + whole[1]
 
 
-def shifted(bias: Bias, queries: int, keys: int) -> Tensor:
+def prepend_zero_column(bias: Bias, queries: int, keys: int) -> Tensor:
     """Prepend a column of zeros to a bias, for a key that is inserted before all others."""
     whole = bias.tile(queries, keys) if isinstance(bias, RelativeBias) else bias
     return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))

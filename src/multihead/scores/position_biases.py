@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, ShapeError
 from multihead.errors.arguments import check_integer
 from multihead.scores.bias import RelativeBias, offsets
-from multihead.tensors.tracing import readable
+from multihead.tensors.tracing import is_readable
 
 
 def slopes_of(num_heads: int) -> tuple[float, ...]:
@@ -171,7 +171,7 @@ class LearnedBias(nn.Module):
             return weight[None, :, query_start : query_start + queries, :keys]
         # Padding queries cannot be identified here, but at least one sample has no padding.
         furthest = 0
-        if query_start.numel() and readable(query_start.device):
+        if query_start.numel() and is_readable(query_start.device):
             first, last = (int(end) for end in query_start.aminmax())
             furthest = max(first + queries, last)
         self._check_within(furthest, keys)

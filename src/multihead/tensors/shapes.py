@@ -9,7 +9,7 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.tensors.tracing import readable, untraced
+from multihead.tensors.tracing import is_readable, untraced
 
 FURTHEST = 1 << 40  # tokens or keys, the largest number that a mask or position may have: larger sums could overflow
 
@@ -142,7 +142,7 @@ def resolved_query_start(
                 f"query_start is on the meta device, where it has no values, and q is on {device}.",
                 "Give one int per sample, on any other device.",
             )
-        if type(query_start) is Tensor and readable(query_start.device) and query_start.numel():
+        if type(query_start) is Tensor and is_readable(query_start.device) and query_start.numel():
             check_reachable(int(query_start.max()))
         return query_start
     if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:

@@ -62,18 +62,18 @@ def outside_of_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     return decorated
 
 
-def traced() -> bool:
+def is_traced() -> bool:
     """Whether values must not be read, because they are missing or would become constants of a graph.
 
     True in torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and the transforms of torch.func.
 
-    >>> torch.func.vmap(lambda x: x + traced())(torch.zeros(2))
+    >>> torch.func.vmap(lambda x: x + is_traced())(torch.zeros(2))
     tensor([1., 1.])
     """
-    return intercepted() and (torch.compiler.is_compiling() or _transforms() is not None or _without_values())
+    return is_intercepted() and (torch.compiler.is_compiling() or _transforms() is not None or _without_values())
 
 
-def recorded() -> bool:
+def is_recorded() -> bool:
     """Whether a compiler, torch.jit.trace, make_fx or any dispatch mode observes the operations that run here.
 
     None of them sees a kernel that is called with addresses, so a registered operator is called instead. No cache may
@@ -81,29 +81,29 @@ def recorded() -> bool:
 
     >>> from torch.utils.flop_counter import FlopCounterMode
     >>> with FlopCounterMode(display=False):
-    ...     recorded(), traced()
+    ...     is_recorded(), is_traced()
     (True, False)
     """
     return (
         torch.compiler.is_compiling()
         or _dispatch_modes() > 0
         or _jit_traces()
-        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_is_make_fx_tracing`
     )
 
 
-def intercepted() -> bool:
-    """Whether this code is `recorded` or `transformed`, in one check, because every call needs it."""
+def is_intercepted() -> bool:
+    """Whether this code is `is_recorded` or `is_transformed`, in one check, because every call needs it."""
     return (
         torch.compiler.is_compiling()
         or _dispatch_modes() > 0
         or _transforms() is not None
         or _jit_traces()
-        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_is_make_fx_tracing`
     )
 
 
-def transformed() -> bool:
+def is_transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory."""
     if torch.compiler.is_compiling():
         return False  # a compiler traces through a transform
@@ -117,12 +117,12 @@ def jit_traced() -> bool:
 
 def _without_values() -> bool:
     """Whether torch.jit.trace, make_fx or a mode of PyTorch's own compiler runs this code."""
-    if _jit_traces() or _proxied():
+    if _jit_traces() or _is_make_fx_tracing():
         return True
     return _dispatch_modes() > 0 and any(_mode_of_kind(kind) is not None for kind in _KINDS_WITHOUT_VALUES)
 
 
-def _proxied() -> bool:
+def _is_make_fx_tracing() -> bool:
     """Whether make_fx is tracing; with `pre_dispatch=True` its mode is not on the stack of dispatch modes."""
     return proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - torch has no public name for it
 
@@ -179,9 +179,9 @@ def runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
 
 
-def readable(device: torch.device) -> bool:
+def is_readable(device: torch.device) -> bool:
     """Whether a value can be read without waiting: on the CPU, where it does not become part of a graph.
 
     On an accelerator the host would wait for the device.
     """
-    return device.type == "cpu" and not traced()
+    return device.type == "cpu" and not is_traced()

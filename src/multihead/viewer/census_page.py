@@ -20,7 +20,7 @@ from multihead.probes.probe import SHARE
 from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import Of
 from multihead.viewer.columns import column, legend
-from multihead.viewer.page import allowed, json_in_script, script, static, template, version
+from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
 
 if TYPE_CHECKING:
     from multihead.counting.result import Census
@@ -81,7 +81,7 @@ def write_census_page(
     data = page_data(runs, lang)
     strongest = [each.heads["examples"].to_pylist() for each in runs]
     for kept in range(max(each.plan.examples for each in runs), -1, -1):
-        page = _render(data | {"kept": kept} | _examples(runs, strongest, kept), runs, lang)
+        page = _render_page(data | {"kept": kept} | _examples_of_runs(runs, strongest, kept), runs, lang)
         if len(page) <= max_bytes:
             write_whole(path, page)
             return path
@@ -106,16 +106,21 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
         "legend": legend(dict.fromkeys(kind for run in runs for kind in run.all_kinds), chain(*profiles), lang),
     }
     if len(runs) > 1:
-        data["divergence"] = _divergences(runs[0], runs[1], _heads(first))
-    axes = {each["id"]: _axes(runs, each["id"], each["format"]) for each in columns}
-    data["axes"] = {name: [[_short(low), _short(high)] for low, high in found] for name, found in axes.items()}
+        data["divergence"] = _divergence_of_each_head(runs[0], runs[1], _heads_of_census(first))
+    axes = {each["id"]: _axis_of_each_head(runs, each["id"], each["format"]) for each in columns}
+    data["axes"] = {
+        name: [[_six_digits(low), _six_digits(high)] for low, high in found] for name, found in axes.items()
+    }
     data["runs"] = [
         {
-            "label": _label(run, runs),
-            "command": _command(run),
-            "numbers": {each["id"]: _numbers(run, _heads(first), each["id"]) for each in columns},
-            "bars": {each["id"]: _bars(run, _heads(first), each["id"], axes[each["id"]]) for each in columns},
-            "chance": _chances(of_run, _heads(first)),
+            "label": _label_of_run(run, runs),
+            "command": _command_of_text(run),
+            "numbers": {each["id"]: _summaries_of_heads(run, _heads_of_census(first), each["id"]) for each in columns},
+            "bars": {
+                each["id"]: _bars_of_each_head(run, _heads_of_census(first), each["id"], axes[each["id"]])
+                for each in columns
+            },
+            "chance": _chance_of_each_head(of_run, _heads_of_census(first)),
             "kinds": [names for one in of_run for names in one.kinds] if any(one.evidence for one in of_run) else [],
         }
         for run, of_run in zip(runs, profiles, strict=True)
@@ -123,20 +128,20 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     return data
 
 
-def _heads(census: Census) -> list[tuple[int, int]]:
+def _heads_of_census(census: Census) -> list[tuple[int, int]]:
     return [(layer.number, head) for layer in census.layers for head in range(layer.num_heads)]
 
 
-def _label(run: Census, runs: list[Census]) -> str:
+def _label_of_run(run: Census, runs: list[Census]) -> str:
     texts = ", ".join(run.plan.texts)
     return visible(texts if len({each.plan.title for each in runs}) == 1 else f"{run.plan.title} · {texts}")
 
 
-def _short(value: float) -> float:
+def _six_digits(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _command(run: Census) -> list[str]:
+def _command_of_text(run: Census) -> list[str]:
     """Return the parts of the command that opens a text in the viewer: around "SHARD:TEXT", and around its file's name.
 
     The text itself is not in the command, because a terminal acts on characters of a pasted line before a shell reads
@@ -150,10 +155,10 @@ def _command(run: Census) -> list[str]:
     ]
 
 
-def _axes(runs: list[Census], name: str, number_format: str) -> list[tuple[float, float]]:
+def _axis_of_each_head(runs: list[Census], name: str, number_format: str) -> list[tuple[float, float]]:
     """Return where the axis of each head's distribution begins and ends, equal for both censuses."""
     found = []
-    for layer, head in _heads(runs[0]):
+    for layer, head in _heads_of_census(runs[0]):
         rows = [(run, run.row_of[layer, name, head]) for run in runs if (layer, name, head) in run.row_of]
         low = min([0.0, *(float(run.numbers["minimum"][row]) for run, row in rows)])
         high = max([low, *(float(run.numbers["maximum"][row]) for run, row in rows)])
@@ -165,12 +170,12 @@ def _axes(runs: list[Census], name: str, number_format: str) -> list[tuple[float
     return found
 
 
-def _numbers(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, list[float | None]]:
+def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, list[float | None]]:
     """Return what a statistic is summarised to, per head: its mean, median, 95th percentile and maximum."""
     found: dict[str, list[float | None]] = {}
     for of in get_args(Of):
         known = {
-            (layer.number, head): _short(value)
+            (layer.number, head): _six_digits(value)
             for layer in run.layers
             for head, value in enumerate(layer.summary(of, [name]).get(name, ()))
             if run.numbers["count"][run.row_of[layer.number, name, head]]
@@ -179,17 +184,19 @@ def _numbers(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, 
     return found
 
 
-def _chances(profiles: Sequence[LayerKinds], heads: list[tuple[int, int]]) -> dict[str, list[float | None]]:
+def _chance_of_each_head(profiles: Sequence[LayerKinds], heads: list[tuple[int, int]]) -> dict[str, list[float | None]]:
     """Return the chance of each mean, per head, of the statistics where it is known."""
     levels = {one.number: one.chance for one in profiles}
     names = dict.fromkeys(name for one in profiles for name in one.chance)
     return {
-        name: [_short(float(levels[layer][name][head])) if name in levels[layer] else None for layer, head in heads]
+        name: [
+            _six_digits(float(levels[layer][name][head])) if name in levels[layer] else None for layer, head in heads
+        ]
         for name in names
     }
 
 
-def _bars(
+def _bars_of_each_head(
     run: Census, heads: list[tuple[int, int]], name: str, axes: list[tuple[float, float]]
 ) -> list[list[float] | None]:
     """Return the share of a head's queries in each of `BINS` equal parts of its axis."""
@@ -202,20 +209,23 @@ def _bars(
         bars = np.zeros(BINS)
         place = ((values - low) / (high - low) * BINS).astype(np.int64).clip(0, BINS - 1)
         np.add.at(bars, place, counts)
-        found.append([_short(each) for each in bars / max(1, counts.sum())])
+        found.append([_six_digits(each) for each in bars / max(1, counts.sum())])
     return found
 
 
-def _divergences(before: Census, after: Census, heads: list[tuple[int, int]]) -> dict[str, list[float | None]]:
+def _divergence_of_each_head(
+    before: Census, after: Census, heads: list[tuple[int, int]]
+) -> dict[str, list[float | None]]:
     """Return the divergence of each head's distributions in two censuses, by statistic; "" is their mean."""
     found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in before.changed(after)}
     names = dict.fromkeys(name for each in found.values() for name in each)
     return {
-        name: [_short(found[head][name]) if name in found.get(head, {}) else None for head in heads] for name in names
+        name: [_six_digits(found[head][name]) if name in found.get(head, {}) else None for head in heads]
+        for name in names
     }
 
 
-def _examples(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict[str, Any]:
+def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict[str, Any]:
     """Return the strongest examples per census, statistic and head; their tokens are numbers into one list.
 
     Args:
@@ -230,10 +240,10 @@ def _examples(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict
         found.append(
             {
                 name: [
-                    [_example(each, words) for each in lists[run.row_of[layer, name, head]][:kept]]
+                    [_entry_of_example(each, words) for each in lists[run.row_of[layer, name, head]][:kept]]
                     if (layer, name, head) in run.row_of
                     else []
-                    for layer, head in _heads(runs[0])
+                    for layer, head in _heads_of_census(runs[0])
                 ]
                 for name in names
             }
@@ -241,22 +251,22 @@ def _examples(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict
     return {"examples": found, "words": list(words)}
 
 
-def _example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]:
+def _entry_of_example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]:
     """Return value, "SHARD:TEXT", position, key, the key's token, first position, tokens and values of an example."""
-    key = words.setdefault(_readable(each["key_token"]), len(words))
-    tokens = [words.setdefault(_readable(token), len(words)) for token in each["tokens"]]
-    values = [_short(value) if value is not None and np.isfinite(value) else None for value in each["values"]]
+    key = words.setdefault(_readable_token(each["key_token"]), len(words))
+    tokens = [words.setdefault(_readable_token(token), len(words)) for token in each["tokens"]]
+    values = [_six_digits(value) if value is not None and np.isfinite(value) else None for value in each["values"]]
     place = f"{each['shard']}:{each['text']}"
-    return [_short(each["value"]), place, each["position"], each["key"], key, each["start"], tokens, values]
+    return [_six_digits(each["value"]), place, each["position"], each["key"], key, each["start"], tokens, values]
 
 
-def _readable(token: str) -> str:
+def _readable_token(token: str) -> str:
     """Return a part of a text with the space before it, and with other control characters by their escapes."""
     word = token.lstrip()
     return (" " if len(word) < len(token) else "") + visible(word)
 
 
-def _facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
+def _facts_of_runs(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
     first = runs[0]
     words = section(lang, "census page")
     sizes = {layer.num_heads for layer in first.layers}
@@ -268,11 +278,11 @@ def _facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
         name = words["fact.corpus"] + (f" {side}" if len(runs) > 1 else "")
         done, total = len(run.plan.shards) - len(run.missing), len(run.plan.shards)
         read = text("census page.read", lang, texts=f"{run.texts:,}", tokens=f"{run.tokens:,}", done=done, total=total)
-        found += [(name, f"{_label(run, runs)}: {read}")]
+        found += [(name, f"{_label_of_run(run, runs)}: {read}")]
     return [*found, (words["fact.examples"], str(kept))]
 
 
-def _render(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
+def _render_page(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
     """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
     words = section(lang, "common", "page", "census page")
     source = script("viewer/static/census/page.js")
@@ -283,10 +293,10 @@ def _render(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
         lead=words["lead two" if len(runs) > 1 else "lead"],
         two=len(runs) > 1,
         kinds=any(run["kinds"] for run in data["runs"]),
-        facts=_facts(runs, data["kept"], lang),
+        facts=_facts_of_runs(runs, data["kept"], lang),
         style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
         script=Markup(source),
-        script_hash=allowed(source),
+        script_hash=hash_of_script(source),
         texts=Markup(json_in_script(words)),
         data=Markup(json_in_script(data)),
         foot=text("census page.foot", lang, version=version()),

@@ -43,7 +43,7 @@ def column(shown: Statistic, lang: str) -> Column:
     )
 
 
-def unrecorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
+def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
     """List the built-in statistics that would be columns and are not among these: name and label."""
     known = {*names, "largest_key"}  # an index has no mean
     built_in = [probe.shown() for probe in PROBES.values() if probe.axes == "queries"]

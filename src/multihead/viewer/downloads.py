@@ -24,10 +24,10 @@ _BLOCK_CELLS = 1 << 16  # weights computed between two writes
 _OPENS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
 
-def cell(value: object) -> object:
+def escape_for_spreadsheet(value: object) -> object:
     """Escape text that a spreadsheet would read as a formula: prefix it with an apostrophe.
 
-    >>> cell("=1+1"), cell("cat"), cell(-0.5)
+    >>> escape_for_spreadsheet("=1+1"), escape_for_spreadsheet("cat"), escape_for_spreadsheet(-0.5)
     ("'=1+1", 'cat', -0.5)
     """
     return f"'{value}" if isinstance(value, str) and value.lstrip(" ").startswith(_OPENS_A_FORMULA) else value
@@ -48,22 +48,22 @@ def check_size(queries: slice, keys: slice) -> None:
         )
 
 
-def _safe(value: object) -> object:
-    """Escape text for a spreadsheet, see `cell`, and its characters that act on a terminal."""
-    return cell(visible(value)) if isinstance(value, str) else value
+def _safe_cell(value: object) -> object:
+    """Escape text for a spreadsheet, see `escape_for_spreadsheet`, and its characters that act on a terminal."""
+    return escape_for_spreadsheet(visible(value)) if isinstance(value, str) else value
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a header line and one line per head; characters that act on a terminal are escaped."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     # A shell's tools expect lines to end like this; no cell holds a character that needs the other ending.
-    yield from _csv_bytes([[_safe(name) for name in names]], end="\n")
-    yield from _csv_bytes(([_safe(row.get(name, "")) for name in names] for row in rows), end="\n")
+    yield from _csv_bytes([[_safe_cell(name) for name in names]], end="\n")
+    yield from _csv_bytes(([_safe_cell(row.get(name, "")) for name in names] for row in rows), end="\n")
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a list of objects, one per head; NaN and infinities become null."""
-    plain = [{name: _known(value) for name, value in row.items()} for row in rows]
+    plain = [{name: _number_or_empty(value) for name, value in row.items()} for row in rows]
     text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
     # In a JSON string an escape means the same character, and a terminal does not interpret it.
     escaped = ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
@@ -91,9 +91,9 @@ def weights_csv(
     """
     names = ["query", "key", *(["query_token"] if query_tokens else []), *(["key_token"] if key_tokens else [])]
     yield from _csv_bytes([[*names, "weight"]])
-    ends = [_safe(each) for each in key_tokens[keys]] if key_tokens else None
-    for query, row in _rows(sample, head, queries, keys):
-        begins = [_safe(query_tokens[query])] if query_tokens else []
+    ends = [_safe_cell(each) for each in key_tokens[keys]] if key_tokens else None
+    for query, row in _rows_of_map(sample, head, queries, keys):
+        begins = [_safe_cell(query_tokens[query])] if query_tokens else []
         yield from _csv_bytes(
             [query, key, *begins, *([ends[place]] if ends else []), weight]
             for place, (key, weight) in enumerate(zip(range(keys.start, keys.stop), row, strict=True))
@@ -123,13 +123,13 @@ def weights_json(
     }
     yield json.dumps(header).encode()[:-1] + b', "weights": ['
     separator = b"\n"
-    for _, row in _rows(sample, head, queries, keys):
+    for _, row in _rows_of_map(sample, head, queries, keys):
         yield separator + b"[" + ",".join(weight or "null" for weight in row).encode() + b"]"
         separator = b",\n"
     yield b"\n]}\n"
 
 
-def _rows(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Iterator[tuple[int, list[str]]]:
+def _rows_of_map(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Iterator[tuple[int, list[str]]]:
     """Compute part of a map block by block: (query, its weights with all their digits; "" for a masked one)."""
     step = max(1, _BLOCK_CELLS // max(1, keys.stop - keys.start))
     digits = 17 if sample.dtype == torch.float64 else 9
@@ -153,7 +153,7 @@ def _csv_bytes(rows: Iterable[Sequence[object]], *, end: str = "\r\n") -> Iterat
     yield written.getvalue().encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate
 
 
-def _known(value: Any) -> Any:
+def _number_or_empty(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -37,19 +37,24 @@ IN_MEMORY = 1 << 30
 Array = npt.NDArray[Any]
 
 
-def count(queries: int, keys: int) -> int:
+def number_of_levels(queries: int, keys: int) -> int:
     """Count the levels of a map: each halves its sides, and the last has at most `SIDE` cells per side.
 
-    >>> count(64, 64), count(65, 3), count(8192, 8192), count(100_000, 100_000)
+    >>> (
+    ...     number_of_levels(64, 64),
+    ...     number_of_levels(65, 3),
+    ...     number_of_levels(8192, 8192),
+    ...     number_of_levels(100_000, 100_000),
+    ... )
     (1, 2, 8, 12)
     """
     return max(0, math.ceil(math.log2(max(queries, keys, 1) / SIDE))) + 1
 
 
-def cells(length: int, level: int) -> int:
+def cells_per_side(length: int, level: int) -> int:
     """Count the cells of a level along a side of the given length.
 
-    >>> cells(100, 0), cells(100, 6)
+    >>> cells_per_side(100, 0), cells_per_side(100, 6)
     (100, 2)
     """
     return -(-length // (1 << level))
@@ -70,20 +75,20 @@ class LayerLevels:
 
     def __init__(self, sample: SampleRecord, file: Path | None, of: dict[str, str], room: Room | None = None) -> None:
         self.sample = sample
-        self.count = count(sample.num_queries, sample.num_keys)
-        self._layout = _layout(sample, self.count)
+        self.count = number_of_levels(sample.num_queries, sample.num_keys)
+        self._layout = _layout_of_arrays(sample, self.count)
         self._file: Parts | None = None
         self._room = room or Room(IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
-            header = _header(self._layout, of)
+            header = _header_of_layout(self._layout, of)
             place = len(header)
             self._starts: dict[str, int] = {}
             for name, (kind, shape) in self._layout.items():
                 self._starts[name] = place
-                place += _bytes(kind, shape)
-            opened = _opened(file, header, place, sample.num_heads)
+                place += _bytes_of_array(kind, shape)
+            opened = _open_levels_file(file, header, place, sample.num_heads)
             if opened is not None:
                 self._file, self._done = opened
 
@@ -121,13 +126,13 @@ class LayerLevels:
             yield min(first + height, rows) / rows
         for level in range(BASE + 1, self.count):
             for name in _NAMES:
-                _halve(made[f"{name}.{level - 1}"], made[f"{name}.{level}"])
+                _sum_to_next_level(made[f"{name}.{level - 1}"], made[f"{name}.{level}"])
         if self._file is None:
             self._held[head] = made
         else:
             # Written after the data it marks as complete, in case the machine stops in between.
-            self._file.write({self._start(name, head): _memory(each) for name, each in made.items()})
-            self._file.write({self._start("done", head): memoryview(b"\1")})
+            self._file.write({self._offset_of_head(name, head): _memory_of(each) for name, each in made.items()})
+            self._file.write({self._offset_of_head("done", head): memoryview(b"\1")})
         self._done[head] = 1
 
     def means(
@@ -143,11 +148,12 @@ class LayerLevels:
             sink: whether to include the first key.
         """
         total, number = (
-            self._cells(f"{name}.{level}", head, rows)[:, columns].astype(np.float64) for name in ("sums", "counts")
+            self._read_cells(f"{name}.{level}", head, rows)[:, columns].astype(np.float64)
+            for name in ("sums", "counts")
         )
         if sink and not columns.start and total.shape[1]:
-            total[:, 0] += self._cells(f"first_sums.{level}", head, rows)
-            number[:, 0] += self._cells(f"first_counts.{level}", head, rows)
+            total[:, 0] += self._read_cells(f"first_sums.{level}", head, rows)
+            number[:, 0] += self._read_cells(f"first_counts.{level}", head, rows)
         with np.errstate(invalid="ignore"):
             means: Array = (total / number).astype(np.float32)
         return means
@@ -157,19 +163,21 @@ class LayerLevels:
         rows, columns = (slice(each * TILE, (each + 1) * TILE) for each in (row, column))
         return self.means(head, level, rows, columns, sink=sink)
 
-    def _start(self, name: str, head: int) -> int:
+    def _offset_of_head(self, name: str, head: int) -> int:
         """Return the offset of a head's numbers in the file."""
         kind, shape = self._layout[name]
-        return self._starts[name] + head * _bytes(kind, shape[1:])
+        return self._starts[name] + head * _bytes_of_array(kind, shape[1:])
 
-    def _cells(self, name: str, head: int, rows: slice = slice(None)) -> Array:
+    def _read_cells(self, name: str, head: int, rows: slice = slice(None)) -> Array:
         """Read some rows of a level of a head."""
         if self._file is None:
             return self._held[head][name][rows]
         kind, (_, *sides) = self._layout[name]
         first, stop, _ = rows.indices(sides[0])
         found = np.empty((max(stop - first, 0), *sides[1:]), kind)
-        self._file.read_into(self._start(name, head) + first * _bytes(kind, tuple(sides[1:])), _memory(found))
+        self._file.read_into(
+            self._offset_of_head(name, head) + first * _bytes_of_array(kind, tuple(sides[1:])), _memory_of(found)
+        )
         return found
 
 
@@ -194,37 +202,37 @@ class Room:
         self.left -= size
 
 
-def _memory(numbers: Array) -> memoryview:
+def _memory_of(numbers: Array) -> memoryview:
     return numbers.reshape(-1).view(np.uint8).data
 
 
 _NAMES = ("sums", "counts", "first_sums", "first_counts")
 
 
-def _layout(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _layout_of_arrays(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Lay out the stored arrays: name -> (type, shape), wide types first, so that each is aligned to its size."""
     real = "<f8" if sample.dtype == torch.float64 else "<f4"
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for sums, counts, whole in (("sums", "counts", True), ("first_sums", "first_counts", False)):
         for name, kind in ((sums, real), (counts, "<i4")):
             for level in range(BASE, levels):
-                sides = cells(sample.num_queries, level), cells(sample.num_keys, level)
+                sides = cells_per_side(sample.num_queries, level), cells_per_side(sample.num_keys, level)
                 found[f"{name}.{level}"] = kind, (sample.num_heads, *(sides if whole else sides[:1]))
     found["done"] = "|u1", (sample.num_heads,)
     return dict(sorted(found.items(), key=lambda item: -np.dtype(item[1][0]).itemsize))
 
 
-def _bytes(kind: str, shape: tuple[int, ...]) -> int:
+def _bytes_of_array(kind: str, shape: tuple[int, ...]) -> int:
     return np.dtype(kind).itemsize * math.prod(shape)
 
 
-def _header(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) -> bytes:
+def _header_of_layout(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) -> bytes:
     """Write the header of a safetensors file: its length in eight bytes, then type, shape and offsets as JSON."""
     names = {"<f8": "F64", "<f4": "F32", "<i4": "I32", "|u1": "U8"}
     entries: dict[str, Any] = {"__metadata__": {"format": "multihead levels", "version": "1", **of}}
     place = 0
     for name, (kind, shape) in layout.items():
-        stop = place + _bytes(kind, shape)
+        stop = place + _bytes_of_array(kind, shape)
         entries[name] = {"dtype": names[kind], "shape": list(shape), "data_offsets": [place, stop]}
         place = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -232,7 +240,7 @@ def _header(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) 
     return len(text).to_bytes(8, "little") + text
 
 
-def _halve(fine: Array, coarse: Array) -> None:
+def _sum_to_next_level(fine: Array, coarse: Array) -> None:
     """Sum 2 x 2 cells (2 in a single column) of one level into one cell of the next, some rows at a time."""
     for first in range(0, len(coarse), 256):
         rows = np.asarray(fine[2 * first : 2 * (first + 256)], np.float64)
@@ -242,7 +250,7 @@ def _halve(fine: Array, coarse: Array) -> None:
         coarse[first : first + 256] = rows
 
 
-def _opened(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Array] | None:
+def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Array] | None:
     """Open a file of levels, created anew unless it belongs to this record.
 
     Returns:
@@ -250,11 +258,11 @@ def _opened(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Ar
     """
     done = np.zeros(heads, np.uint8)
     try:
-        if not _fits(file, header, size):
+        if not _file_fits(file, header, size):
             _lay_out(file, header, size)
         writable = _is_writable(file)
         opened = Parts(file)
-        opened.read_into(size - heads, _memory(done))  # one byte each, after the wider numbers
+        opened.read_into(size - heads, _memory_of(done))  # one byte each, after the wider numbers
     except (OSError, InputError):
         return None
     # A finished file is usable even if it is not writable.
@@ -265,7 +273,7 @@ def _is_writable(file: Path) -> bool:
     return os.access(file, os.W_OK)
 
 
-def _fits(file: Path, header: bytes, size: int) -> bool:
+def _file_fits(file: Path, header: bytes, size: int) -> bool:
     """Return whether a file has the expected size and exactly the expected header."""
     if not file.is_file() or file.stat().st_size != size:
         return False

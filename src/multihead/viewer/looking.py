@@ -125,30 +125,30 @@ def look(
         import_module("multihead.viewer.widget")  # checks its packages before the model runs
     elif show:
         require("jinja2", purpose="Writing a page", extra="view")
-    loaded = _loaded(model, tokenizer, device, dtype)
+    loaded = _load_model(model, tokenizer, device, dtype)
     check_layers(layers, loaded)
     encoded = encode(loaded, text, tokens=tokens)
     if tokens is not None and encoded.stop:
         text = text[: encoded.stop]
-    with _evaluating(loaded.model):
-        repeated = measured_repeats(loaded, _silent, lang, kinds) if textbook else {}
-        run = prepared(loaded, encoded, None, decoder_text, _silent, lang)
-        record = recorded(loaded, run, layers, _silent, lang, kinds)
+    with _in_evaluation_mode(loaded.model):
+        repeated = measured_repeats(loaded, _no_progress, lang, kinds) if textbook else {}
+        run = prepared(loaded, encoded, None, decoder_text, _no_progress, lang)
+        record = run_and_record(loaded, run, layers, _no_progress, lang, kinds)
     add_repeated(record, repeated)
     if in_notebook:
-        _displayed(record.view(lang=lang))
+        _display_in_cell(record.view(lang=lang))
     elif show:
         summary = written_page(record, None, run, text=text, out=out, lang=lang)
-        _opened(Path(summary.path))
+        _open_in_browser(Path(summary.path))
         sys.stdout.write(f"{summary}\n")
     return record
 
 
-def _silent(*_: object) -> None:
+def _no_progress(*_: object) -> None:
     """Show no progress."""
 
 
-def _loaded(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
+def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
     if isinstance(model, str):
         if tokenizer is not None:
             raise ArgumentError(
@@ -167,7 +167,7 @@ def _loaded(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> 
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluate a model without dropout, and restore the mode of each of its modules."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -189,7 +189,7 @@ def notebook() -> str | None:
     return None
 
 
-def _displayed(view: Any) -> None:
+def _display_in_cell(view: Any) -> None:
     """Show a widget in the cell that runs."""
     if notebook() == "marimo":
         sys.modules["marimo"].output.append(view)
@@ -199,7 +199,7 @@ def _displayed(view: Any) -> None:
     display(view)
 
 
-def _opened(page: Path) -> bool:
+def _open_in_browser(page: Path) -> bool:
     """Open a page in the browser; False if there is none with a window."""
     if sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & os.environ.keys():
         return False  # a browser in the terminal would take the place of the script
@@ -258,7 +258,7 @@ def prepared(
     )
 
 
-def recorded(
+def run_and_record(
     loaded: LoadedModel,
     run: Run,
     layers: Sequence[int] | None,

@@ -52,7 +52,7 @@ def encode(weights: Tensor, *, bits: int, rounding: Rounding) -> Tensor:
     return torch.where(wide.isnan(), float(HIDDEN), code + 1).int()
 
 
-def whole(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> str:
+def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> str:
     """Encode every weight of a head as base64: planes of bytes, high bytes first, deflated.
 
     Planes compress better than pairs of bytes: the high bytes of a map repeat, the low ones are noise.
@@ -68,12 +68,14 @@ def whole(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> 
         codes[block] = encode(_hidden_as_nan(sample, head, block), bits=bits, rounding=rounding)
     flat = codes.flatten()
     if bits == 16:
-        return pack(flat >> 8, flat & 255, strategy=zlib.Z_RLE)
+        return pack_planes(flat >> 8, flat & 255, strategy=zlib.Z_RLE)
     low = torch.nn.functional.pad(flat & 15, (0, flat.numel() % 2))
-    return pack(flat >> 4, (low[0::2] << 4) | low[1::2], strategy=zlib.Z_RLE)
+    return pack_planes(flat >> 4, (low[0::2] << 4) | low[1::2], strategy=zlib.Z_RLE)
 
 
-def largest(sample: SampleRecord, *, number: int, rounding: Rounding, head: int | None = None) -> list[str]:
+def encode_largest_weights(
+    sample: SampleRecord, *, number: int, rounding: Rounding, head: int | None = None
+) -> list[str]:
     """Encode each query's largest weights as base64: two planes of codes, then planes of steps from key to key.
 
     The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the unused entries.
@@ -99,12 +101,14 @@ def largest(sample: SampleRecord, *, number: int, rounding: Rounding, head: int 
         codes.append(encode(torch.where(found < 0, torch.nan, found), bits=16, rounding=rounding))
         steps.append(key.diff(dim=-1, prepend=torch.zeros_like(key[..., :1])).int())
     code, step = torch.cat(codes, 1), torch.cat(steps, 1)  # (heads, queries, number)
-    shifts = _shifts(sample.num_keys)
-    return [pack(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)]
+    shifts = _shifts_of_bytes(sample.num_keys)
+    return [
+        pack_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)
+    ]
 
 
-def largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[str]:
-    """Encode each query's largest weight from the statistics, without reading a map, like `largest(number=1)`.
+def encode_largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[str]:
+    """Encode each query's largest weight from the statistics without a map: `encode_largest_weights(number=1)`.
 
     Returns:
         One string per head.
@@ -121,14 +125,16 @@ def largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[str]:
     blind = key < 0
     code = encode(weight.double().masked_fill(blind, torch.nan), bits=16, rounding=rounding)
     step = key.masked_fill(blind, sample.num_keys).int()
-    shifts = _shifts(sample.num_keys)
-    return [pack(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)]
+    shifts = _shifts_of_bytes(sample.num_keys)
+    return [
+        pack_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)
+    ]
 
 
 def pack_maps(maps: Tensor, rounding: Rounding) -> str:
     """Encode small maps (heads, rows, columns) as base64: two planes of 16-bit codes, deflated."""
     codes = encode(maps, bits=16, rounding=rounding).flatten()
-    return pack(codes >> 8, codes & 255)
+    return pack_planes(codes >> 8, codes & 255)
 
 
 def strip_codes(values: Tensor, top: float) -> Tensor:
@@ -136,10 +142,10 @@ def strip_codes(values: Tensor, top: float) -> Tensor:
     return (values.double().nan_to_num(nan=0.0) / (top or 1.0)).clamp(0, 1).mul(65535).round().int().flatten()
 
 
-def bins(values: Tensor, number: int) -> Tensor:
+def average_bins(values: Tensor, number: int) -> Tensor:
     """Average at most `number` runs of equal length along the last axis.
 
-    >>> bins(torch.tensor([[1.0, 3.0, 5.0]]), 2)
+    >>> average_bins(torch.tensor([[1.0, 3.0, 5.0]]), 2)
     tensor([[2., 5.]])
     """
     length = values.shape[-1]
@@ -150,7 +156,7 @@ def bins(values: Tensor, number: int) -> Tensor:
     return means
 
 
-def pack(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str:
+def pack_planes(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str:
     """Compress planes of numbers below 256, one after the other, as raw deflate in base64.
 
     Args:
@@ -173,5 +179,5 @@ def _hidden_as_nan(sample: SampleRecord, head: int | None, block: slice) -> Tens
     return torch.where(seen if seen.dim() == 2 or head is None else seen[head], tile, torch.nan)
 
 
-def _shifts(keys: int) -> tuple[int, ...]:
+def _shifts_of_bytes(keys: int) -> tuple[int, ...]:
     return (16, 8, 0) if keys > 0xFFFF else (8, 0)

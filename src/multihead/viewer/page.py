@@ -32,7 +32,7 @@ def json_in_script(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def allowed(source: str) -> str:
+def hash_of_script(source: str) -> str:
     """Return the hash that allows this script, and no other, in a page's Content-Security-Policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
@@ -67,7 +67,9 @@ def script(path: str, given: tuple[tuple[str, str], ...] = ()) -> str:
         ValueError: a module uses a form of import or export that cannot be bundled.
     """
     replaced = dict(given)
-    lines = [f"modules['{each}'] = {replaced[each]};" if each in replaced else _bundled(each) for each in modules(path)]
+    lines = [
+        f"modules['{each}'] = {replaced[each]};" if each in replaced else _bundle_module(each) for each in modules(path)
+    ]
     return "\n".join(["'use strict';", "const modules = {};", *lines])
 
 
@@ -78,20 +80,22 @@ def modules(path: str) -> list[str]:
     def visit(path: str) -> None:
         if path not in found:
             for imported in _IMPORT.finditer(static(path)):
-                visit(_imported(path, imported["path"]))
+                visit(_path_of_import(path, imported["path"]))
             found.append(path)
 
     visit(path)
     return found
 
 
-def _imported(path: str, relative: str) -> str:
+def _path_of_import(path: str, relative: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), relative))
 
 
-def _bundled(path: str) -> str:
+def _bundle_module(path: str) -> str:
     source = static(path)
-    body = _IMPORT.sub(lambda found: f"const {found['names']} = modules['{_imported(path, found['path'])}'];", source)
+    body = _IMPORT.sub(
+        lambda found: f"const {found['names']} = modules['{_path_of_import(path, found['path'])}'];", source
+    )
     names = ", ".join(found["name"] for found in _EXPORT.finditer(source))
     body = _EXPORT.sub("", body)
     if rest := re.search(r"^(import|export)\b.*", body, re.MULTILINE):

@@ -103,7 +103,7 @@ def keeps_weights(record: Record, sample: int) -> bool:
     return True
 
 
-def fill(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> Store:
+def fill_page(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> Store:
     """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
@@ -113,23 +113,23 @@ def fill(record: Record, *, sample: int, room: int, progress: Progress | None = 
     has_weights = keeps_weights(record, sample)
     report = progress or (lambda done, total: None)
     if has_weights:
-        cells = _cells(record, sample)
+        cells = _count_cells(record, sample)
         # No map of a model compresses below a tenth of a byte per weight, so larger ones are not tried.
         for bits in (16, 12) if cells <= min(room * 10, MAX_CELLS) else ():
             try:
-                return _whole(record, sample, bits, room, report)
+                return _whole_maps(record, sample, bits, room, report)
             except _FullError:
                 continue
     size = MAP_SIZE
     while size >= 8:
         try:
-            return _pooled(record, sample, size, room, report, has_weights=has_weights)
+            return _pooled_maps(record, sample, size, room, report, has_weights=has_weights)
         except _FullError:
             size //= 2
     return Store(reason="room", layers=[LayerStore() for _ in record.layers])
 
 
-def _whole(record: Record, sample: int, bits: int, size: int, report: Progress) -> Store:
+def _whole_maps(record: Record, sample: int, bits: int, size: int, report: Progress) -> Store:
     room, rounding = _Room(size), maps.Rounding()
     store = Store(mode="whole", bits=bits)
     total, done = sum(layer.num_heads for layer in record.layers), 0
@@ -139,7 +139,7 @@ def _whole(record: Record, sample: int, bits: int, size: int, report: Progress) 
             _put_maps(store, room, kept, index, _small_maps(one, MAP_SIZE), one, maps.Rounding())
         _put_strips(store, room, kept, index, one)
         for head in range(one.num_heads):
-            room.take(store.packs, f"w{index}.{head}", maps.whole(one, head, bits=bits, rounding=rounding))
+            room.take(store.packs, f"w{index}.{head}", maps.encode_all_weights(one, head, bits=bits, rounding=rounding))
             done += 1
             report(done, total)
         store.layers.append(kept)
@@ -147,7 +147,9 @@ def _whole(record: Record, sample: int, bits: int, size: int, report: Progress) 
     return store
 
 
-def _pooled(record: Record, sample: int, map_size: int, size: int, report: Progress, *, has_weights: bool) -> Store:
+def _pooled_maps(
+    record: Record, sample: int, map_size: int, size: int, report: Progress, *, has_weights: bool
+) -> Store:
     room, rounding = _Room(size), maps.Rounding()
     store = Store(mode="pooled", reason="room" if has_weights else "statistics")
     any_map = False
@@ -175,7 +177,7 @@ def _put_largest(
     record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, report: Progress
 ) -> None:
     """Encode each query's largest weights, as many per query as fit; none if not even one fits."""
-    if _cells(record, sample) > MAX_CELLS:
+    if _count_cells(record, sample) > MAX_CELLS:
         _put_single_largest(record, sample, store, room, rounding, report)
         return
     queries = sum(one.num_heads * one.num_queries for one in _sample_of_each_layer(record, sample))
@@ -189,7 +191,7 @@ def _put_largest(
         trial, done = _Room(room.left), 0
         try:
             for index, one in enumerate(_sample_of_each_layer(record, sample)):
-                for head, content in enumerate(maps.largest(one, number=number, rounding=rounding)):
+                for head, content in enumerate(maps.encode_largest_weights(one, number=number, rounding=rounding)):
                     trial.take(packs, f"k{index}.{head}", content)
                 done += one.num_heads
                 report(done, total)
@@ -210,7 +212,7 @@ def _put_single_largest(
     trial = _Room(room.left)
     try:
         for index, one in enumerate(_sample_of_each_layer(record, sample)):
-            for head, content in enumerate(maps.largest_of_all(one, rounding=rounding)):
+            for head, content in enumerate(maps.encode_largest_of_all(one, rounding=rounding)):
                 trial.take(packs, f"k{index}.{head}", content)
             done += one.num_heads
             report(done, total)
@@ -226,7 +228,7 @@ def _bytes_per_entry(record: Record, sample: int, number: int) -> float:
     size, entries = 0, 0
     for index, head in places[len(places) // 16 :: max(1, len(places) // 8)]:
         one = record.layers[index].sample(sample)
-        (content,) = maps.largest(one, number=number, rounding=maps.Rounding(), head=head)
+        (content,) = maps.encode_largest_weights(one, number=number, rounding=maps.Rounding(), head=head)
         size += len(content) + 60
         entries += one.num_queries * min(number, one.num_keys)
     return size / max(1, entries)
@@ -265,19 +267,19 @@ def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: Sa
     """Encode the strips next to the map: what each key receives and each query's entropy."""
     found: list[tuple[str, Tensor, float]] = []
     if "received" in one.statistics:
-        share = maps.bins(one.statistics["received"].double() / max(1, one.num_queries), STRIP_BINS)
+        share = maps.average_bins(one.statistics["received"].double() / max(1, one.num_queries), STRIP_BINS)
         found.append(("received", share, float(share.nan_to_num(nan=0.0).max())))
     if "entropy" in one.statistics:
-        entropy = maps.bins(one.statistics["entropy"].double(), STRIP_BINS)
+        entropy = maps.average_bins(one.statistics["entropy"].double(), STRIP_BINS)
         found.append(("entropy", entropy, math.log(max(2, one.num_keys))))
     if not found:
         return
     codes = torch.cat([maps.strip_codes(values, top) for _, values, top in found])
-    room.take(store.packs, f"s{index}", maps.pack(codes >> 8, codes & 255))
+    room.take(store.packs, f"s{index}", maps.pack_planes(codes >> 8, codes & 255))
     kept.strips = [{"id": name, "bins": values.shape[-1], "top": top} for name, values, top in found]
 
 
-def _cells(record: Record, sample: int) -> int:
+def _count_cells(record: Record, sample: int) -> int:
     """Count heads x queries x keys over all layers."""
     return sum(one.num_heads * one.num_queries * one.num_keys for one in _sample_of_each_layer(record, sample))
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from multihead.locale.escaping import visible
 from multihead.record.analysis.highlights import LayerProfile, findings
-from multihead.record.analysis.roles import marked, roles
-from multihead.record.analysis.similar import affordable
+from multihead.record.analysis.roles import roles, rows_with_roles
+from multihead.record.analysis.similar import affordable_queries
 from multihead.record.texts import Text
-from multihead.viewer.columns import column, legend, names_of, unrecorded
-from multihead.viewer.levels import SIDE, count
-from multihead.viewer.tokens import SPECIAL, reading
+from multihead.viewer.columns import column, columns_not_recorded, legend, names_of
+from multihead.viewer.levels import SIDE, number_of_levels
+from multihead.viewer.tokens import SPECIAL, layout_of_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Run:
         return all(layer.sample(sample).keeps_weights for layer in self.record.layers)
 
 
-def listed(run: Run) -> dict[str, Any]:
+def describe_run(run: Run) -> dict[str, Any]:
     """Describe a run: its name, what was kept, and the lengths of its texts."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
@@ -59,18 +59,18 @@ def listed(run: Run) -> dict[str, Any]:
         "title": visible(run.record.title),
         "keep": "all" if all(run.keeps(index) for index in range(run.num_samples)) else "statistics",
         "samples": [
-            {"queries": one.num_queries, "keys": one.num_keys, "opening": _opening(run.record, index)}
+            {"queries": one.num_queries, "keys": one.num_keys, "opening": _first_words(run.record, index)}
             for index, one in enumerate(samples)
         ],
     }
 
 
-def _opening(record: Record, sample: int) -> str:
+def _first_words(record: Record, sample: int) -> str:
     """Return the first words of a text, which name it in a list; "" if its tokens are unknown."""
     text = main_sample(record, sample).text.part(0, OPENING)
     if text.tokens is None:
         return ""
-    words = reading(text.tokens, special=text.special, gaps=text.gaps)
+    words = layout_of_tokens(text.tokens, special=text.special, gaps=text.gaps)
     opening = "".join(
         gap + word
         for gap, word, flags in zip(words["gaps"], words["shown"], words["flags"], strict=True)
@@ -85,7 +85,7 @@ def sample_description(run: Run, sample: int, lang: str = "en") -> dict[str, Any
     profiles = run.record.profiles(sample=sample, special=main.special)
     texts: list[Text] = [main]
     named = roles(run.record.layers, sample=sample)
-    layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
+    layers = [_layer_of_run(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
     layers = [layer | {"role": role} for layer, role in zip(layers, named, strict=True)]
     names = names_of(profiles)
     columns = [column(run.record.statistic(name), lang) for name in names]
@@ -103,22 +103,25 @@ def sample_description(run: Run, sample: int, lang: str = "en") -> dict[str, Any
     heads = [len(one.kinds) for one in profiles]
     return {
         "texts": [
-            None if each.tokens is None else reading(each.tokens, special=each.special, gaps=each.gaps)
+            None if each.tokens is None else layout_of_tokens(each.tokens, special=each.special, gaps=each.gaps)
             for each in texts
         ],
         "layers": layers,
         "kinds": [kinds for one in profiles for kinds in one.kinds],
-        "metrics": {one["id"]: _numbers([profile.means for profile in profiles], heads, one["id"]) for one in columns},
+        "metrics": {
+            one["id"]: _number_of_each_head([profile.means for profile in profiles], heads, one["id"])
+            for one in columns
+        },
         "chance": {
-            one["id"]: _numbers([profile.chance for profile in profiles], heads, one["id"])
+            one["id"]: _number_of_each_head([profile.chance for profile in profiles], heads, one["id"])
             for one in columns
             if any(one["id"] in profile.chance for profile in profiles)
         },
         "columns": columns,
-        "unrecorded": unrecorded(names, lang),
+        "unrecorded": columns_not_recorded(names, lang),
         "findings": [asdict(one) for one in found],
         # The largest possible entropy of each head; None where its mask is not defined here.
-        "full": _numbers([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
+        "full": _number_of_each_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
         "legend": legend(run.record.all_kinds, profiles, lang),
     }
 
@@ -133,7 +136,7 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
         for one in profiles
         for head in range(len(one.kinds))
     ]
-    return marked(run.record.layers, rows, sample=sample)
+    return rows_with_roles(run.record.layers, rows, sample=sample)
 
 
 def nearest_heads(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
@@ -152,7 +155,7 @@ def nearest_heads(run: Run, sample: int, layer: int, head: int, top: int) -> lis
     ]
 
 
-def changed(
+def changed_heads(
     before: Run, after: Run, sample: int, top: int, *, lang: str, progress: Callable[[], None]
 ) -> dict[str, Any]:
     """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
@@ -160,7 +163,7 @@ def changed(
     Of a long text only some queries are compared: as many as take a second or two.
     """
     ones = [layer.sample(sample) for layer in before.record.layers]
-    queries = affordable(2 * sum(one.num_keys * one.num_heads for one in ones))
+    queries = affordable_queries(2 * sum(one.num_keys * one.num_heads for one in ones))
     found = before.record.changed(
         after.record, sample=sample, top=top, queries=queries, progress=lambda done, total: progress()
     )
@@ -199,7 +202,7 @@ def other_text(record: Record, sample: int, tokens: Sequence[str]) -> Text | Non
     return next((text for text in texts if text.tokens != list(tokens)), None)
 
 
-def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:
+def _layer_of_run(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:
     one = run.record.layers[index].sample(sample)
     crosses = one.crosses or reading.crosses
     # In cross-attention the record may or may not have the text of the queries.
@@ -215,13 +218,13 @@ def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list
         "crosses": crosses,
         "aligned": run.record.layers[index].alignment_heads,
         "pattern": reading.visibility.pattern,
-        "levels": count(one.num_queries, one.num_keys) if one.keeps_weights else 0,
-        "queryText": _place(of_queries, texts),
-        "keyText": _place(one.text, texts),
+        "levels": number_of_levels(one.num_queries, one.num_keys) if one.keeps_weights else 0,
+        "queryText": _index_of_text(of_queries, texts),
+        "keyText": _index_of_text(one.text, texts),
     }
 
 
-def _place(text: Text, texts: list[Text]) -> int:
+def _index_of_text(text: Text, texts: list[Text]) -> int:
     """Return the index of a text in the list; append it if it is missing."""
     for index, each in enumerate(texts):
         if (each.length, each.tokens, each.special) == (text.length, text.tokens, text.special):
@@ -230,7 +233,7 @@ def _place(text: Text, texts: list[Text]) -> int:
     return len(texts) - 1
 
 
-def _numbers(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
+def _number_of_each_head(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
     """Return every head's number of a statistic, layer after layer; None if there is none."""
     found: list[float | None] = []
     for of_layer, number in zip(values, heads, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multihead.viewer.levels import BASE, IN_MEMORY, LayerLevels, Room, count
+from multihead.viewer.levels import BASE, IN_MEMORY, LayerLevels, Room, number_of_levels
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -36,12 +36,12 @@ class Pyramid:
         self._started: dict[Place, tuple[Iterator[float], float]] = {}
         self._wanted: list[Place] = []  # the newest last
         samples = [layer.sample(sample) for layer in record.layers]
-        deep = [index for index, one in enumerate(samples) if count(one.num_queries, one.num_keys) > BASE]
+        deep = [index for index, one in enumerate(samples) if number_of_levels(one.num_queries, one.num_keys) > BASE]
         self._left = {(layer, head): None for layer in deep for head in range(samples[layer].num_heads)}
         self.total = len(self._left)
         """Number of heads with coarse levels; short texts need none."""
         for layer in deep:
-            if folder is not None and self._file(layer).exists():
+            if folder is not None and self._file_of_layer(layer).exists():
                 for head in range(samples[layer].num_heads):
                     if self.layer(layer).has(head):
                         del self._left[layer, head]
@@ -65,7 +65,7 @@ class Pyramid:
         """Open a layer's levels."""
         with self._lock:
             if index not in self._opened:
-                file = None if self._folder is None else self._file(index)
+                file = None if self._folder is None else self._file_of_layer(index)
                 of = {"record": self._record.id, "layer": str(index), "sample": str(self._sample)}
                 one = self._record.layers[index].sample(self._sample)
                 self._opened[index] = LayerLevels(one, file, of, self._room)
@@ -83,7 +83,7 @@ class Pyramid:
 
     def step(self) -> bool:
         """Build one strip; returns whether anything is left to build."""
-        place = self._next()
+        place = self._next_step()
         if place is None:
             return False
         layer, head = place
@@ -96,11 +96,11 @@ class Pyramid:
             self._started[place] = steps, share
         return bool(self._left)
 
-    def _file(self, layer: int) -> Path:
+    def _file_of_layer(self, layer: int) -> Path:
         assert self._folder is not None
         return self._folder / f"layer-{layer}.sample-{self._sample}.safetensors"
 
-    def _next(self) -> Place | None:
+    def _next_step(self) -> Place | None:
         with self._lock:
             while self._wanted:
                 if self._wanted[-1] in self._left:
@@ -154,7 +154,7 @@ class Builder:
         return sum(each.done for each in pyramids), sum(each.total for each in pyramids)
 
 
-def state(pyramid: Pyramid | None, failure: Exception | None = None) -> dict[str, Any]:
+def state_of_building(pyramid: Pyramid | None, failure: Exception | None = None) -> dict[str, Any]:
     """Describe the progress of a sample's levels for the page."""
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}

@@ -37,7 +37,7 @@ def number(name: str, text: str | None, *, below: int, minimum: int = 0, default
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(rf"[0-9]{{1,{_MAX_DIGITS}}}", text):
-        problem = "is missing" if text is None else f"is {_short(text)}"
+        problem = "is missing" if text is None else f"is {_quoted_short(text)}"
         raise ArgumentError(
             f"The {name} {problem}.", f"Give a whole number from {minimum} to {max(below - 1, minimum)}."
         )
@@ -60,7 +60,7 @@ def span(name: str, text: str | None, length: int) -> slice:
     found = re.fullmatch(rf"([0-9]{{0,{_MAX_DIGITS}}}):([0-9]{{0,{_MAX_DIGITS}}})", ":" if text is None else text)
     if found is None:
         raise ArgumentError(
-            f"The {name} are {_short(text or '')}.",
+            f"The {name} are {_quoted_short(text or '')}.",
             f"Give the first and the one after the last with a colon between them, such as 0:{length}.",
         )
     start, stop = int(found[1] or 0), int(found[2] or length)
@@ -76,11 +76,11 @@ def flag(name: str, text: str | None, *, default: bool) -> bool:
         ArgumentError: the text is neither.
     """
     if text not in (None, "0", "1"):
-        raise ArgumentError(f"{name} is {_short(text)}.", "Give 1 or 0.")
+        raise ArgumentError(f"{name} is {_quoted_short(text)}.", "Give 1 or 0.")
     return default if text is None else text == "1"
 
 
-def _short(text: str | None) -> str:
+def _quoted_short(text: str | None) -> str:
     """Quote a value, truncated if it is long."""
     shown = text or ""
     return repr(shown if len(shown) <= 40 else f"{shown[:39]}…")

@@ -16,10 +16,10 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text
 from multihead.record.analysis.highlights import LayerProfile, findings
 from multihead.viewer import report_data
-from multihead.viewer.page import allowed, json_in_script, script, static, template, version
-from multihead.viewer.page_budget import Progress, Store, fill
+from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
+from multihead.viewer.page_budget import Progress, Store, fill_page
 from multihead.viewer.payload import main_sample, other_text
-from multihead.viewer.tokens import reading
+from multihead.viewer.tokens import layout_of_tokens
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -59,7 +59,7 @@ class ReportSummary:
 
     def __str__(self) -> str:
         """Return one line: the path, the size, and what the page contains or leaves out."""
-        size = report_data.size(self.num_bytes, self.lang)
+        size = report_data.readable_size(self.num_bytes, self.lang)
         holds = text(f"report.holds.{self.mode}", self.lang)
         return f"{visible(self.path)} ({size}, {holds}){' ' + self.left_out if self.left_out else ''}"
 
@@ -126,7 +126,7 @@ def write_report(
     'whole'
     """
     path = Path(path)
-    _check(record, path, sample, max_bytes, lang)
+    _check_arguments(record, path, sample, max_bytes, lang)
     gaps = None
     if tokens is None:
         main = main_sample(record, sample)
@@ -135,14 +135,14 @@ def write_report(
     _check_tokens(record, tokens, sample)
     title = visible(title or record.title)
     read = profiles if profiles is not None else record.profiles(sample=sample, special=special)
-    texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets, gaps=gaps)}
+    texts = {"main": layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets, gaps=gaps)}
     other = None
     if key_tokens is not None:
-        texts["keys"] = reading(key_tokens)
+        texts["keys"] = layout_of_tokens(key_tokens)
     else:
         other = other_text(record, sample, tokens)
         if other is not None and other.tokens is not None:
-            texts["other"] = reading(other.tokens, special=other.special, gaps=other.gaps)
+            texts["other"] = layout_of_tokens(other.tokens, special=other.special, gaps=other.gaps)
     data = report_data.page_data(
         record,
         read,
@@ -162,19 +162,19 @@ def write_report(
         "title": title,
         "lang": lang,
         "words": section(lang, "common", "page", "report"),
-        "lead": report_data.lead(record, read, len(tokens), sample=sample, lang=lang),
+        "lead": report_data.lead_sentence(record, read, len(tokens), sample=sample, lang=lang),
         "facts": [*report_data.facts(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
         "ends": "previous_mass" in data["metrics"] and "next_mass" in data["metrics"],
     }
     # The maps get what the rest of the page leaves; some bytes are reserved for the sentences about them.
-    bare = len(_render(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)
+    bare = len(_render_page(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)
     if bare > max_bytes:
         raise ArgumentError(
             f"max_bytes is {max_bytes:,}, and this page needs {bare:,} bytes without any map.",
             "Increase max_bytes, or use a shorter text.",
         )
-    store = fill(record, sample=sample, room=max_bytes - bare, progress=progress)
-    page = _render(data, shell, store, max_bytes)
+    store = fill_page(record, sample=sample, room=max_bytes - bare, progress=progress)
+    page = _render_page(data, shell, store, max_bytes)
     write_whole(path, page)
     return ReportSummary(
         path=path,
@@ -183,12 +183,12 @@ def write_report(
         bits=store.bits if store.mode == "whole" else 0,
         largest_per_query=store.number,
         rounding=store.rounding,
-        left_out="" if store.mode == "whole" else report_data.stored(store, max_bytes=max_bytes, lang=lang),
+        left_out="" if store.mode == "whole" else report_data.sentence_on_store(store, max_bytes=max_bytes, lang=lang),
         lang=lang,
     )
 
 
-def _check(record: Record, path: Path, sample: int, max_bytes: int, lang: str) -> None:
+def _check_arguments(record: Record, path: Path, sample: int, max_bytes: int, lang: str) -> None:
     """Reject arguments that cannot produce a page, before anything is read or written."""
     check_language(lang)
     if max_bytes <= 0:
@@ -219,7 +219,7 @@ def _check_tokens(record: Record, tokens: Sequence[str], sample: int) -> None:
         )
 
 
-def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes: int) -> bytes:
+def _render_page(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes: int) -> bytes:
     """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
     words, lang = shell["words"], shell["lang"]
     layers = [
@@ -227,13 +227,16 @@ def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes
     ]
     reason = {"room": "no room", "statistics": "no maps", "": ""}[store.reason]
     store_data = {"mode": store.mode, "bits": store.bits, "number": store.number, "reason": reason}
-    foot = text("report.foot", lang, version=version()), report_data.stored(store, max_bytes=max_bytes, lang=lang)
+    foot = (
+        text("report.foot", lang, version=version()),
+        report_data.sentence_on_store(store, max_bytes=max_bytes, lang=lang),
+    )
     source = script("viewer/static/report/page.js")
     html = template("viewer/static/report/report.html").render(
         **shell,
         style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
         script=Markup(source),
-        script_hash=allowed(source),
+        script_hash=hash_of_script(source),
         texts=Markup(json_in_script(words)),
         data=Markup(json_in_script(data | {"layers": layers, "store": store_data})),
         packs=[(name, Markup(packed)) for name, packed in store.packs],

@@ -15,7 +15,7 @@ from multihead.locale.texts import section, text
 from multihead.probes.catalogue import SEPARATOR
 from multihead.record.analysis.highlights import LayerProfile
 from multihead.record.analysis.roles import roles
-from multihead.viewer.columns import column, legend, names_of, unrecorded
+from multihead.viewer.columns import column, columns_not_recorded, legend, names_of
 from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ def page_data(
     """Return the data that the page's script reads, except for the maps and the findings."""
     known = {"main": list(tokens)} | ({} if other is None else {"other": list(other)})
     layers = [
-        _layer(layer, role, layer.sample(sample), texts, known)
+        _layer_of_page(layer, role, layer.sample(sample), texts, known)
         for layer, role in zip(record.layers, roles(record.layers, sample=sample), strict=True)
     ]
     names = names_of(profiles)
     if SEPARATOR.name in names:  # the first token has a column of its own
         names.remove("special_mass")
     columns = [column(record.statistic(name), lang) for name in names]
-    separator = _separator(tokens, special)
+    separator = _only_separator(tokens, special)
     for one in columns:
         if one["id"] == SEPARATOR.name and separator:
             one["label"] = separator
@@ -53,22 +53,24 @@ def page_data(
         "texts": texts,
         "layers": layers,
         "columns": columns,
-        "unrecorded": unrecorded(names_of(profiles), lang),
+        "unrecorded": columns_not_recorded(names_of(profiles), lang),
         "labels": {name: column(record.statistic(name), lang)["label"] for name in ("entropy", "received")},
-        "metrics": {one["id"]: _column(profiles, [each.means for each in profiles], one["id"]) for one in columns},
+        "metrics": {
+            one["id"]: _column_of_statistic(profiles, [each.means for each in profiles], one["id"]) for one in columns
+        },
         "chance": {
-            one["id"]: _column(profiles, [each.chance for each in profiles], one["id"])
+            one["id"]: _column_of_statistic(profiles, [each.chance for each in profiles], one["id"])
             for one in columns
             if any(one["id"] in each.chance for each in profiles)
         },
         "kinds": [kinds for one in profiles for kinds in one.kinds],
-        "top": _numbers(torch.cat([one.visibility.largest_entropy for one in profiles])),
+        "top": _numbers_in_json(torch.cat([one.visibility.largest_entropy for one in profiles])),
         "sight": {
             "hides": any(one.visibility.hides for one in profiles),
             "later": all(one.visibility.pattern in ("full", "causal") for one in profiles),
             "blind": sum(one.visibility.blind_queries > 0 for one in profiles),
         },
-        "received": _received(record, layers, sample, len(tokens)),
+        "received": _received_per_token(record, layers, sample, len(tokens)),
         "legend": legend(record.all_kinds, profiles, lang, bound=not keeps_weights(record, sample)),
     }
 
@@ -88,14 +90,14 @@ def facts(
         found.append((words["fact.keys"], f"{len(texts['keys']['shown']):,}"))
     if "other" in texts:
         found.append((words["fact.decoder tokens"], f"{len(texts['other']['shown']):,}"))
-    found.append((words["fact.attention"], _attention(profiles, lang)))
+    found.append((words["fact.attention"], _name_masks(profiles, lang)))
     kinds = {kind for one in profiles for named in one.kinds for kind in named}
     possible = sum(each["measured"] for each in legend(record.all_kinds, profiles, lang))
     found.append((words["fact.kinds"], words["kinds present"].format(kinds=len(kinds), all=possible)))
     return found
 
 
-def lead(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
+def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
     """Return the sentence under the title."""
     heads = sum(len(one.kinds) for one in profiles)
     crossing = [layer.sample(sample) for layer in record.layers if layer.sample(sample).crosses]
@@ -107,7 +109,7 @@ def lead(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sampl
     return text(key, lang, heads=f"{heads:,}", tokens=f"{tokens:,}")
 
 
-def stored(store: Store, *, max_bytes: int, lang: str) -> str:
+def sentence_on_store(store: Store, *, max_bytes: int, lang: str) -> str:
     """Return a sentence on what the page stores, the precision of its weights, and what it leaves out and why."""
     rows, columns = store.map_size
     key = store.mode
@@ -123,7 +125,7 @@ def stored(store: Store, *, max_bytes: int, lang: str) -> str:
         rows=rows,
         columns=columns,
         n=store.number,
-        size=size(max_bytes, lang),
+        size=readable_size(max_bytes, lang),
     )
 
 
@@ -140,20 +142,20 @@ def rounding(store: Store) -> str:
     return f"{math.ceil(points * 10**decimals) / 10**decimals:.{max(0, decimals)}f}"
 
 
-def size(num_bytes: int, lang: str) -> str:
+def readable_size(num_bytes: int, lang: str) -> str:
     """Write a size in MB, or in kB below 1 MB."""
     if num_bytes < 1_000_000:
         return text("report.kilobytes", lang, n=f"{num_bytes / 1e3:.0f}")
     return text("report.megabytes", lang, n=f"{num_bytes / 1e6:.1f}".removesuffix(".0"))
 
 
-def _layer(
+def _layer_of_page(
     layer: LayerRecord, role: str, one: SampleRecord, texts: dict[str, Any], known: dict[str, list[str]]
 ) -> dict[str, Any]:
     found = _named_sources(one, known)
     if found is None:
         # The texts of an encoder and a decoder may have one length, which then identifies neither.
-        queries, keys = _sources(one, {} if role else {key: len(text["shown"]) for key, text in texts.items()})
+        queries, keys = _sources_of_text(one, {} if role else {key: len(text["shown"]) for key, text in texts.items()})
     else:
         queries, keys = found
     return {
@@ -185,7 +187,7 @@ def _named_sources(one: SampleRecord, known: dict[str, list[str]]) -> tuple[dict
     return {"text": queries, "from": 0}, {"text": keys, "from": 0}
 
 
-def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sources_of_text(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Find the text of a layer's queries and keys by its length; "none" if no text has that length."""
     for name, length in lengths.items():
         if one.num_keys == length and one.query_start + one.num_queries == length:
@@ -197,24 +199,30 @@ def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any]
     return called(one.num_queries, ("main", "keys")), called(one.num_keys, ("keys", "main"))
 
 
-def _column(profiles: Sequence[LayerProfile], values: Sequence[Mapping[str, Tensor]], name: str) -> list[float | None]:
+def _column_of_statistic(
+    profiles: Sequence[LayerProfile], values: Sequence[Mapping[str, Tensor]], name: str
+) -> list[float | None]:
     """Return one statistic of every head, layer after layer."""
     absent = (torch.full((len(one.kinds),), math.nan) for one in profiles)
-    return _numbers(torch.cat([each.get(name, none).double() for each, none in zip(values, absent, strict=True)]))
+    return _numbers_in_json(
+        torch.cat([each.get(name, none).double() for each, none in zip(values, absent, strict=True)])
+    )
 
 
-def _received(record: Record, layers: Sequence[dict[str, Any]], sample: int, tokens: int) -> list[float | None] | None:
+def _received_per_token(
+    record: Record, layers: Sequence[dict[str, Any]], sample: int, tokens: int
+) -> list[float | None] | None:
     """Average what each token receives over the queries and heads of the layers whose keys are the text."""
     total, heads = torch.zeros(tokens, dtype=torch.float64), 0
-    for one, layer in zip(_samples(record, sample), layers, strict=True):
+    for one, layer in zip(_samples_of_layers(record, sample), layers, strict=True):
         elsewhere = layer["role"] and layer["keyTokens"]["text"] != "main"
         if one.num_keys == tokens and not elsewhere and "received" in one.statistics:
             total += one.statistics["received"].double().sum(0) / max(1, one.num_queries)
             heads += one.num_heads
-    return _numbers(total / heads) if heads else None
+    return _numbers_in_json(total / heads) if heads else None
 
 
-def _attention(profiles: Sequence[LayerProfile], lang: str) -> str:
+def _name_masks(profiles: Sequence[LayerProfile], lang: str) -> str:
     """Name the masks of the layers, the most common first."""
     words = section(lang, "common", "page", "report")
 
@@ -233,17 +241,17 @@ def _attention(profiles: Sequence[LayerProfile], lang: str) -> str:
     return words["join.parts"].join(parts)
 
 
-def _separator(tokens: Sequence[str], special: Sequence[bool] | None) -> str:
+def _only_separator(tokens: Sequence[str], special: Sequence[bool] | None) -> str:
     """Return the only special token after the first token; "" where there are several kinds or none."""
     marks = {token for token, mark in list(zip(tokens, special or (), strict=False))[1:] if mark}
     return visible(marks.pop()) if len(marks) == 1 else ""
 
 
-def _numbers(values: Tensor) -> list[float | None]:
+def _numbers_in_json(values: Tensor) -> list[float | None]:
     """Return numbers for JSON with six digits; None where a value is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _samples(record: Record, sample: int) -> Iterator[SampleRecord]:
+def _samples_of_layers(record: Record, sample: int) -> Iterator[SampleRecord]:
     for layer in record.layers:
         yield layer.sample(sample)

@@ -38,7 +38,7 @@ STYLES = ("shared/base.css", "shared/heads.css", "view/view.css")
 """The style sheets of the page, in their order."""
 
 
-def page(lang: str) -> Response:
+def page_response(lang: str) -> Response:
     """Return the page in a language, with its texts."""
     texts = section(lang, "common", "page", "viewer")
     html = template("viewer/static/view/index.html").render(
@@ -65,7 +65,7 @@ def page_file(folder: str, name: str) -> Response:
     return Response(listed[name].read_bytes(), media_type=kind)
 
 
-def floats(values: Array, block: tuple[int, int] | None = None) -> Response:
+def floats_response(values: Array, block: tuple[int, int] | None = None) -> Response:
     """Return numbers as little-endian float32, with their shape in the X-Shape header; NaN = absent.
 
     Args:
@@ -78,7 +78,7 @@ def floats(values: Array, block: tuple[int, int] | None = None) -> Response:
     return Response(values.astype("<f4").tobytes(), headers=headers, media_type="application/octet-stream")
 
 
-def download(parts: Iterator[bytes], name: str, form: str) -> Response:
+def download_response(parts: Iterator[bytes], name: str, form: str) -> Response:
     """Return a file to be saved, streamed as it is computed."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
     return StreamingResponse(parts, headers=headers, media_type=FORMS[form])

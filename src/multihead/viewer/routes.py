@@ -13,15 +13,15 @@ from starlette.routing import Route
 from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import numbers_in_words
 from multihead.viewer import downloads
-from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
+from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, number_of_levels
 from multihead.viewer.page import version
-from multihead.viewer.payload import Run, changed, listed, nearest_heads, rows_of, sample_description
-from multihead.viewer.pyramid import Builder, Pyramid, state
+from multihead.viewer.payload import Run, changed_heads, describe_run, nearest_heads, rows_of, sample_description
+from multihead.viewer.pyramid import Builder, Pyramid, state_of_building
 from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
-from multihead.viewer.responses import GONE, download, floats, page, page_file, until_gone
+from multihead.viewer.responses import GONE, download_response, floats_response, page_file, page_response, until_gone
 from multihead.viewer.security import json_response
 from multihead.viewer.share import SharedHead, file_name, shared_page
-from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
+from multihead.viewer.tiles import Cache, Workers, fine_tile, row_of, tiles_of, whole_maps
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -82,7 +82,7 @@ class Viewer:
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
-        return page(self.lang)
+        return page_response(self.lang)
 
     async def static(self, request: Request) -> Response:
         """Return a file of the page."""
@@ -90,15 +90,19 @@ class Viewer:
 
     async def view(self, request: Request) -> Response:
         """List the records."""
-        return json_response({"version": version(), "lang": self.lang, "runs": [listed(run) for run in self.runs]})
+        return json_response(
+            {"version": version(), "lang": self.lang, "runs": [describe_run(run) for run in self.runs]}
+        )
 
     async def sample(self, request: Request) -> Response:
         """Describe a sample and start building its coarse levels."""
-        place = run, sample = self._sample(request)
-        self._levels(*place)
+        place = run, sample = self._requested_sample(request)
+        self._start_building_levels(*place)
 
         if place not in self._described:
-            await self._computed(request, ("sample", *place), lambda _: self._description(run, sample), by=self.slow)
+            await self._compute_in_worker(
+                request, ("sample", *place), lambda _: self._description(run, sample), by=self.slow
+            )
         return json_response(self._described[place])
 
     def _description(self, run: int, sample: int) -> dict[str, Any]:
@@ -109,77 +113,79 @@ class Viewer:
 
     async def levels(self, request: Request) -> Response:
         """Return the progress of a sample's coarse levels."""
-        place = self._sample(request)
-        return json_response(state(self._levels(*place), self.builder.failure(place)))
+        place = self._requested_sample(request)
+        return json_response(state_of_building(self._start_building_levels(*place), self.builder.failure(place)))
 
     async def maps(self, request: Request) -> Response:
         """Return small maps of all heads of a layer."""
-        place = run, sample, layer, one = self._layer(request)
+        place = run, sample, layer, one = self._requested_layer(request)
 
         def compute(cancelled: Callable[[], bool]) -> Array:
-            return self._small(run, sample, layer, cancelled)
+            return self._small_maps(run, sample, layer, cancelled)
 
-        return floats(await self._cached(request, ("maps", *place[:3]), compute), _block_of(one))
+        return floats_response(await self._cached_or_computed(request, ("maps", *place[:3]), compute), _block_of(one))
 
-    def _small(self, run: int, sample: int, layer: int, cancelled: Callable[[], bool]) -> Array:
+    def _small_maps(self, run: int, sample: int, layer: int, cancelled: Callable[[], bool]) -> Array:
         """Return small maps of all heads of a layer, given its index."""
         one = self.runs[run].record.layers[layer].sample(sample)
-        pooled, level = _pooled(one), count(one.num_queries, one.num_keys) - 1
+        pooled, level = _stored_small_maps(one), number_of_levels(one.num_queries, one.num_keys) - 1
         if pooled is not None:
             values: Array = pooled.float().numpy()
             return values
         _require_map(one)
         if level < BASE:
-            return small(one, level, cancelled=cancelled)
-        pyramid = self._built(run, sample)
+            return whole_maps(one, level, cancelled=cancelled)
+        pyramid = self._built_levels(run, sample)
         if not all(pyramid.has(layer, head) for head in range(one.num_heads)):
-            raise self._later(run, sample)
+            raise self._error_while_building(run, sample)
         levels = pyramid.layer(layer)
         return np.stack([levels.means(head, level) for head in range(one.num_heads)])
 
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
-        run, sample, layer, head, one = self._head(request)
+        run, sample, layer, head, one = self._requested_head(request)
         _require_map(one)
         params = request.query_params
-        level = number("level", params.get("level"), below=count(one.num_queries, one.num_keys))
+        level = number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
         row = number("row of tiles", params.get("row"), below=tiles_of(one.num_queries, level))
         column = number("column of tiles", params.get("column"), below=tiles_of(one.num_keys, level))
         sink = flag("sink", params.get("sink"), default=True)
-        if count(one.num_queries, one.num_keys) > BASE:
-            self._built(run, sample).want((layer, head))
+        if number_of_levels(one.num_queries, one.num_keys) > BASE:
+            self._built_levels(run, sample).want((layer, head))
         if level >= BASE:
-            pyramid = self._built(run, sample)
+            pyramid = self._built_levels(run, sample)
             if not pyramid.has(layer, head):
-                raise self._later(run, sample)
-            return floats(pyramid.layer(layer).tile(head, level, row, column, sink=sink))
-        return floats(
-            await self._cached(
+                raise self._error_while_building(run, sample)
+            return floats_response(pyramid.layer(layer).tile(head, level, row, column, sink=sink))
+        return floats_response(
+            await self._cached_or_computed(
                 request,
                 ("tile", run, sample, layer, head, level, row, column, sink),
-                lambda cancelled: fine(one, head, level, row=row, column=column, sink=sink, cancelled=cancelled),
+                lambda cancelled: fine_tile(one, head, level, row=row, column=column, sink=sink, cancelled=cancelled),
             )
         )
 
     async def row(self, request: Request) -> Response:
         """Return one query's weights."""
-        *place, one = self._head(request)
+        *place, one = self._requested_head(request)
         _require_map(one)
         query = number("query", request.query_params.get("query"), below=one.num_queries)
-        return floats(await self._computed(request, ("row", *place, query), lambda _: row_of(one, place[-1], query)))
+        return floats_response(
+            await self._compute_in_worker(request, ("row", *place, query), lambda _: row_of(one, place[-1], query))
+        )
 
     async def table(self, request: Request) -> Response:
         """Return every head's numbers as a file."""
-        run, sample = self._sample(request)
-        form, write = _form(request, downloads.TABLES)
-        rows = await self._computed(
+        run, sample = self._requested_sample(request)
+        form, write = _form_of_download(request, downloads.TABLES)
+        rows = await self._compute_in_worker(
             request, ("table", run, sample), lambda _: rows_of(self.runs[run], sample), by=self.slow
         )
-        return download(write(rows), f"heads-{sample}", form)
+        return download_response(write(rows), f"heads-{sample}", form)
 
     async def changed(self, request: Request) -> Response:
         """Return the heads that differ most from those of another record."""
-        run, sample = self._sample(request)
+        run, sample = self._requested_sample(request)
         other = number("record", request.path_params["other"], below=len(self.runs))
         number("sample", str(sample), below=self.runs[other].num_samples)
         top = number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
@@ -189,14 +195,16 @@ class Viewer:
                 if cancelled():
                     raise CancelledError
 
-            return changed(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=check)
+            return changed_heads(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=check)
 
-        return json_response(await self._computed(request, ("changed", run, sample, other, top), compute, by=self.slow))
+        return json_response(
+            await self._compute_in_worker(request, ("changed", run, sample, other, top), compute, by=self.slow)
+        )
 
     async def weights(self, request: Request) -> Response:
         """Return a part of a head's map as a file."""
-        run, sample, layer, head, one = self._head(request)
-        form, write = _form(request, downloads.WEIGHTS)
+        run, sample, layer, head, one = self._requested_head(request)
+        form, write = _form_of_download(request, downloads.WEIGHTS)
         _require_map(one)
         queries = span("queries", request.query_params.get("queries"), one.num_queries)
         keys = span("keys", request.query_params.get("keys"), one.num_keys)
@@ -204,43 +212,43 @@ class Viewer:
         text = write(
             one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
         )
-        return download(text, f"weights-{sample}-L{self._number(run, layer)}H{head}", form)
+        return download_response(text, f"weights-{sample}-L{self._number_of_layer(run, layer)}H{head}", form)
 
     async def nearest(self, request: Request) -> Response:
         """Return the heads whose weights are most similar to those of one head."""
-        run, sample, layer, head, one = self._head(request)
+        run, sample, layer, head, one = self._requested_head(request)
         _require_map(one)
         top = number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=5)
-        found = await self._computed(
+        found = await self._compute_in_worker(
             request,
             ("nearest", run, sample, layer, head, top),
-            lambda _: nearest_heads(self.runs[run], sample, self._number(run, layer), head, top),
+            lambda _: nearest_heads(self.runs[run], sample, self._number_of_layer(run, layer), head, top),
             by=self.slow,
         )
         return json_response(found)
 
     async def share(self, request: Request) -> Response:
         """Return a view as one file: a head, or two that are compared, with the place in view."""
-        run, sample = self._sample(request)
+        run, sample = self._requested_sample(request)
         params = request.query_params
         other = number("record", params.get("run"), below=len(self.runs), default=run)
         number("sample", str(sample), below=self.runs[other].num_samples)
         shown = [run] if other == run else [run, other]
 
         def compute(cancelled: Callable[[], bool]) -> tuple[str, bytes]:
-            heads = [self._shared(run, sample, 0, params.get("a"), cancelled)]
+            heads = [self._find_shared_head(run, sample, 0, params.get("a"), cancelled)]
             if params.get("b"):
-                heads.append(self._shared(other, sample, len(shown) - 1, params.get("b"), cancelled))
+                heads.append(self._find_shared_head(other, sample, len(shown) - 1, params.get("b"), cancelled))
 
             def maps(place: int, layer: int) -> tuple[Array, tuple[int, int]] | None:
-                index = self._layers(shown[place])[layer]
+                index = self._index_by_number(shown[place])[layer]
                 block = _block_of(self.runs[shown[place]].record.layers[index].sample(sample))
                 try:
-                    return self._small(shown[place], sample, index, cancelled), block
+                    return self._small_maps(shown[place], sample, index, cancelled), block
                 except LaterError:
                     return None  # not built yet: the file shows glyphs
 
-            runs = [listed(self.runs[each]) for each in shown]
+            runs = [describe_run(self.runs[each]) for each in shown]
             page = shared_page(
                 heads,
                 runs=[one | {"samples": [one["samples"][sample]]} for one in runs],
@@ -251,15 +259,15 @@ class Viewer:
             )
             return file_name(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
-        name, page = await self._computed(request, ("share", run, sample, str(params)), compute, by=self.slow)
-        return download(iter([page]), name, "html")
+        name, page = await self._compute_in_worker(request, ("share", run, sample, str(params)), compute, by=self.slow)
+        return download_response(iter([page]), name, "html")
 
-    def _shared(
+    def _find_shared_head(
         self, run: int, sample: int, place: int, given: str | None, cancelled: Callable[[], bool]
     ) -> SharedHead:
         """Find a head given as "layer.head", for a file in which its record has the index `place`."""
         layer, _, head = (given or "").partition(".")
-        numbers = self._layers(run)
+        numbers = self._index_by_number(run)
         chosen = number("layer", layer, below=max(numbers) + 1)
         if chosen not in numbers:
             raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(numbers))}.")
@@ -270,39 +278,39 @@ class Viewer:
 
         def tile(level: int, row: int, column: int, *, sink: bool) -> Array:
             if level < BASE:
-                return fine(one, which, level, row=row, column=column, sink=sink, cancelled=cancelled)
-            pyramid = self._built(run, sample)
+                return fine_tile(one, which, level, row=row, column=column, sink=sink, cancelled=cancelled)
+            pyramid = self._built_levels(run, sample)
             if not pyramid.has(index, which):
-                raise self._later(run, sample)
+                raise self._error_while_building(run, sample)
             return pyramid.layer(index).tile(which, level, row, column, sink=sink)
 
         return SharedHead(place, chosen, which, one, tile)
 
-    def _layers(self, run: int) -> dict[int, int]:
+    def _index_by_number(self, run: int) -> dict[int, int]:
         """Return the index of each layer in the record, by its number."""
         return {layer.number: index for index, layer in enumerate(self.runs[run].record.layers)}
 
-    def _sample(self, request: Request) -> tuple[int, int]:
+    def _requested_sample(self, request: Request) -> tuple[int, int]:
         run = number("run", request.path_params["run"], below=len(self.runs))
         return run, number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
 
-    def _layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
+    def _requested_layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
         """Find the layer of a number: indices of its run, sample and layer in the record, and the sample's record."""
-        run, sample = self._sample(request)
-        layers, places = self.runs[run].record.layers, self._layers(run)
+        run, sample = self._requested_sample(request)
+        layers, places = self.runs[run].record.layers, self._index_by_number(run)
         chosen = number("layer", request.path_params["layer"], below=max(places) + 1)
         if chosen not in places:
             raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(places))}.")
         return run, sample, places[chosen], layers[places[chosen]].sample(sample)
 
-    def _number(self, run: int, place: int) -> int:
+    def _number_of_layer(self, run: int, place: int) -> int:
         return self.runs[run].record.layers[place].number
 
-    def _head(self, request: Request) -> tuple[int, int, int, int, SampleRecord]:
-        run, sample, layer, one = self._layer(request)
+    def _requested_head(self, request: Request) -> tuple[int, int, int, int, SampleRecord]:
+        run, sample, layer, one = self._requested_layer(request)
         return run, sample, layer, number("head", request.path_params["head"], below=one.num_heads), one
 
-    def _levels(self, run: int, sample: int) -> Pyramid | None:
+    def _start_building_levels(self, run: int, sample: int) -> Pyramid | None:
         """Return a sample's levels and start building them; None if q and k were not kept."""
         shown = self.runs[run]
         if not shown.keeps(sample):
@@ -311,22 +319,24 @@ class Viewer:
         self.workers.wake()
         return pyramid
 
-    def _built(self, run: int, sample: int) -> Pyramid:
-        pyramid = self._levels(run, sample)
+    def _built_levels(self, run: int, sample: int) -> Pyramid:
+        pyramid = self._start_building_levels(run, sample)
         assert pyramid is not None  # callers check that q and k were kept
         return pyramid
 
-    def _later(self, run: int, sample: int) -> MultiheadError:
+    def _error_while_building(self, run: int, sample: int) -> MultiheadError:
         failure = self.builder.failure((run, sample))
         if failure is not None:
             return AbsentError(
                 f"The coarse levels could not be built: {failure}", "Zoom in: finer levels do not need them."
             )
-        progress = state(self._levels(run, sample))
+        progress = state_of_building(self._start_building_levels(run, sample))
         share = int(100 * progress["done"] / max(1, progress["total"]))
         return LaterError(f"The coarse levels are being built, {share} % are done.", "Try again in a second.")
 
-    async def _cached(self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]) -> Array:
+    async def _cached_or_computed(
+        self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]
+    ) -> Array:
         """Return numbers from the cache, or compute them in a worker and cache them."""
 
         def compute_and_cache(cancelled: Callable[[], bool]) -> Array:
@@ -335,9 +345,13 @@ class Viewer:
             return made
 
         cached = self.cache.get(key)
-        return cached if cached is not None else cast("Array", await self._computed(request, key, compute_and_cache))
+        return (
+            cached
+            if cached is not None
+            else cast("Array", await self._compute_in_worker(request, key, compute_and_cache))
+        )
 
-    async def _computed(
+    async def _compute_in_worker(
         self,
         request: Request,
         key: Hashable,
@@ -366,7 +380,7 @@ class Viewer:
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
 
 
-def _pooled(sample: SampleRecord) -> Tensor | None:
+def _stored_small_maps(sample: SampleRecord) -> Tensor | None:
     """Return the small maps that a record stores, if a page can show them."""
     pooled = sample.statistics.get("pooled_map")
     return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
@@ -374,9 +388,9 @@ def _pooled(sample: SampleRecord) -> Tensor | None:
 
 def _block_of(sample: SampleRecord) -> tuple[int, int]:
     """Return the rows and columns of weights per cell of the small maps."""
-    if _pooled(sample) is not None:
+    if _stored_small_maps(sample) is not None:
         return -(-sample.num_queries // sample.map_size), -(-sample.num_keys // sample.map_size)
-    block = 1 << (count(sample.num_queries, sample.num_keys) - 1)
+    block = 1 << (number_of_levels(sample.num_queries, sample.num_keys) - 1)
     return block, block
 
 
@@ -387,7 +401,7 @@ def _require_map(sample: SampleRecord) -> None:
         )
 
 
-def _form(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
+def _form_of_download(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
     form = request.path_params["form"]
     if form not in forms:
         raise AbsentError(f"There is no export in the format {form[:40]!r}.", f"Request {' or '.join(forms)}.")

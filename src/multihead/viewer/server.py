@@ -56,7 +56,7 @@ def application(
     async def to_the_page(request: Request) -> Response:
         return RedirectResponse(f"/{token}/")
 
-    return _application(
+    return _application_of_viewer(
         viewer,
         routes=[Route(f"/{token}", to_the_page), Mount(f"/{token}", routes=viewer.routes())],
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
@@ -66,10 +66,10 @@ def application(
 
 def in_process(viewer: Viewer) -> Starlette:
     """Build the same application without a port and without a token, for callers in this process."""
-    return _application(viewer, routes=viewer.routes())
+    return _application_of_viewer(viewer, routes=viewer.routes())
 
 
-def _application(viewer: Viewer, **options: Any) -> Starlette:
+def _application_of_viewer(viewer: Viewer, **options: Any) -> Starlette:
     made = Starlette(
         exception_handlers={
             MultiheadError: error_response,

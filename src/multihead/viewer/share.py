@@ -14,10 +14,10 @@ from markupsafe import Markup
 
 from multihead.errors import ArgumentError
 from multihead.locale.texts import section, text
-from multihead.viewer.levels import TILE, count
-from multihead.viewer.maps import pack
-from multihead.viewer.page import allowed, json_in_script, script, static, template, version
-from multihead.viewer.report_data import size
+from multihead.viewer.levels import TILE, number_of_levels
+from multihead.viewer.maps import pack_planes
+from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
+from multihead.viewer.report_data import readable_size
 from multihead.viewer.responses import STYLES
 from multihead.viewer.tiles import rows_of, tiles_of
 
@@ -78,7 +78,7 @@ class _Held:
 
     def put(self, packed: Mapping[str, dict[str, Any]]) -> None:
         self.arrays |= packed
-        self.num_bytes += _size(packed)
+        self.num_bytes += _size_of_arrays(packed)
 
 
 def shared_page(
@@ -110,7 +110,7 @@ def shared_page(
     Raises:
         ArgumentError: the view does not fit into max_bytes, even without any finer level.
     """
-    place, view = _place(place, second_run=len(runs) > 1)
+    place, view = _renumbered_place(place, second_run=len(runs) > 1)
     held = _Held()
     plain: dict[str, Any] = {"view": {"version": version(), "lang": lang, "runs": list(runs)}}
     for run, described in enumerate(samples):
@@ -119,18 +119,18 @@ def shared_page(
     bare = len(json_in_script(plain)) + sum(len(static(f"viewer/static/{name}")) for name in STYLES) + 200_000
     room = max_bytes - bare
     for one in heads:
-        held.put(_rows(one, view.q))
-        for level in range(count(one.sample.num_queries, one.sample.num_keys)):
-            held.put(_tiles(one, level, _near(one.sample, level, view)))
+        held.put(_pack_rows(one, view.q))
+        for level in range(number_of_levels(one.sample.num_queries, one.sample.num_keys)):
+            held.put(_pack_tiles(one, level, _tiles_in_view(one.sample, level, view)))
     if held.num_bytes > room:
         raise ArgumentError(
-            f"This view needs {size(held.num_bytes + bare, 'en')}, and a shared file holds at most "
-            f"{size(max_bytes, 'en')}.",
+            f"This view needs {readable_size(held.num_bytes + bare, 'en')}, and a shared file holds at most "
+            f"{readable_size(max_bytes, 'en')}.",
             "Zoom in, or share one head at a time.",
         )
     for run, layer, maps in _small_maps(heads, samples, small):
         packed = {f"runs/{run}/samples/0/layers/{layer}/maps": maps}
-        if held.num_bytes + _size(packed) < room / 2:
+        if held.num_bytes + _size_of_arrays(packed) < room / 2:
             held.put(packed)
     level = _finer_levels(heads, held, room)
     names = [f"L{one.layer} H{one.head}" for one in heads]
@@ -144,7 +144,7 @@ def shared_page(
         "place": place,
         "absent": text("viewer.share absent", lang),
     }
-    return _rendered(data, note, str(runs[0]["title"] or runs[0]["name"]), lang)
+    return _render_page(data, note, str(runs[0]["title"] or runs[0]["name"]), lang)
 
 
 def file_name(title: str, heads: Sequence[SharedHead]) -> str:
@@ -157,7 +157,7 @@ def file_name(title: str, heads: Sequence[SharedHead]) -> str:
     return "-".join([plain, *(f"L{one.layer}H{one.head}" for one in heads)])
 
 
-def _place(given: str, *, second_run: bool) -> tuple[str, Place]:
+def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, Place]:
     """Return the address of the place in the file, whose records and texts are numbered anew, and the place."""
     kept = {name: value for name, value in parse_qsl(given.removeprefix("#")) if name in {"a", "b", "v", "c", "s"}}
     numbers: dict[str, float] = {}
@@ -169,7 +169,7 @@ def _place(given: str, *, second_run: bool) -> tuple[str, Place]:
     return f"#{urlencode(address)}", view
 
 
-def _near(one: SampleRecord, level: int, view: Place) -> list[tuple[int, int]]:
+def _tiles_in_view(one: SampleRecord, level: int, view: Place) -> list[tuple[int, int]]:
     """List the tiles of a level in view, row and column; none where they are too many."""
     width = TILE << level
     rows, columns = tiles_of(one.num_queries, level), tiles_of(one.num_keys, level)
@@ -182,21 +182,21 @@ def _near(one: SampleRecord, level: int, view: Place) -> list[tuple[int, int]]:
     return found if len(found) <= MOST_TILES else []
 
 
-def _tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
     """Pack tiles of a head. Without the first key only means in the tiles of the first column differ."""
     return {
-        f"{one.name} {level} {row} {column} {int(sink)}": _packed(one.tile(level, row, column, sink=sink))
+        f"{one.name} {level} {row} {column} {int(sink)}": _pack_exactly(one.tile(level, row, column, sink=sink))
         for row, column in places
         for sink in ((True, False) if column == 0 and level > 0 else (True,))
     }
 
 
-def _rows(one: SharedHead, query: int) -> dict[str, dict[str, Any]]:
+def _pack_rows(one: SharedHead, query: int) -> dict[str, dict[str, Any]]:
     """Pack the weights of the queries around the chosen one: `{head} rows`, with the first query."""
     chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
     first = max(0, chosen - ROWS // 2)
     queries = slice(first, min(first + ROWS, one.sample.num_queries))
-    return {f"{one.name} rows": _packed(rows_of(one.sample, one.head, queries)) | {"first": first}}
+    return {f"{one.name} rows": _pack_exactly(rows_of(one.sample, one.head, queries)) | {"first": first}}
 
 
 def _small_maps(
@@ -211,12 +211,12 @@ def _small_maps(
         found = small(run, layer)
         if found is not None:
             maps, block = found
-            yield run, layer, _packed(maps) | {"block": list(block)}
+            yield run, layer, _pack_exactly(maps) | {"block": list(block)}
 
 
 def _finer_levels(heads: Sequence[SharedHead], held: _Held, room: int) -> int:
     """Add whole levels, the coarsest first, as long as they fit; returns the finest level that all heads have."""
-    deepest = [count(one.sample.num_queries, one.sample.num_keys) for one in heads]
+    deepest = [number_of_levels(one.sample.num_queries, one.sample.num_keys) for one in heads]
     for level in reversed(range(max(deepest))):
         added: dict[str, dict[str, Any]] = {}
         for place, one in enumerate(heads):
@@ -227,26 +227,26 @@ def _finer_levels(heads: Sequence[SharedHead], held: _Held, room: int) -> int:
                 return level + 1
             rows, columns = (tiles_of(length, level) for length in (one.sample.num_queries, one.sample.num_keys))
             places = [(row, column) for row in range(rows) for column in range(columns)]
-            added |= _tiles(
+            added |= _pack_tiles(
                 one, level, [at for at in places if f"{one.name} {level} {at[0]} {at[1]} 1" not in held.arrays]
             )
-        if held.num_bytes + _size(added) > room:
+        if held.num_bytes + _size_of_arrays(added) > room:
             return level + 1
         held.put(added)
     return 0
 
 
-def _packed(values: Array) -> dict[str, Any]:
+def _pack_exactly(values: Array) -> dict[str, Any]:
     """Pack float32 exactly: one plane per byte, the exponents first, deflated."""
     octets = torch.from_numpy(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4))
-    return {"shape": list(values.shape), "data": pack(*(octets[:, place] for place in (3, 2, 1, 0)))}
+    return {"shape": list(values.shape), "data": pack_planes(*(octets[:, place] for place in (3, 2, 1, 0)))}
 
 
-def _size(packed: Mapping[str, dict[str, Any]]) -> int:
+def _size_of_arrays(packed: Mapping[str, dict[str, Any]]) -> int:
     return sum(len(name) + len(each["data"]) + 60 for name, each in packed.items())
 
 
-def _rendered(data: Mapping[str, Any], note: str, title: str, lang: str) -> bytes:
+def _render_page(data: Mapping[str, Any], note: str, title: str, lang: str) -> bytes:
     words = section(lang, "common", "page", "viewer")
     # Two bundles, each in a block of its own: the first answers the requests of the second.
     source = "".join(f"{{\n{script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
@@ -260,7 +260,7 @@ def _rendered(data: Mapping[str, Any], note: str, title: str, lang: str) -> byte
             "note": note,
             "style": Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
             "script": Markup(source),
-            "script_hash": allowed(source),
+            "script_hash": hash_of_script(source),
             "data": Markup(json_in_script(data)),
         },
     )

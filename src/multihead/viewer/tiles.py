@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from multihead.probes.blocks import CancelledError
-from multihead.viewer.levels import TILE, Array, cells
+from multihead.viewer.levels import TILE, Array, cells_per_side
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -24,7 +24,7 @@ CACHE_BYTES = 128 << 20
 _CLOSE_TIMEOUT = 2.0  # seconds
 
 
-def fine(
+def fine_tile(
     sample: SampleRecord,
     head: int,
     level: int,
@@ -58,7 +58,7 @@ def fine(
     return means
 
 
-def small(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | None = None) -> Array:
+def whole_maps(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | None = None) -> Array:
     """Compute the whole maps of all heads at a level: (heads, rows, columns) float32, NaN = absent."""
     found = sample.blocks(None, queries=slice(None), keys=slice(None), block=1 << level, cancelled=cancelled)
     means: Array = found.means().float().numpy()
@@ -86,7 +86,7 @@ def tiles_of(length: int, level: int) -> int:
     >>> tiles_of(100, 0), tiles_of(8192, 0), tiles_of(8192, 5)
     (1, 32, 1)
     """
-    return -(-cells(length, level) // TILE)
+    return -(-cells_per_side(length, level) // TILE)
 
 
 class Cache:
@@ -159,7 +159,7 @@ class Workers:
         self._idling = threading.Lock()
         fitting = max(1, (os.cpu_count() or 1) // max(1, torch.get_num_threads()))
         self._threads = [
-            threading.Thread(target=self._work, name=f"multihead viewer {index}", daemon=True)
+            threading.Thread(target=self._run_jobs, name=f"multihead viewer {index}", daemon=True)
             for index in range(number or fitting)
         ]
         for thread in self._threads:
@@ -211,7 +211,7 @@ class Workers:
         for thread in self._threads:
             thread.join(_CLOSE_TIMEOUT)  # a job that cannot be cancelled ends with the process
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._stack or self._more)
@@ -221,7 +221,7 @@ class Workers:
                 if job is None:
                     self._more = False
             if job is not None:
-                self._do(job)
+                self._run_job(job)
             elif self._idling.acquire(blocking=False):  # one background step at a time over all threads
                 try:
                     more = self._idle()
@@ -230,7 +230,7 @@ class Workers:
                 if more:
                     self.wake()
 
-    def _do(self, job: Job) -> None:
+    def _run_job(self, job: Job) -> None:
         try:
             job.result.set_result(job.compute(job.cancelled))
         except BaseException as error:  # noqa: BLE001 - passed on to the waiting requests

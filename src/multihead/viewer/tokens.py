@@ -26,7 +26,7 @@ _BETWEEN = re.compile("['’-]")  # joins the words at both sides
 _CJK = re.compile("[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 
 
-def reading(
+def layout_of_tokens(
     tokens: Sequence[str],
     *,
     special: Sequence[bool] | None = None,
@@ -55,7 +55,7 @@ def reading(
     Raises:
         ShapeError: special, unknown, offsets or gaps do not have one entry per token.
 
-    >>> page = reading(
+    >>> page = layout_of_tokens(
     ...     ["[CLS]", "hello", "🎉"], special=[True, False, False], text="Hello 🎉!", offsets=[(0, 0), (0, 5), (6, 7)]
     ... )
     >>> page["gaps"], page["shown"], page["flags"], page["tail"]
@@ -77,11 +77,11 @@ def reading(
         before, shown, tail = _from_tokens(tokens, flags, gaps)
         tokens = [CONTINUED if flag & PART and not each else each for flag, each in zip(flags, shown, strict=True)]
     return {
-        "gaps": [_harmless(each) for each in before],
-        "shown": [_harmless(each) for each in shown],
-        "labels": [_label(_harmless(token)) for token in tokens],
+        "gaps": [_without_acting_characters(each) for each in before],
+        "shown": [_without_acting_characters(each) for each in shown],
+        "labels": [_label_of_token(_without_acting_characters(token)) for token in tokens],
         "flags": flags,
-        "tail": _harmless(tail),
+        "tail": _without_acting_characters(tail),
     }
 
 
@@ -94,7 +94,7 @@ def _from_tokens(
     word_pieces = any(len(token) > 2 and token.startswith("##") for token in tokens)
     spaced = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
     gaps, shown = [], []
-    pieces = _characters(tokens, flags) if byte_level else list(tokens)
+    pieces = _decode_byte_tokens(tokens, flags) if byte_level else list(tokens)
     quoted = False  # inside straight double quotes
     opened = True  # nothing is between the token before and this one
     for place, token in enumerate(pieces):
@@ -131,17 +131,17 @@ def _from_tokens(
     return gaps, shown, ""
 
 
-def _characters(tokens: Sequence[str], flags: list[int]) -> list[str]:
+def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
     """Decode byte-level tokens; of several tokens that share one character, the first shows it."""
     pieces: list[str] = []
     for first, token in enumerate(tokens):
         if len(pieces) > first:
             continue  # shown by an earlier token
-        piece, stop = _decoded(token), first + 1
+        piece, stop = _decode_byte_token(token), first + 1
         while not flags[first] & SPECIAL and piece.endswith("\ufffd") and stop < min(len(tokens), first + 4):
             if flags[stop] & SPECIAL:
                 break
-            whole = _decoded("".join(tokens[first : stop + 1]))
+            whole = _decode_byte_token("".join(tokens[first : stop + 1]))
             stop += 1
             if "\ufffd" not in whole:
                 piece = whole
@@ -157,15 +157,15 @@ def _characters(tokens: Sequence[str], flags: list[int]) -> list[str]:
     return pieces
 
 
-def _decoded(token: str) -> str:
+def _decode_byte_token(token: str) -> str:
     """Decode a byte-level token, in which each byte is a printable character."""
-    codes = [_bytes().get(letter) for letter in token]
+    codes = [_byte_of_characters().get(letter) for letter in token]
     known = [code for code in codes if code is not None]
     return bytes(known).decode("utf-8", "replace") if len(known) == len(codes) else token
 
 
 @cache
-def _bytes() -> dict[str, int]:
+def _byte_of_characters() -> dict[str, int]:
     """Return the byte of each printable character of byte-level tokenizers (GPT-2)."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
@@ -200,12 +200,12 @@ def _from_text(
     return [gaps[0].strip() if gaps else "", *gaps[1:]], shown, text[at:]
 
 
-def _harmless(text: str) -> str:
+def _without_acting_characters(text: str) -> str:
     """Replace each character that would act on the page by its code point."""
     return _ACTING.sub(lambda found: f"U+{ord(found[0]):04X}", text)
 
 
-def _label(token: str) -> str:
+def _label_of_token(token: str) -> str:
     """Return a token's label on a ruler: without surrounding spaces, or those spaces made visible."""
     bare = token.strip()
     return bare or "".join(_VISIBLE.get(letter, letter) for letter in token) or "∅"

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.functional import statistics as statistics_of
 from multihead.kernels.native import call, kernel, library, statistics
-from multihead.kernels.native.call import WHOLE, Job, Rows, block_height, blocks
+from multihead.kernels.native.call import WHOLE, Job, Rows, block_height, blocks_of_queries
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
@@ -28,7 +28,7 @@ EDGES = (1, 8, 15, 17, 32, 63, 65, 255, 257)
 def test_rows_go_together_where_their_intervals_say_it_all() -> None:
     q = torch.zeros(1, 1, 300, 4)
     request = request_of(q, q, q, masks.Causal())
-    (rows,) = blocks(request, bounds_of(request))
+    (rows,) = blocks_of_queries(request, bounds_of(request))
     assert rows.rows is WHOLE
     assert rows.visible is None
     assert rows.of(q) is q
@@ -44,7 +44,7 @@ def test_blocks_of_a_dense_mask_cover_each_row_once_and_see_what_the_mask_shows(
     assert block_height(request, bounds) == 96
     shown = request.mask.tile(Place.of(300, 300))
     for step, heights in ((1, [96, 96, 96, 12]), (50, [100, 100, 100])):
-        found = list(blocks(request, bounds, step=step))
+        found = list(blocks_of_queries(request, bounds, step=step))
         assert [rows.rows.stop - rows.rows.start for rows in found] == heights
         for rows in found:
             assert rows.visible is not None
@@ -65,14 +65,14 @@ def test_a_block_of_a_dense_mask_is_bounded_in_bytes_whatever_the_mask_speaks_of
 
 def bounded(monkeypatch: pytest.MonkeyPatch, start: Tensor, stop: Tensor) -> None:
     """Replace the bounds of every call by these: (batch or 1, queries)."""
-    plain = call.operands
+    plain = call.arguments_of_job
 
     def replaced(job: Job, rows: Rows) -> tuple[Any, ...]:
         given = plain(job, rows)
         return (*given[:3], start, stop, *given[5:])
 
     for module in (call, statistics):
-        monkeypatch.setattr(module, "operands", replaced)
+        monkeypatch.setattr(module, "arguments_of_job", replaced)
 
 
 @pytest.mark.parametrize("queries", [3, 120])
@@ -90,7 +90,7 @@ def test_bounds_may_differ_by_sample(monkeypatch: pytest.MonkeyPatch, samples: i
     expected = torch.autograd.grad(dense.output.square().sum(), double)
     exact = oracle.statistics(dense.weights.detach(), seen, start=[0, 0])
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             single = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             output, logsumexp = attention_with_logsumexp(*single, kernel="native")
             assert oracle.difference(output.detach(), dense.output.detach()) < 2e-6
@@ -146,7 +146,7 @@ def test_what_is_not_finite_beside_the_bounds_edge_changes_no_bit(queries: int, 
             bad_v[sample, :, first:] = torch.inf
             bad_bias[sample, :, :, first:] = torch.nan
         for name in SETS:
-            with library.using(name):
+            with library.using_instruction_set(name):
                 clean = everything(q, k, v, **options)
                 assert_same_bits(everything(q, bad_k, bad_v, **options), clean)
                 clean = everything(q, k, v, bias=bias.expand(2, 2, queries, 300).contiguous(), **options)
@@ -181,7 +181,7 @@ def test_rows_that_see_what_is_not_finite_are_nan_and_no_others(
     hit[:, 1] = False
     assert bool(hit.any())
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             clean, given = (everything(q, *kv, ~hit, **options) for kv in ((k, v), (bad_k, bad_v)))
         for one, two in zip(given[:3], clean[:3], strict=True):  # output, logsumexp and the gradient of q
             assert torch.equal(one[~hit], two[~hit])
@@ -202,7 +202,7 @@ def test_a_query_that_is_not_finite_is_nan_alone_on_every_instruction_set() -> N
             hit = torch.zeros(2, 2, queries, dtype=torch.bool)
             hit[0, 1, 2] = hit[1, 0, 1] = True
             for name in SETS:
-                with library.using(name):
+                with library.using_instruction_set(name):
                     clean, given = everything(q, k, v, ~hit), everything(bad, k, v, ~hit)
                 for one, two in zip(given[:3], clean[:3], strict=True):
                     assert torch.equal(one[~hit], two[~hit])
@@ -217,7 +217,7 @@ def test_a_query_that_is_not_finite_is_nan_alone_on_every_instruction_set() -> N
 def test_none_and_one_of_each_are_no_special_case(size: tuple[int, int, int, int]) -> None:
     batch, heads, queries, keys = size
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             for dtype in NATIVE_DTYPES:
                 q, k, v = (torch.randn(batch, heads, n, d).to(dtype) for n, d in ((queries, 3), (keys, 3), (keys, 1)))
                 found = everything(q, k, v, sinks=torch.zeros(heads))

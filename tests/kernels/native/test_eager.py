@@ -174,7 +174,7 @@ def test_other_calls_are_planned(name: str) -> None:
 
 def test_a_set_that_lost_to_pytorch_is_not_used() -> None:
     q, k, v = drawn()
-    with library.using("scalar"):
+    with library.using_instruction_set("scalar"):
         assert eager.attend(q, k, v, (masks.Full(), None, None, None, None, 0.0, None)) is None
 
 

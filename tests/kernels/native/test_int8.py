@@ -38,7 +38,7 @@ MASKS: dict[str, Mask] = {
 
 @pytest.fixture(params=SETS)
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with library.using(request.param):
+    with library.using_instruction_set(request.param):
         yield request.param
 
 

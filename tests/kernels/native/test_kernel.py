@@ -37,7 +37,7 @@ SETS = [each.name for each in library.instruction_sets() if each.runs]
 
 @pytest.fixture(params=SETS)
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with library.using(request.param):
+    with library.using_instruction_set(request.param):
         yield request.param
 
 

@@ -25,7 +25,7 @@ q = torch.randn(1, 2, 3, 4, requires_grad=True)
 mh.attention(q, q, q).sum().backward()
 print(mh.explain(q, q, q).kernel, mh.MultiHeadAttention(8, 2)(torch.randn(1, 3, 8)).shape)
 """
-needs_library = pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
+needs_library = pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 
 SETS = tuple(
     InstructionSet(name, index, compiled, runs, name == "emulated")
@@ -38,9 +38,9 @@ SETS = tuple(
 @pytest.fixture
 def _chosen_anew() -> Iterator[None]:
     """Let this test choose for itself, and the next one again."""
-    library._unforced.cache_clear()
+    library._best_instruction_set.cache_clear()
     yield
-    library._unforced.cache_clear()
+    library._best_instruction_set.cache_clear()
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def _narrow_machine(monkeypatch: pytest.MonkeyPatch, _chosen_anew: None) -> None
     found = SimpleNamespace(
         sets=SETS, fastest=1, fastest_of_cpu=1, choose=lambda _: None, choose_in_thread=lambda _: None
     )
-    monkeypatch.setattr(library, "_found", lambda: found)
+    monkeypatch.setattr(library, "_found_library", lambda: found)
 
 
 @needs_library
@@ -61,7 +61,7 @@ class TestRunning:
         for each in library.instruction_sets():
             if not each.runs:
                 continue
-            with library.using(each.name):
+            with library.using_instruction_set(each.name):
                 output, logsumexp, *_ = torch.ops.multihead.attention.eager(q, k, v, None, -1, -1, 0, 1.0, None)
             torch.testing.assert_close(output.flatten()[0], scores.softmax(0) @ v.flatten())
             torch.testing.assert_close(logsumexp.flatten()[0], scores.logsumexp(0))
@@ -95,12 +95,12 @@ class TestRunning:
         assert held[0] < held[1] < held[2]
 
     def test_a_schema_of_another_version_is_found_out(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        path = library.path()
+        path = library.path_of_library()
         assert path is not None
         schemas = Path(library.__file__).with_name("schemas.txt").read_text(encoding="utf-8")
         (tmp_path / "schemas.txt").write_text(schemas.replace("int total_heads=0, ", "", 1), encoding="utf-8")
         monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-        assert library._loaded(path) == "its library is of another version of multihead; install multihead again"
+        assert library._load_library(path) == "its library is of another version of multihead; install multihead again"
 
 
 @needs_library
@@ -116,7 +116,7 @@ def test_each_compiled_set_reports_the_size_of_its_register_tiles() -> None:
 @pytest.mark.usefixtures("_chosen_anew")
 def test_without_a_request_the_fastest_set_that_runs_here_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MULTIHEAD_CPU", raising=False)
-    used = library.chosen()
+    used = library.chosen_instruction_set()
     assert used.runs
     assert not used.for_tests
     # Only bfloat16 in pairs is not faster on every processor that has it.
@@ -127,11 +127,11 @@ def test_without_a_request_the_fastest_set_that_runs_here_is_used(monkeypatch: p
 @pytest.mark.usefixtures("_narrow_machine")
 class TestChoosing:
     def test_the_set_that_the_library_calls_fastest_is_chosen(self) -> None:
-        assert library.chosen().name == "avx2"
+        assert library.chosen_instruction_set().name == "avx2"
 
     def test_the_environment_forces_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MULTIHEAD_CPU", "scalar")
-        assert library.chosen().name == "scalar"
+        assert library.chosen_instruction_set().name == "scalar"
 
     @pytest.mark.parametrize(
         ("asked", "finding"),
@@ -147,39 +147,39 @@ class TestChoosing:
         monkeypatch.setenv("MULTIHEAD_CPU", asked)
         for _ in range(2):  # the second time too
             with pytest.raises(ArgumentError) as refusal:
-                library.chosen()
+                library.chosen_instruction_set()
             assert str(refusal.value) == f"{finding} Give one that runs here: scalar, avx2."
 
     def test_a_build_without_the_fastest_set_of_this_cpu_warns_once_unless_a_set_is_forced(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert library.lacking() is None
-        monkeypatch.setattr(library._found(), "fastest_of_cpu", 2)
+        assert library.missing_faster_set() is None
+        monkeypatch.setattr(library._found_library(), "fastest_of_cpu", 2)
         with pytest.warns(SlowPathWarning) as warned:
-            assert [library.chosen().name for _ in range(2)] == ["avx2", "avx2"]
-        assert [str(each.message) for each in warned] == [library.lacking()]
-        assert library.lacking() == (
+            assert [library.chosen_instruction_set().name for _ in range(2)] == ["avx2", "avx2"]
+        assert [str(each.message) for each in warned] == [library.missing_faster_set()]
+        assert library.missing_faster_set() == (
             "The native kernel was compiled without avx512, the fastest instruction set of this CPU, and uses avx2. "
             "Install multihead again on this machine, or with MULTIHEAD_SETS=all for any."
         )
-        library._unforced.cache_clear()
+        library._best_instruction_set.cache_clear()
         monkeypatch.setenv("MULTIHEAD_CPU", "scalar")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert library.chosen().name == "scalar"
+            assert library.chosen_instruction_set().name == "scalar"
 
     def test_a_set_is_used_within_its_context_alone_and_in_no_other_thread(self) -> None:
         elsewhere = []
-        with library.using("scalar") as used:
-            assert used.name == library.chosen().name == "scalar"
-            thread = threading.Thread(target=lambda: elsewhere.append(library.chosen().name))
+        with library.using_instruction_set("scalar") as used:
+            assert used.name == library.chosen_instruction_set().name == "scalar"
+            thread = threading.Thread(target=lambda: elsewhere.append(library.chosen_instruction_set().name))
             thread.start()
             thread.join()
         assert elsewhere == ["avx2"]
-        assert library.chosen().name == "avx2"
+        assert library.chosen_instruction_set().name == "avx2"
 
     def test_a_set_that_does_not_run_is_refused(self) -> None:
-        with pytest.raises(ArgumentError) as refusal, library.using("avx512"):
+        with pytest.raises(ArgumentError) as refusal, library.using_instruction_set("avx512"):
             pass
         assert str(refusal.value) == (
             "using received 'avx512', which this CPU cannot run. Give one that runs here: scalar, avx2."
@@ -188,22 +188,22 @@ class TestChoosing:
 
 class TestAbsence:
     def test_no_file_says_that_it_was_not_built(self, tmp_path: Path) -> None:
-        assert library._loaded(tmp_path / library.NAME) == (
+        assert library._load_library(tmp_path / library.NAME) == (
             "its library was not built when multihead was installed, which takes GCC or Clang with OpenMP"
         )
 
     def test_a_file_that_is_no_library_does_not_load(self, tmp_path: Path) -> None:
         path = tmp_path / library.NAME
         path.write_bytes(b"no library")
-        assert str(library._loaded(path)).startswith("its library does not load (")
+        assert str(library._load_library(path)).startswith("its library does not load (")
 
     @pytest.mark.usefixtures("_chosen_anew")
     def test_nothing_runs_without_a_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "_found", lambda: "its library was not built")
-        assert library.absence() == "its library was not built"
-        assert library.path() is None
+        monkeypatch.setattr(library, "_found_library", lambda: "its library was not built")
+        assert library.reason_of_absence() == "its library was not built"
+        assert library.path_of_library() is None
         assert library.instruction_sets() == ()
-        for refused in (library.chosen, library._library):
+        for refused in (library.chosen_instruction_set, library._library):
             with pytest.raises(ArgumentError) as refusal:
                 refused()
             assert str(refusal.value) == (

@@ -73,7 +73,7 @@ def test_every_statistic_of_a_drawn_call_is_that_of_its_definition(case: Drawn) 
     start = oracle.positions_of_first(case.query_start, *case.size.cells[::2], case.size.keys)
     exact = oracle.statistics(whole.weights, seen, start=start)
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             attended = kernel.attend(replace(request, wanted=IN_THE_PASS), bounds)
         assert attended.statistics.keys() == set(IN_THE_PASS)
         # bfloat16 scores are products of bfloat16 inputs, summed in float32: as exact as float32's.
@@ -115,7 +115,7 @@ def test_long_calls_are_measured_right_in_both_passes(
     cells = torch.nn.functional.pad(whole.weights, (0, -530 % 37, 0, -queries % 23))
     sums = cells.unflatten(2, (-1, 23)).unflatten(4, (-1, 37)).sum((3, 5))
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             _, found = one_pass(request, bounds, ONE_PASS, special)
             received, pooled = second_pass(request, bounds, whole.logsumexp.float(), cell=(23, 37))
             alone, nothing = second_pass(request, bounds, whole.logsumexp.float(), cell=None)
@@ -134,7 +134,7 @@ def test_a_spread_stays_exact_far_away_from_the_query() -> None:
     k[0, 0, 100:102] = 0
     request = request_of(torch.ones(1, 1, 120, 1), k, k, query_start=8100, scale=1.0)
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             for some in (
                 request,
                 replace(request, q=request.q[:, :, :2], shape=request.shape._replace(query_length=2)),
@@ -155,7 +155,7 @@ def test_a_spread_stays_exact_where_each_block_of_keys_has_a_larger_weight(queri
     mean = distance @ weights
     spread = ((distance - mean[:, None]).square() @ weights).sqrt()
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             _, found = one_pass(request, bounds_of(request), ("mean_distance", "distance_spread"), None)
         assert oracle.difference(found["mean_distance"][0, 0] / mean, torch.ones(queries)) < 1e-6
         assert oracle.difference(found["distance_spread"][0, 0] / spread, torch.ones(queries)) < 1e-5
@@ -170,7 +170,7 @@ def test_one_pass_without_values_has_the_logsumexp_of_the_call(
     request = long(210, mask, sinks=torch.randn(4))
     bounds = bounds_of(request)
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             logsumexp, found = one_pass(request, bounds, (), None)
             expected = kernel.attend(request, bounds).logsumexp
         assert found == {}
@@ -183,7 +183,7 @@ def test_of_equal_weights_the_first_key_is_named() -> None:
     for queries in (1, 20):
         request = request_of(torch.ones(1, 1, queries, 4), k, k)
         for name in SETS:
-            with library.using(name):
+            with library.using_instruction_set(name):
                 _, found = one_pass(request, bounds_of(request), ("largest_key",), None)
             assert found["largest_key"].flatten().tolist() == [3] * queries
 
@@ -196,7 +196,7 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
     kept = logsumexp.isfinite()
     exact = dense(request, seen_by(request)).weights * kept[..., None]
     for name in SETS:
-        with library.using(name):
+        with library.using_instruction_set(name):
             received, _ = second_pass(request, bounds, logsumexp, cell=None)
         assert oracle.difference(received, exact.sum(2)) < 2e-5
 

@@ -58,7 +58,7 @@ def test_every_seen_cell_is_computed_once(data: st.DataObject) -> None:
         patch.setattr(room, "BLOCK_ROWS", data.draw(st.sampled_from((2, 3, 128))))
         patch.setattr(room, "CALL_CELLS", data.draw(st.sampled_from((0, 5, 1024))))
         for biased in (False, True):
-            pieces = room._covered(bounds, biased=biased)  # not those kept from other block sizes
+            pieces = room._cells_of_bounds(bounds, biased=biased)  # not those kept from other block sizes
             assert_covered(bounds, size.keys, pieces)
             if biased or bounds.remainder is not None:
                 assert {piece.kind for piece in pieces} <= {"partial"}

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.layer.cache import buffers
-from multihead.layer.cache.buffers import Buffers, Held, copy_slots, counts_of, write
+from multihead.layer.cache.buffers import Buffers, Held, copy_slots, counts_of, write_slots
 
 
 def tokens(count: int, *, batch: int = 2, dim: int = 4, **options: Any) -> Tensor:
@@ -199,19 +199,19 @@ def shown(tensor: Tensor) -> list[list[float]]:
 class TestWrite:
     def test_each_samples_tokens_are_written_to_its_own_slots(self) -> None:
         buffer = torch.zeros(2, 1, 5, 1)
-        assert write(buffer, rows([1, 2], [3, 4]), torch.tensor([[0, 1], [2, 3]]), copy=False) is buffer
+        assert write_slots(buffer, rows([1, 2], [3, 4]), torch.tensor([[0, 1], [2, 3]]), copy=False) is buffer
         assert shown(buffer) == [[1, 2, 0, 0, 0], [0, 0, 3, 4, 0]]
 
     def test_padding_is_not_stored_whatever_it_contains(self) -> None:
         buffer = torch.zeros(2, 1, 5, 1)
         real = torch.tensor([[True, False], [False, False]])
         slots = torch.tensor([[3, 4], [0, 1]])
-        write(buffer, rows([1, torch.nan], [torch.inf, torch.nan]), slots, real=real, copy=False)
+        write_slots(buffer, rows([1, torch.nan], [torch.inf, torch.nan]), slots, real=real, copy=False)
         assert shown(buffer) == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
 
     def test_where_gradients_flow_the_buffer_is_copied(self) -> None:
         buffer, new = torch.zeros(2, 1, 5, 1), rows([1, 2], [3, 4]).requires_grad_()
-        written = write(buffer, new, torch.tensor([[2, 3], [1, 2]]), copy=True)
+        written = write_slots(buffer, new, torch.tensor([[2, 3], [1, 2]]), copy=True)
         assert not buffer.any()
         written.sum().backward()
         assert new.grad is not None
@@ -220,7 +220,7 @@ class TestWrite:
     def test_a_backward_pass_may_still_read_the_slots_before(self) -> None:
         buffer, q = torch.ones(1, 1, 3, 1), torch.ones(1, 1, 1, 1, requires_grad=True)
         score = q @ buffer[:, :, :1].mT
-        write(buffer, rows([7]), torch.tensor([[1]]), copy=False)
+        write_slots(buffer, rows([7]), torch.tensor([[1]]), copy=False)
         score.sum().backward()
         assert q.grad is not None
         assert q.grad.item() == 1

@@ -18,7 +18,7 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
 from multihead.record.analysis import chance as module
-from multihead.record.analysis.chance import Evidence, Known, chance, evidence, standard_error, stands_out
+from multihead.record.analysis.chance import Evidence, Known, chance, compare_with_chance, standard_error, stands_out
 from multihead.record.sample import SampleRecord
 from multihead.scores import ALiBi
 from tests.dense_record import record_of
@@ -250,13 +250,13 @@ def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkey
 
 def test_samples_that_see_the_same_keys_share_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, ...]] = []
-    measured = module._measured
+    measured = module._measure_even_spread
 
     def noted(sample: SampleRecord, probes: Any, *rest: Any) -> dict[str, Tensor]:
         calls.append(tuple(each.name for each in probes))
         return measured(sample, probes, *rest)
 
-    monkeypatch.setattr(module, "_measured", noted)
+    monkeypatch.setattr(module, "_measure_even_spread", noted)
     wanted, known = (PROBES["previous_mass"], PROBES["duplicate_mass"]), Known()
     first, again = (masked(masks.Keep(some(LENGTH, LENGTH), "queries keys"))[0] for _ in range(2))
     other = masked(CAUSAL)[0]
@@ -286,7 +286,9 @@ def test_without_marks_ids_or_a_known_mask_there_is_no_such_chance() -> None:
 
 
 def one_text(values: Tensor, level: float = 0.0) -> Evidence:
-    return evidence([values], [torch.full((1, values.shape[1]), level)], [torch.ones_like(values, dtype=torch.bool)])
+    return compare_with_chance(
+        [values], [torch.full((1, values.shape[1]), level)], [torch.ones_like(values, dtype=torch.bool)]
+    )
 
 
 def test_the_error_of_one_text_is_that_of_the_mean_over_blocks_of_its_queries() -> None:
@@ -308,7 +310,7 @@ def test_queries_that_resemble_their_neighbours_do_not_make_a_mean_sure() -> Non
 
 def test_what_differs_from_query_to_query_by_chance_alone_is_no_error() -> None:
     level = 1 / torch.arange(1, 101).double()[None]
-    found = evidence([level + 0.3], [level], [torch.ones(1, 100, dtype=torch.bool)])
+    found = compare_with_chance([level + 0.3], [level], [torch.ones(1, 100, dtype=torch.bool)])
     assert float(found.error) == pytest.approx(0, abs=1e-12)
     assert float(found.mean - found.chance) == pytest.approx(0.3)
 
@@ -316,7 +318,7 @@ def test_what_differs_from_query_to_query_by_chance_alone_is_no_error() -> None:
 def test_queries_that_do_not_count_are_left_out_and_few_give_no_error() -> None:
     values = torch.tensor([[9.0, 1.0, 1.0, 2.0, 2.0, 9.0], [9.0, 9.0, 9.0, 1.0, 2.0, 3.0]]).double()
     counted = torch.tensor([[False, True, True, True, True, False], [False, False, False, True, True, True]])
-    found = evidence([values], [torch.zeros(1, 6)], [counted])
+    found = compare_with_chance([values], [torch.zeros(1, 6)], [counted])
     assert found.mean.tolist() == [1.5, 2.0]
     assert float(found.error[0]) == pytest.approx(1 / math.sqrt(12))
     assert float(found.error[1]) == math.inf
@@ -326,7 +328,7 @@ def test_the_error_of_four_texts_is_that_of_the_mean_over_texts() -> None:
     texts = [torch.full((1, 10 * (1 + index)), float(index)) for index in range(4)]
     levels = [torch.zeros(1, each.shape[1]) for each in texts]
     counted = [torch.ones_like(each, dtype=torch.bool) for each in texts]
-    found = evidence(texts, levels, counted)
+    found = compare_with_chance(texts, levels, counted)
     assert float(found.mean) == pytest.approx((0 * 10 + 1 * 20 + 2 * 30 + 3 * 40) / 100)
     assert float(found.error) == pytest.approx(math.sqrt(5 / 12))
     assert float(standard_error(torch.tensor([[0.0], [1.0], [2.0], [3.0]]))) == pytest.approx(math.sqrt(5 / 12))

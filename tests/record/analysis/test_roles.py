@@ -7,7 +7,7 @@ import torch
 
 import multihead as mh
 from multihead.record.analysis.highlights import layer_profiles
-from multihead.record.analysis.roles import marked, roles
+from multihead.record.analysis.roles import roles, rows_with_roles
 from tests.families import batch_of, family
 
 
@@ -40,10 +40,13 @@ def test_rows_are_marked_only_where_the_model_has_roles_or_alignment_heads() -> 
         model(**batch_of("t5"))
     rows = [{"layer": 2, "head": 0}, {"layer": 3, "head": 1}]
     expected = [{**rows[0], "role": "decoder"}, {**rows[1], "role": "cross"}]
-    assert marked(seen.layers, rows) == expected
+    assert rows_with_roles(seen.layers, rows) == expected
     seen.layers[3].alignment_heads = (1,)
-    assert marked(seen.layers, rows) == [{**expected[0], "alignment": False}, {**expected[1], "alignment": True}]
+    assert rows_with_roles(seen.layers, rows) == [
+        {**expected[0], "alignment": False},
+        {**expected[1], "alignment": True},
+    ]
     model = family("bert")
     with torch.no_grad(), mh.observe(model) as seen:
         model(**batch_of("bert"))
-    assert marked(seen.layers, [{"layer": 1, "head": 0}]) == [{"layer": 1, "head": 0}]
+    assert rows_with_roles(seen.layers, [{"layer": 1, "head": 0}]) == [{"layer": 1, "head": 0}]

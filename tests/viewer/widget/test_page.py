@@ -7,16 +7,16 @@ import re
 import pytest
 
 from multihead.viewer.page import modules, static
-from multihead.viewer.widget.page import markup, module, style, within_box
+from multihead.viewer.widget.page import javascript_module, markup_of_page, stylesheet, within_box
 
 HOSTS = ("viewer/static/shared/host.js", "viewer/static/view/host.js")
 
 
 def test_the_module_holds_every_script_of_the_viewer_once() -> None:
     for path in modules("viewer/static/view/main.js"):
-        assert module().count(f"modules['{path}'] = ") == 1, path
-    assert module().count("export default") == 1
-    assert not re.search(r"^import\b", module(), re.MULTILINE)
+        assert javascript_module().count(f"modules['{path}'] = ") == 1, path
+    assert javascript_module().count("export default") == 1
+    assert not re.search(r"^import\b", javascript_module(), re.MULTILINE)
 
 
 def test_the_widget_provides_all_that_the_scripts_take_from_their_host() -> None:
@@ -35,7 +35,7 @@ def test_only_the_host_reaches_the_document_and_the_window(path: str) -> None:
 
 
 def test_the_style_says_nothing_of_the_document_or_its_window() -> None:
-    css = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL)
+    css = re.sub(r"/\*.*?\*/", "", stylesheet(), flags=re.DOTALL)
     assert not re.search(r"(?<![\w.#-])(html|body)\b|:root|prefers-color-scheme|\d[ds]?v[hw]\b", css)
     assert not re.search(r"@media \((max|min)-width", css)
     assert css.count("{") == css.count("}")
@@ -49,7 +49,7 @@ def test_dark_rules_apply_to_a_dark_page() -> None:
 
 @pytest.mark.parametrize("lang", ["en", "zh"])
 def test_the_markup_has_every_element_and_no_script(lang: str) -> None:
-    found = markup(lang)
+    found = markup_of_page(lang)
     assert 'id="map"' in found
     assert 'id="grid"' in found
     assert not re.search(r"<script|<link|<html|<body|\son\w+=", found)

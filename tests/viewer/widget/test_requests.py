@@ -108,7 +108,7 @@ def test_a_failure_is_answered_and_its_traceback_is_printed(monkeypatch: pytest.
 
     failures: list[object] = []
     printed = threading.Event()
-    monkeypatch.setattr(routes, "listed", broken)
+    monkeypatch.setattr(routes, "describe_run", broken)
     monkeypatch.setattr(requests.traceback, "print_exc", noted)
     parts: list[tuple[dict[str, Any], bytes]] = []
     running = Requests([Run("small", small())], "en")

@@ -16,7 +16,7 @@ from matplotlib import image
 
 from multihead import masks
 from multihead.viewer.widget import static_output
-from multihead.viewer.widget.static_output import html, picture
+from multihead.viewer.widget.static_output import picture_of_map, static_html
 from tests.viewer.watching import watch
 from tests.viewer.widget.records import long, small, statistics_only
 
@@ -26,7 +26,7 @@ def pixels(png: bytes) -> Any:
 
 
 def test_the_picture_has_a_map_of_every_head() -> None:
-    png, caption = picture(small())
+    png, caption = picture_of_map(small())
     assert caption.startswith("Maps of all 6 heads: one row per layer, one column per head;")
     found = pixels(png)
     hidden = np.isclose(found, np.array([0xE4, 0xE2, 0xDC]) / 255, atol=0.01).all(axis=-1)
@@ -38,30 +38,30 @@ def test_the_picture_has_a_map_of_every_head() -> None:
 def test_of_a_long_text_the_most_focused_heads_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     record = watch(40, mask=masks.Causal(), layers=6)
     monkeypatch.setattr(static_output, "MAX_WEIGHTS", 8 * 40 * 40)
-    assert picture(record)[1].startswith("Maps of the 8 most focused heads:")
+    assert picture_of_map(record)[1].startswith("Maps of the 8 most focused heads:")
     monkeypatch.setattr(static_output, "MAX_WEIGHTS", 3 * 40 * 40)
-    assert picture(record)[1] == "Of every head: entropy."
+    assert picture_of_map(record)[1] == "Of every head: entropy."
 
 
 def test_recorded_maps_are_drawn_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_output, "MAX_WEIGHTS", 0)
     record = watch(40, mask=masks.Causal(), probes=("entropy", "pooled_map"))
-    assert picture(record)[1].startswith("Maps of all 2 heads:")
+    assert picture_of_map(record)[1].startswith("Maps of all 2 heads:")
 
 
 def test_without_maps_the_picture_is_the_entropy() -> None:
-    assert picture(statistics_only())[1] == "Of every head: entropy."
-    assert picture(statistics_only(), lang="zh")[1] == "每个注意力头的熵。"
+    assert picture_of_map(statistics_only())[1] == "Of every head: entropy."
+    assert picture_of_map(statistics_only(), lang="zh")[1] == "每个注意力头的熵。"
 
 
 def test_the_scale_of_means_ends_near_the_largest() -> None:
-    end = re.search(r"The darkest tone is ([\d.]+) %", picture(long())[1])
+    end = re.search(r"The darkest tone is ([\d.]+) %", picture_of_map(long())[1])
     assert end is not None
     assert 0 < float(end[1]) < 100
 
 
 def test_the_output_has_no_script_and_no_markup_of_a_text() -> None:
-    found = html(small(), mark="a mark", lang="en")
+    found = static_html(small(), mark="a mark", lang="en")
     assert 'data-multihead-static="a mark"' in found
     assert "&lt;b&gt;model&lt;/b&gt;" in found
     assert not re.search(r"<script|<b>|\son\w+=|https?:", found)
@@ -79,7 +79,7 @@ def test_nbconvert_shows_the_picture_and_the_table(monkeypatch: pytest.MonkeyPat
     widget = nbformat.v4.new_output(
         "display_data", {"application/vnd.jupyter.widget-view+json": view, "text/plain": "The live view of it"}
     )
-    static = nbformat.v4.new_output("display_data", {"text/html": html(small(), mark="m", lang="en")})
+    static = nbformat.v4.new_output("display_data", {"text/html": static_html(small(), mark="m", lang="en")})
     cell = nbformat.v4.new_code_cell("seen.view()", outputs=[widget, static])
     page, _ = nbconvert.HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
     assert page.count("data-multihead-static") >= 1

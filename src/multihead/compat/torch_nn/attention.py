@@ -16,10 +16,10 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_share, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.kernels.call import CallOrigin, listeners
-from multihead.kernels.per_head import attended_by_head, suits
+from multihead.kernels.per_head import attended_by_head, computes_per_head
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
-from multihead.tensors.tracing import readable
+from multihead.tensors.tracing import is_readable
 
 _KEY = -1  # torch numbers the hooks that it registers from 0
 
@@ -133,8 +133,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             self._check_nested(query, key, value, attn_mask, key_padding_mask)
             added = self.bias_k is not None or self.add_zero_attn
             if query is key and key is value and not (need_weights or is_causal or added):
-                return self._packed(query), None
-            return self._padded(
+                return self._attend_nested(query), None
+            return self._attend_nested_padded(
                 query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
             )
         self._check_fitting(query, key, value)
@@ -145,7 +145,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         query, key, value = self._without_bad_padding(query, key, value, key_padding_mask)
         if length_axis == 0:
             query, key, value = _batch_first(query, key, value)
-        q, k, v = self._projected(query, key, value)  # (batch, length, embed_dim) each
+        q, k, v = self._project(query, key, value)  # (batch, length, embed_dim) each
         if not batched:
             q, k, v = q[None], k[None], v[None]
         extra = (self.bias_k is not None) + bool(self.add_zero_attn)
@@ -155,9 +155,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         origin = CallOrigin(self, crosses=False if within else None)
         if within and listeners():
             origin = replace(origin, real=real_queries(key_padding_mask))
-        merged, weights = self._attended(
-            q, k, v, shown, origin, need_weights=need_weights, average=average_attn_weights
-        )
+        merged, weights = self._attend(q, k, v, shown, origin, need_weights=need_weights, average=average_attn_weights)
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
@@ -166,7 +164,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights if batched else weights[0]
         return output, weights
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project query, key and value, in one matrix product if they are the same tensor: (..., embed_dim) each."""
         width, packed = self.embed_dim, self.in_proj_weight
         dtype = self.out_proj.weight.dtype
@@ -196,7 +194,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             v_added.append(torch.zeros_like(v[:, :1]))
         return (torch.cat([*k_added, k], 1), torch.cat([*v_added, v], 1)) if k_added else (k, v)
 
-    def _attended(
+    def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, shown: Visible, origin: CallOrigin, *, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
@@ -204,7 +202,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         terms = (shown.mask, shown.bias, None, None, None, dropout, shown.query_start)
         request = request_of(q, k, v, *terms, origin=origin)
-        if suits(request, need_weights=need_weights):
+        if computes_per_head(request, need_weights=need_weights):
             output, weights = attended_by_head(request, need_weights=need_weights, average=average)
             return merge_heads(output), weights
         if need_weights:
@@ -212,18 +210,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             return merge_heads(output), weights
         return merge_heads(attend(request).output), None
 
-    def _packed(self, query: Tensor) -> Tensor:
+    def _attend_nested(self, query: Tensor) -> Tensor:
         """Attend within nested samples, as nn.TransformerEncoder makes them: packed into one row of documents."""
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         shown = Visible(Documents(lengths), None, 0)
-        q, k, v = self._projected(tokens, tokens, tokens)
+        q, k, v = self._project(tokens, tokens, tokens)
         origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
-        merged, _ = self._attended(q, k, v, shown, origin, need_weights=False, average=False)
+        merged, _ = self._attend(q, k, v, shown, origin, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
-    def _padded(
+    def _attend_nested_padded(
         self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from nested samples to nested samples; weights are padded with 0, as the original's are."""
@@ -288,7 +286,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Replace NaN and inf in hidden tokens by 0: in the projection, 0 * NaN would reach a parameter's gradient."""
         if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
             return query, key, value
-        if readable(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+        if is_readable(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
             return query, key, value
         hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
         if key.dim() == 2:

@@ -46,14 +46,14 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if module.in_proj_weight is None:
         sources = {f"{name}.weight": weight for name, weight in zip(_PROJECTIONS, separate, strict=True)}
     else:
-        sources = _divided(module.in_proj_weight, "weight")
+        sources = _split_into_projections(module.in_proj_weight, "weight")
     sources["out_proj.weight"] = out.weight
     if out.bias is not None:
-        sources |= {"out_proj.bias": out.bias, **_divided(module.in_proj_bias, "bias")}
+        sources |= {"out_proj.bias": out.bias, **_split_into_projections(module.in_proj_bias, "bias")}
     for name, row in (("bias_k", module.bias_k), ("bias_v", module.bias_v)):
         if row is not None:  # (1, 1, embed_dim) there, one row per head here
             sources[name] = row.detach().view(module.num_heads, -1).requires_grad_(row.requires_grad)
-    return _filled(layer, sources).train(module.training)
+    return _fill_with_copies(layer, sources).train(module.training)
 
 
 def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.MultiheadAttention:
@@ -94,27 +94,30 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.Multi
     if module.in_proj_weight is None:
         sources |= {f"{name}_weight": part.weight for name, part in zip(_PROJECTIONS, projections, strict=True)}
     else:
-        sources["in_proj_weight"] = _stacked([part.weight for part in projections])
+        sources["in_proj_weight"] = _pack_projections([part.weight for part in projections])
     if layer.out_proj.bias is not None:
-        sources |= {"out_proj.bias": layer.out_proj.bias, "in_proj_bias": _stacked([part.bias for part in projections])}
+        sources |= {
+            "out_proj.bias": layer.out_proj.bias,
+            "in_proj_bias": _pack_projections([part.bias for part in projections]),
+        }
     for name, row in (("bias_k", layer.bias_k), ("bias_v", layer.bias_v)):
         if row is not None:
             sources[name] = row.detach().view(1, 1, -1).requires_grad_(row.requires_grad)
-    return _filled(module, sources).train(layer.training)
+    return _fill_with_copies(module, sources).train(layer.training)
 
 
-def _divided(packed: Tensor, name: str) -> dict[str, Tensor]:
+def _split_into_projections(packed: Tensor, name: str) -> dict[str, Tensor]:
     """Split a packed parameter into those of the three projections."""
     parts = (part.requires_grad_(packed.requires_grad) for part in packed.detach().chunk(3))
     return {f"{projection}.{name}": part for projection, part in zip(_PROJECTIONS, parts, strict=True)}
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
+def _pack_projections(parts: list[Tensor]) -> Tensor:
     """Pack the parameters of the three projections."""
     return torch.cat([part.detach() for part in parts]).requires_grad_(any(part.requires_grad for part in parts))
 
 
-def _filled(module: _Made, sources: dict[str, Tensor]) -> _Made:
+def _fill_with_copies(module: _Made, sources: dict[str, Tensor]) -> _Made:
     """Set the parameters of a module on the meta device to copies of tensors, with the same requires_grad."""
     for name, source in sources.items():
         owner, _, attribute = name.rpartition(".")

@@ -42,7 +42,7 @@ class Replaced(Generic[Model]):
         for name in self.names:
             module = self.model.get_submodule(name)
             if type(module) is MultiheadAttention:
-                _become(module, nn.MultiheadAttention)
+                _change_class(module, nn.MultiheadAttention)
         return self.model
 
     def __enter__(self) -> Replaced[Model]:
@@ -94,7 +94,7 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
         elif "forward" in module.__dict__:
             left[name] = "its forward was set on the instance."
         else:
-            _become(module, MultiheadAttention)
+            _change_class(module, MultiheadAttention)
             names.append(name)
     return Replaced(model, tuple(names), left)
 
@@ -115,7 +115,7 @@ def _let_original_bypass(module: nn.MultiheadAttention) -> None:
         let_bypass(module)
 
 
-def _become(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
+def _change_class(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
     """Change the class of a module in place: the drop-in has the original's attributes and one more hook."""
     module.__class__ = kind
     assert isinstance(module, nn.MultiheadAttention)

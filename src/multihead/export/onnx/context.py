@@ -30,9 +30,9 @@ class Context:
         self.dtype: torch.dtype = layer.q_proj.weight.dtype
         self.inputs = tuple(name for name in INPUTS if name in spec.inputs)
         for name in self.inputs:
-            self._declare(name)
+            self._declare_input(name)
 
-    def _declare(self, name: str) -> None:
+    def _declare_input(self, name: str) -> None:
         spec, layer = self.spec, self.layer
         rows: dict[str, tuple[int | str, int]] = {
             "x": (spec.queries, layer.embed_dim),

@@ -17,17 +17,19 @@ def forward(context: Context) -> None:
     """Add the nodes of the layer's forward, and its outputs."""
     graph, layer, spec = context.graph, context.layer, context.spec
     x, memory, values = _without_padding(context)
-    folded = _wide(context) and layer.qk_norm is None
-    q = _projected(context, "q_proj", x, times=_scale(context) if folded else 1.0)
-    k = _projected(context, "k_proj", memory)  # (batch, keys, kv_heads * head_dim)
-    v = _projected(context, "v_proj", values)  # (batch, keys, kv_heads * value_head_dim)
-    q, k = rotated(context, *normalised(context, q, k))
-    if _wide(context) and not folded:
-        q = graph.node("Mul", q, graph.constant(torch.tensor(_scale(context), dtype=context.dtype), name="scale"))
+    folded = _scale_needs_float64(context) and layer.qk_norm is None
+    q = _project(context, "q_proj", x, times=_scale_of_layer(context) if folded else 1.0)
+    k = _project(context, "k_proj", memory)  # (batch, keys, kv_heads * head_dim)
+    v = _project(context, "v_proj", values)  # (batch, keys, kv_heads * value_head_dim)
+    q, k = rotate_heads(context, *normalise_heads(context, q, k))
+    if _scale_needs_float64(context) and not folded:
+        q = graph.node(
+            "Mul", q, graph.constant(torch.tensor(_scale_of_layer(context), dtype=context.dtype), name="scale")
+        )
     k, v = _with_added_keys(context, k, v)
-    attended = _attended(context, q, k, v, mask_inputs(context))  # (batch, queries, heads * value_head_dim)
-    merged = _merged(context, _gated(context, attended))
-    output = merged if layer.out_proj is None else _projected(context, "out_proj", merged)
+    attended = _add_attention(context, q, k, v, mask_inputs(context))  # (batch, queries, heads * value_head_dim)
+    merged = _project_output(context, _apply_gates(context, attended))
+    output = merged if layer.out_proj is None else _project(context, "out_proj", merged)
     if "lengths" in context.inputs:
         output = graph.node("Where", context.inside("lengths"), output, context.nothing)
     graph.output(output, "output", context.dtype, (spec.batch, spec.queries, layer.output_dim))
@@ -51,17 +53,17 @@ def _without_padding(context: Context) -> tuple[str, str, str]:
     return x, memory, cleaned("values", "memory_lengths") if "values" in context.inputs else memory
 
 
-def _wide(context: Context) -> bool:
+def _scale_needs_float64(context: Context) -> bool:
     """Whether q must be multiplied by the scale, because the attribute `scale` is only float32."""
     return context.dtype == torch.float64
 
 
-def _scale(context: Context) -> float:
+def _scale_of_layer(context: Context) -> float:
     layer = context.layer
     return layer.head_dim**-0.5 if layer.scale is None else layer.scale
 
 
-def _projected(context: Context, name: str, x: str, *, times: float = 1.0) -> str:
+def _project(context: Context, name: str, x: str, *, times: float = 1.0) -> str:
     graph, projection = context.graph, getattr(context.layer, name)
     product = graph.node("MatMul", x, graph.constant(projection.weight.T * times, name=f"{name}.weight.T"))
     if projection.bias is None:
@@ -90,7 +92,7 @@ def _with_row(context: Context, row: Tensor, x: str) -> str:
     return graph.node("Concat", rows, x, axis=1)
 
 
-def _attended(context: Context, q: str, k: str, v: str, mask: MaskInputs) -> str:
+def _add_attention(context: Context, q: str, k: str, v: str, mask: MaskInputs) -> str:
     """Add the operator Attention: (batch, queries, heads * value_head_dim)."""
     layer = context.layer
     past = ("past_key", "past_value") if context.spec.has_past else ("", "")
@@ -103,20 +105,20 @@ def _attended(context: Context, q: str, k: str, v: str, mask: MaskInputs) -> str
         names=("attended", *(PRESENT if context.spec.has_past else ())),
         q_num_heads=layer.num_heads,
         kv_num_heads=layer.num_kv_heads,
-        scale=1.0 if _wide(context) else _scale(context),
+        scale=1.0 if _scale_needs_float64(context) else _scale_of_layer(context),
         softcap=layer.softcap or 0.0,
         is_causal=int(mask.is_causal),
     )
     return _zero_where_empty(context, attended, mask.some) if mask.some else attended
 
 
-def _split(context: Context, merged: str) -> str:
+def _split_heads(context: Context, merged: str) -> str:
     """Split into heads: (batch, queries, heads, value_head_dim)."""
     layer = context.layer
     return context.graph.node("Reshape", merged, context.graph.ints(0, 0, layer.num_heads, layer.value_head_dim))
 
 
-def _concatenated(context: Context, split: str) -> str:
+def _concatenate_heads(context: Context, split: str) -> str:
     """Concatenate the heads: (batch, queries, heads * value_head_dim)."""
     layer = context.layer
     return context.graph.node("Reshape", split, context.graph.ints(0, 0, layer.num_heads * layer.value_head_dim))
@@ -125,10 +127,12 @@ def _concatenated(context: Context, split: str) -> str:
 def _zero_where_empty(context: Context, attended: str, some: str) -> str:
     """Set the output of queries that see no key to 0, which not every runtime does."""
     rows = context.graph.node("Transpose", some, perm=[0, 2, 1, 3])  # (batch or 1, queries or 1, heads or 1, 1)
-    return _concatenated(context, context.graph.node("Where", rows, _split(context, attended), context.nothing))
+    return _concatenate_heads(
+        context, context.graph.node("Where", rows, _split_heads(context, attended), context.nothing)
+    )
 
 
-def _gated(context: Context, attended: str) -> str:
+def _apply_gates(context: Context, attended: str) -> str:
     """Multiply the output of each head by its learned gate, and by that of the call."""
     graph, layer = context.graph, context.layer
     if layer.head_gates is not None:
@@ -137,19 +141,19 @@ def _gated(context: Context, attended: str) -> str:
     if "head_gates" in context.inputs:
         gates = graph.node("Transpose", "head_gates", perm=[0, 2, 1])  # (batch or 1, queries or 1, heads or 1)
         gates = graph.node("Unsqueeze", gates, graph.ints(-1))
-        attended = _concatenated(context, graph.node("Mul", _split(context, attended), gates))
+        attended = _concatenate_heads(context, graph.node("Mul", _split_heads(context, attended), gates))
     return attended
 
 
-def _merged(context: Context, attended: str) -> str:
+def _project_output(context: Context, attended: str) -> str:
     if context.layer.merge == "concat":
         return attended
     return context.graph.node(
-        "ReduceMean", _split(context, attended), context.graph.ints(2), keepdims=0, name="averaged"
+        "ReduceMean", _split_heads(context, attended), context.graph.ints(2), keepdims=0, name="averaged"
     )
 
 
-def normalised(context: Context, q: str, k: str) -> tuple[str, str]:
+def normalise_heads(context: Context, q: str, k: str) -> tuple[str, str]:
     """Normalise q and k, (batch, length, heads * head_dim), by the layer's `qk_norm`, in float32 as the layer does.
 
     Raises an ArgumentError if `qk_norm` is a module that is not ours.
@@ -168,18 +172,22 @@ def normalised(context: Context, q: str, k: str) -> tuple[str, str]:
         # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim); the layer's scale cancels the root.
         scale = torch.tensor(options.initial_scale) if norms.scale is None else norms.scale.detach().cpu()
         each = scale.double().reshape(-1, 1).expand(layer.num_heads, 1)
-        q = _divided(context, q, layer.num_heads, ones, options.eps / layer.head_dim, factors=each)
-        return q, _divided(context, k, layer.num_kv_heads, ones * layer.head_dim**-0.5, options.eps / layer.head_dim)
+        q = _divide_by_root_mean_square(context, q, layer.num_heads, ones, options.eps / layer.head_dim, factors=each)
+        return q, _divide_by_root_mean_square(
+            context, k, layer.num_kv_heads, ones * layer.head_dim**-0.5, options.eps / layer.head_dim
+        )
     heads = (1, 1) if options.over == "all" else (layer.num_heads, layer.num_kv_heads)
     widths = (layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim)
     results = []
     for x, weight, parts, width in zip((q, k), (norms.q_weight, norms.k_weight), heads, widths, strict=True):
         factors = torch.ones(width // parts) if weight is None else weight.detach().cpu()
-        results.append(_divided(context, x, parts, factors, options.eps))
+        results.append(_divide_by_root_mean_square(context, x, parts, factors, options.eps))
     return results[0], results[1]
 
 
-def _divided(context: Context, x: str, parts: int, weight: Tensor, eps: float, *, factors: Tensor | None = None) -> str:
+def _divide_by_root_mean_square(
+    context: Context, x: str, parts: int, weight: Tensor, eps: float, *, factors: Tensor | None = None
+) -> str:
     """Divide each of equal parts of the features by the root of its mean square, and multiply by the weight.
 
     x is (batch, length, features), the weight (features / parts,), and the factors of each part (parts, 1).
@@ -209,7 +217,7 @@ def _by_hand(context: Context, x: str, weight: Tensor, eps: float) -> str:
     return graph.node("Mul", graph.node("Div", x, root), graph.constant(weight.double(), name="norm.weight"))
 
 
-def rotated(context: Context, q: str, k: str) -> tuple[str, str]:
+def rotate_heads(context: Context, q: str, k: str) -> tuple[str, str]:
     """Rotate q and k, (batch, length, heads * head_dim), by the layer's `rotary`; the operator rejects float64."""
     layer, spec = context.layer, context.spec
     if layer.rotary is None:
@@ -219,14 +227,14 @@ def rotated(context: Context, q: str, k: str) -> tuple[str, str]:
             "The layer is float64 and has a rotary, and the operator RotaryEmbedding does not support float64.",
             "Convert it first: layer.float().",
         )
-    of_queries = _waves(context, context.place.positions)
+    of_queries = _cosines_and_sines(context, context.place.positions)
     # The positions of keys start at 0, or after the keys of earlier calls, as those of the queries do.
     same = spec.has_past or (not spec.crosses and spec.from_zero)
-    of_keys = of_queries if same else _waves(context, context.place.columns)
-    return _by(context, q, of_queries, layer.num_heads), _by(context, k, of_keys, layer.num_kv_heads)
+    of_keys = of_queries if same else _cosines_and_sines(context, context.place.columns)
+    return _rotate_by(context, q, of_queries, layer.num_heads), _rotate_by(context, k, of_keys, layer.num_kv_heads)
 
 
-def _waves(context: Context, positions: str) -> tuple[str, str]:
+def _cosines_and_sines(context: Context, positions: str) -> tuple[str, str]:
     """Compute cosines and sines, (batch, length, pairs) in float32, from angles in float64 as the layer does."""
     graph, rotary = context.graph, context.layer.rotary
     assert rotary is not None
@@ -246,7 +254,7 @@ def _waves(context: Context, positions: str) -> tuple[str, str]:
     return wave("Cos"), wave("Sin")
 
 
-def _by(context: Context, x: str, waves: tuple[str, str], heads: int) -> str:
+def _rotate_by(context: Context, x: str, waves: tuple[str, str], heads: int) -> str:
     """Rotate in float32, as the layer does: (batch, length, heads * head_dim)."""
     graph, rotary = context.graph, context.layer.rotary
     assert rotary is not None

@@ -26,7 +26,7 @@ _TYPES = {
 }
 
 
-def imported() -> ModuleType:
+def import_onnx() -> ModuleType:
     """Return the package onnx, or raise a MissingPackageError."""
     require("onnx", purpose="Writing a layer as ONNX", extra="onnx")
     import onnx
@@ -45,7 +45,7 @@ class Graph:
     """
 
     def __init__(self) -> None:
-        self._onnx = imported()
+        self._onnx = import_onnx()
         self._nodes: list[Any] = []
         self._constants: list[TensorProto] = []
         self._inputs: list[ValueInfoProto] = []
@@ -56,13 +56,13 @@ class Graph:
 
     def input(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> str:
         """Declare an input; a size is a number, the name of one that may change, or None."""
-        self._inputs.append(self._declared(self._own(name), dtype, sizes))
+        self._inputs.append(self._declared(self._unique_name(name), dtype, sizes))
         return name
 
     def output(self, value: str, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
         """Declare the value of the last node as an output, and rename it."""
         assert self._nodes[-1].output[0] == value
-        self._nodes[-1].output[0] = self._own(name)
+        self._nodes[-1].output[0] = self._unique_name(name)
         self._outputs.append(self._declared(name, dtype, sizes))
 
     def also(self, value: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
@@ -71,7 +71,7 @@ class Graph:
 
     def constant(self, value: Tensor, *, name: str = "constant") -> str:
         """Add a tensor of any dtype and device as a constant, bit by bit."""
-        name = self._own(name)
+        name = self._unique_name(name)
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         constant = self._onnx.helper.make_tensor(name, self._type(value.dtype), tuple(value.shape), raw, raw=True)
         self._constants.append(constant)
@@ -85,13 +85,13 @@ class Graph:
 
     def node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         """Add a node with one output; an unused input is an empty name."""
-        output = self._own(name or operator.lower())
+        output = self._unique_name(name or operator.lower())
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
         return output
 
     def several(self, operator: str, *inputs: str, names: Sequence[str], **attributes: Any) -> list[str]:
         """Add a node with one output per name."""
-        outputs = [self._own(name) for name in names]
+        outputs = [self._unique_name(name) for name in names]
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), outputs, **attributes))
         return outputs
 
@@ -138,7 +138,7 @@ class Graph:
     def _type(self, dtype: torch.dtype) -> int:
         return int(getattr(self._onnx.TensorProto, _TYPES[dtype]))
 
-    def _own(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         """Return a unique name: this one, with a number if it is taken."""
         own, number = name, 1
         while own in self._taken:

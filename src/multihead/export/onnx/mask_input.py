@@ -36,7 +36,7 @@ class MaskInputs:
 def mask_inputs(context: Context) -> MaskInputs:
     """Choose the cheapest mask inputs: none, the attribute, lengths, or a table."""
     layer, mask, spec, lengths = context.layer, context.spec.mask, context.spec, context.key_lengths
-    bias = _bias(context)
+    bias = _sum_of_biases(context)
     added = layer.bias_k is not None
     sinks = layer.sinks is not None or layer.add_zero_attn
     plain = bias is None and not sinks and "keep" not in context.inputs
@@ -46,17 +46,17 @@ def mask_inputs(context: Context) -> MaskInputs:
         return MaskInputs(is_causal=True)
     if plain and not added and lengths is not None and isinstance(mask, Full) and spec.opset >= 24:
         counts = context.graph.node("Min", lengths, context.keys)
-        return MaskInputs(lengths=counts, some=_some_of_lengths(context, counts) if spec.crosses else "")
-    table, boolean = _table(context, _seen(context), bias)
+        return MaskInputs(lengths=counts, some=_lengths_show_some_key(context, counts) if spec.crosses else "")
+    table, boolean = _mask_or_bias_table(context, _visible_cells(context), bias)
     # A token of a padded sample sees itself, or the first key; the results of padding are discarded. Every query sees a
     # key that the layer adds, and a sink takes all of the weight where no key is visible.
     hides = may_hide(context) or "bias" in context.inputs or "keep" in context.inputs
     all_see = not hides and always_sees(mask, own=spec.own) and not (lengths is not None and spec.crosses)
-    some = "" if all_see or added or sinks else _some(context, table, boolean=boolean)
+    some = "" if all_see or added or sinks else _see_some_key(context, table, boolean=boolean)
     if added:
         table = _with_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
     if sinks:
-        table = _with_column(context, _numbers(context, table, boolean=boolean), sinks_of(context))
+        table = _with_column(context, _bias_of_bool_table(context, table, boolean=boolean), sinks_of(context))
     return MaskInputs(table=table, some=some)
 
 
@@ -70,13 +70,13 @@ def sinks_of(context: Context) -> torch.Tensor:
     return sinks.reshape(1, -1, 1, 1)
 
 
-def _bias(context: Context) -> str | None:
+def _sum_of_biases(context: Context) -> str | None:
     """Add the input bias and the position bias, broadcasting to (batch, heads, queries, keys); None without either."""
     bias, own = "bias" if "bias" in context.inputs else None, position_bias(context)
     return context.graph.node("Add", own, bias) if own and bias else own or bias
 
 
-def _seen(context: Context) -> str | None:
+def _visible_cells(context: Context) -> str | None:
     """Combine mask, lengths and `keep`: bool, broadcasting to (batch, heads, queries, keys); None if all are True."""
     graph, mask = context.graph, context.spec.mask
     parts = [] if isinstance(mask, Full) else [visible(graph, mask, context.place)]
@@ -87,7 +87,7 @@ def _seen(context: Context) -> str | None:
     return reduce(lambda one, other: graph.node("And", one, other), parts) if parts else None
 
 
-def _table(context: Context, seen: str | None, bias: str | None) -> tuple[str, bool]:
+def _mask_or_bias_table(context: Context, seen: str | None, bias: str | None) -> tuple[str, bool]:
     """Build the table of visible keys or biases, (batch or 1, heads or 1, queries, keys); and whether it is bool."""
     graph = context.graph
     if seen is None and bias is None:
@@ -98,7 +98,7 @@ def _table(context: Context, seen: str | None, bias: str | None) -> tuple[str, b
     return graph.node("Expand", table, sizes, name="table"), bias is None
 
 
-def _numbers(context: Context, table: str, *, boolean: bool) -> str:
+def _bias_of_bool_table(context: Context, table: str, *, boolean: bool) -> str:
     return context.graph.node("Where", table, context.nothing, context.hidden) if boolean else table
 
 
@@ -113,13 +113,13 @@ def _with_column(context: Context, table: str, column: torch.Tensor) -> str:
     return graph.node("Concat", first, table, axis=-1, name="table")
 
 
-def _some(context: Context, table: str, *, boolean: bool) -> str:
+def _see_some_key(context: Context, table: str, *, boolean: bool) -> str:
     graph = context.graph
     best = graph.node("ReduceMax", table, graph.ints(-1), keepdims=1)
     return best if boolean else graph.node("Not", graph.node("Equal", best, context.hidden), name="some")
 
 
-def _some_of_lengths(context: Context, counts: str) -> str:
+def _lengths_show_some_key(context: Context, counts: str) -> str:
     graph = context.graph
     shaped = graph.node("Reshape", counts, graph.ints(-1, 1, 1, 1))
     return graph.node("Greater", shaped, graph.ints(0), name="some")
@@ -136,12 +136,12 @@ def position_bias(context: Context) -> str | None:
         return None
     with torch.no_grad():
         if type(module) is ALiBi:
-            return _alibi(context, module)
+            return _alibi_bias(context, module)
         if type(module) is T5Bias:
-            return _t5(context, module)
+            return _t5_bias(context, module)
         if type(module) is LearnedBias:
-            return _learned(context, module)
-        return _constant(context, module)
+            return _learned_bias(context, module)
+        return _tensor_bias(context, module)
 
 
 def may_hide(context: Context) -> bool:
@@ -149,19 +149,19 @@ def may_hide(context: Context) -> bool:
     return type(context.layer.position_bias) not in (type(None), ALiBi, T5Bias)
 
 
-def _distance(context: Context) -> str:
+def _distance_to_keys(context: Context) -> str:
     """Subtract the query's position from the key's: (batch or 1, 1, queries, keys), int64."""
     return context.graph.node("Sub", context.place.columns, context.place.positions, name="distance")
 
 
-def _alibi(context: Context, module: ALiBi) -> str:
+def _alibi_bias(context: Context, module: ALiBi) -> str:
     graph = context.graph
-    distance = graph.cast(graph.node("Abs", _distance(context)), torch.float32)
+    distance = graph.cast(graph.node("Abs", _distance_to_keys(context)), torch.float32)
     slopes = graph.constant(-module.slopes.float().reshape(1, -1, 1, 1), name="slopes")
     return graph.cast(graph.node("Mul", distance, slopes, name="alibi"), context.dtype)
 
 
-def _t5(context: Context, module: T5Bias) -> str:
+def _t5_bias(context: Context, module: T5Bias) -> str:
     """Look each distance up in a table that ends where all further distances share one bucket."""
     graph, reach = context.graph, 2 * module.max_distance
     buckets = buckets_of(
@@ -171,13 +171,13 @@ def _t5(context: Context, module: T5Bias) -> str:
         both_ways=module.both_ways,
     )
     table = graph.constant(module.weight.cpu()[buckets].T.to(context.dtype), name="t5")  # (heads, distances)
-    near = graph.node("Max", graph.node("Min", _distance(context), graph.ints(reach)), graph.ints(-reach))
+    near = graph.node("Max", graph.node("Min", _distance_to_keys(context), graph.ints(reach)), graph.ints(-reach))
     index = graph.node("Add", graph.node("Squeeze", near, graph.ints(1)), graph.ints(reach))
     bias = graph.node("Gather", table, index, axis=1)  # (heads, batch or 1, queries, keys)
     return graph.node("Transpose", bias, perm=[1, 0, 2, 3], name="t5_bias")
 
 
-def _learned(context: Context, module: LearnedBias) -> str:
+def _learned_bias(context: Context, module: LearnedBias) -> str:
     graph = context.graph
     table = graph.constant(module.weight.to(context.dtype), name="learned")  # (heads, places, key places)
     rows = graph.node("Squeeze", context.place.positions, graph.ints(1, 3))  # (batch or 1, queries)
@@ -192,7 +192,7 @@ def _learned(context: Context, module: LearnedBias) -> str:
     return graph.node("Transpose", bias, perm=[1, 0, 2, 3], name="learned_bias")
 
 
-def _constant(context: Context, module: torch.nn.Module) -> str:
+def _tensor_bias(context: Context, module: torch.nn.Module) -> str:
     spec = context.spec
     queries, keys, start = spec.queries, spec.keys, spec.start
     if not isinstance(queries, int) or not isinstance(keys, int) or start == "query_start":

@@ -135,7 +135,7 @@ def sizes_of(mask: Mask) -> dict[str, int]:
     {'batch': 2}
     """
     sizes: dict[str, int] = {}
-    for axis, size in _fixed(mask):
+    for axis, size in _sizes_fixed_by(mask):
         if sizes.setdefault(axis, size) != size:
             raise MaskError(
                 f"{mask!r} has parts with {sizes[axis]} {axis} and parts with {size}.",
@@ -144,13 +144,13 @@ def sizes_of(mask: Mask) -> dict[str, int]:
     return sizes
 
 
-def _fixed(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
+def _sizes_fixed_by(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
     """Yield the axes and sizes of the tensors and lists in a mask, except those of size 1, which broadcast."""
     if isinstance(mask, (And, Or)):
         for part in mask.parts:
-            yield from _fixed(part, before)
+            yield from _sizes_fixed_by(part, before)
     elif isinstance(mask, LeadingKeys):
-        yield from _fixed(mask.mask, before + mask.count)
+        yield from _sizes_fixed_by(mask.mask, before + mask.count)
     elif isinstance(mask, (Keep, Drop)):
         for axis, size in zip(AXES, mask.four_dimensional().shape, strict=True):
             if size != 1:

@@ -79,7 +79,7 @@ def to_model(
     spec = checked_spec(layer, inputs, mask, query_start, opset, {"batch": batch, "queries": queries, "keys": keys})
     forward(Context(graph, layer, spec))
     origin = {"multihead.mask": repr(mask), "multihead.query_start": repr(query_start)}
-    return graph.model(opset=opset, name="MultiHeadAttention", metadata=origin, version=_version())
+    return graph.model(opset=opset, name="MultiHeadAttention", metadata=origin, version=_version_of_library())
 
 
 def save(
@@ -112,7 +112,7 @@ def save(
     write_whole(path, model.SerializeToString())
 
 
-def _version() -> str:
+def _version_of_library() -> str:
     try:
         return metadata.version("multihead")
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed

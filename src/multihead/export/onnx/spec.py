@@ -64,7 +64,7 @@ def checked_spec(
     sizes: dict[str, int | None],
 ) -> Spec:
     """Check a layer and the specification of its model; see `multihead.export.onnx.to_model` for the arguments."""
-    attention = _checked(layer)
+    attention = _checked_layer(layer)
     check_is_mask(mask)
     if opset not in OPSETS:
         raise ArgumentError(
@@ -72,12 +72,12 @@ def checked_spec(
             "Give one of them.",
         )
     _check_inputs(attention, inputs)
-    start = _start(attention, inputs, mask, query_start)
-    batch, queries, keys = _sizes(attention, inputs, mask, start, sizes)
+    start = _query_start_input(attention, inputs, mask, query_start)
+    batch, queries, keys = _symbolic_sizes(attention, inputs, mask, start, sizes)
     return Spec(frozenset(inputs), mask, start, opset, batch, queries, keys)
 
 
-def _checked(layer: object) -> MultiHeadAttention:
+def _checked_layer(layer: object) -> MultiHeadAttention:
     """Reject a layer whose forward or projections were replaced, or that is in training mode with dropout."""
     if not isinstance(layer, MultiHeadAttention):
         raise ArgumentError(
@@ -144,7 +144,7 @@ def _check_alone(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
         )
 
 
-def _start(
+def _query_start_input(
     layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, query_start: int | Tensor | str | None
 ) -> Start:
     if "query_start" in inputs:
@@ -184,7 +184,7 @@ def _start(
     return query_start
 
 
-def _sizes(
+def _symbolic_sizes(
     layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, start: Start, given: dict[str, int | None]
 ) -> tuple[int | str, int | str, int | str]:
     """Merge the `given` sizes with those that the mask fixes; the others may change from call to call."""

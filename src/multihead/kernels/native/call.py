@@ -21,12 +21,12 @@ WHOLE = slice(None)
 WHOLE_CALL = DropoutPlace()
 
 
-def _operator(name: str) -> Any:
+def _function_of_operator(name: str) -> Any:
     """Return the function to which `OpOverload.__call__` only passes its arguments on."""
-    return None if library.absence() else getattr(torch.ops.multihead, name).default._op  # noqa: SLF001
+    return None if library.reason_of_absence() else getattr(torch.ops.multihead, name).default._op  # noqa: SLF001
 
 
-_attention, _backward, key_sums = map(_operator, ("attention", "attention_backward", "key_sums"))
+_attention, _backward, key_sums = map(_function_of_operator, ("attention", "attention_backward", "key_sums"))
 # Without autograd's part of an operator: `kernel` records the gradients itself, in half of the time.
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has no public name for it
 
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
 
 
-def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[Rows]:
+def blocks_of_queries(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[Rows]:
     """Yield all queries at once, or blocks of them (from multiples of `step` on) where the mask must be dense."""
     queries = request.shape.query_length
     if not queries or bounds.remainder is None:
@@ -87,10 +87,10 @@ class Job(NamedTuple):
     with_values: bool = True
 
 
-def operands(job: Job, rows: Rows) -> tuple[Any, ...]:
+def arguments_of_job(job: Job, rows: Rows) -> tuple[Any, ...]:
     """Return the arguments of the operators from `q` to `key_start`, for some queries."""
     request, place = job.request, job.place
-    bias = None if request.bias is None else _of_rows(request.bias, rows, request)
+    bias = None if request.bias is None else _bias_of_rows(request.bias, rows, request)
     if rows.rows.start:
         place = place._replace(query_start=place.query_start + rows.rows.start)
     return (
@@ -111,7 +111,7 @@ def operands(job: Job, rows: Rows) -> tuple[Any, ...]:
     )
 
 
-def _of_rows(bias: Bias, rows: Rows, request: AttentionRequest) -> Bias:
+def _bias_of_rows(bias: Bias, rows: Rows, request: AttentionRequest) -> Bias:
     """Slice the bias of some queries."""
     if rows.rows.stop is None:  # WHOLE, whose identity a compiler does not keep
         return bias
@@ -134,8 +134,8 @@ def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor,
         scales = (None, None)
     whole: tuple[Tensor, ...] = ()
     with below_autograd():
-        for rows in blocks(request, job.bounds):
-            found: tuple[Tensor, ...] = _attention(*operands(job, rows), *scales, *statistics)
+        for rows in blocks_of_queries(request, job.bounds):
+            found: tuple[Tensor, ...] = _attention(*arguments_of_job(job, rows), *scales, *statistics)
             if rows.rows is WHOLE:
                 return found  # type: ignore[return-value]
             if not whole:
@@ -169,9 +169,9 @@ def backward(
     """Compute the gradients of q, k, v, the values of the bias, and the sinks, from the results of a call."""
     request = job.request
     totals: tuple[Tensor, ...] = ()
-    for rows in blocks(request, job.bounds):
+    for rows in blocks_of_queries(request, job.bounds):
         of_logsumexp = None if grad_logsumexp is None else rows.of(grad_logsumexp)
-        given = (*(rows.of(each) for each in (*outputs, grad_output)), of_logsumexp, *operands(job, rows))
+        given = (*(rows.of(each) for each in (*outputs, grad_output)), of_logsumexp, *arguments_of_job(job, rows))
         with below_autograd():
             found: Gradients = _backward(*given, bias_wanted=bias_wanted)
         if rows.rows is WHOLE:
@@ -183,7 +183,7 @@ def backward(
             totals = tuple(torch.zeros_like(each, dtype=torch.float32) for each in whole)
         dq, dk, dv, dbias, dsinks = totals
         if request.bias is not None and bias_wanted:
-            dbias = values_of(_of_rows(with_values(request.bias, dbias), rows, request))
+            dbias = values_of(_bias_of_rows(with_values(request.bias, dbias), rows, request))
         for total, part in zip((rows.of(dq), dk, dv, dbias, dsinks), found, strict=True):
             total.add_(part)
     return tuple(total.to(part.dtype) for total, part in zip(totals, found, strict=True))  # type: ignore[return-value]

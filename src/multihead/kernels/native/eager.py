@@ -26,10 +26,10 @@ from multihead.kernels.quantised import Scales
 from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
 from multihead.tensors.shapes import FURTHEST, AttentionShape
-from multihead.tensors.tracing import intercepted
+from multihead.tensors.tracing import is_intercepted
 
 # `OpOverload.__call__` only passes its arguments on to this function.
-_operator = None if library.absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
+_operator = None if library.reason_of_absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
 _LOST = frozenset(name for name, _ in LOST)  # instruction sets that are slower than PyTorch's kernel in some calls
 
@@ -48,7 +48,7 @@ def attend(
     Returns:
         the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries) in nats, and perhaps more.
     """
-    band = _band(q, k, v, terms)
+    band = _interval_of_queries(q, k, v, terms)
     if band is None:
         return None
     _, _, softcap, _, scale, _, _ = terms
@@ -72,7 +72,7 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
     Returns:
         the logsumexp and the parts, (batch, heads, queries) each, without gradients.
     """
-    band = _band(q, k, k, terms)
+    band = _interval_of_queries(q, k, k, terms)
     if band is None:
         return None
     _, _, softcap, _, scale, _, _ = terms
@@ -85,7 +85,9 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
     return logsumexp, MEASURED.results(*results)
 
 
-def _band(q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> tuple[Tensor | None, int, int, int] | None:
+def _interval_of_queries(
+    q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
+) -> tuple[Tensor | None, int, int, int] | None:
     """Return the keys that each query of a call sees, as the operators take them, or None if they do not take the call.
 
     Returns:
@@ -97,7 +99,7 @@ def _band(q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> tuple[T
         or sinks is not None
         or dropout != 0.0
         or type(dropout) is not float
-        or intercepted()
+        or is_intercepted()
         or active()
         or sequence_split.active is not None
         or _operator is None
@@ -106,7 +108,7 @@ def _band(q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> tuple[T
         or q.dtype not in DTYPES
         or (softcap is not None and not (type(softcap) is float and 0 < softcap < torch.inf))
         or (scale is not None and type(scale) is not float)
-        or library.chosen().name in _LOST
+        or library.chosen_instruction_set().name in _LOST
     ):
         return None
     band = getattr(mask, "band", None)  # anything may be given as a mask

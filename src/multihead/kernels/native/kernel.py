@@ -15,19 +15,19 @@ from multihead.kernels.native.call import (
     WHOLE,
     Job,
     Rows,
+    arguments_of_job,
     backward,
     below_autograd,
     block_height,
-    blocks,
+    blocks_of_queries,
     forward,
-    operands,
 )
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import wanted_of
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
-from multihead.tensors.tracing import intercepted, recorded, traced, transformed
+from multihead.tensors.tracing import is_intercepted, is_recorded, is_traced, is_transformed
 
 HANDLES_NONFINITE = True  # inside the library, key by key
 INT8_QUERIES = 4
@@ -43,23 +43,23 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return (
             f"it computes float32, bfloat16 and float16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
         )
-    if not intercepted() or not traced():
-        for tensor in () if _usual(request, bounds) else _read(request, bounds):
+    if not is_intercepted() or not is_traced():
+        for tensor in () if _is_usual_call(request, bounds) else _tensors_read_by(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
-    elif transformed():
+    elif is_transformed():
         return "it reads memory, and the tensors of a torch.func transform have none"
-    return library.absence()
+    return library.reason_of_absence()
 
 
-def _usual(request: AttentionRequest, bounds: KeyBounds) -> bool:
+def _is_usual_call(request: AttentionRequest, bounds: KeyBounds) -> bool:
     """Whether this is a call without bias and sinks whose tensors are plain: a fast check for the usual call."""
     if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
         return False
     return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
 
 
-def _read(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
+def _tensors_read_by(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
     """Return the tensors whose memory the kernel reads."""
     read: tuple[Tensor, ...] = (request.q, request.k, request.v, bounds.start, bounds.stop)
     if request.bias is not None:
@@ -73,7 +73,7 @@ def _read(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
 
 def reads_int8(request: AttentionRequest) -> bool:
     """Whether the queries are so few that the kernel reads int8 as it is: for more, converting it once is faster."""
-    if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or recorded():
+    if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or is_recorded():
         return False
     return not (torch.is_grad_enabled() and request.requires_grad)
 
@@ -81,13 +81,13 @@ def reads_int8(request: AttentionRequest) -> bool:
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute a call and its wanted statistics in one pass over the keys."""
     job = job_of(request, bounds)
-    if recorded():
-        return _recorded(job)
+    if is_recorded():
+        return _attend_in_graph(job)
     if torch.is_grad_enabled() and request.requires_grad:
         inputs = (request.q, request.k, request.v, _bias_of(request), request.sinks)
         measured: dict[str, Any] = {}
         return Attended(*_Differentiable.apply(*inputs, job, measured), **measured)  # type: ignore[no-untyped-call]
-    return _attended(job)
+    return _attend_without_gradients(job)
 
 
 def job_of(request: AttentionRequest, bounds: KeyBounds) -> Job:
@@ -97,7 +97,7 @@ def job_of(request: AttentionRequest, bounds: KeyBounds) -> Job:
     return Job(request, bounds, torch.randint(1 << 62, (), device="cpu") if request.dropout else None)
 
 
-def _attended(job: Job) -> Attended:
+def _attend_without_gradients(job: Job) -> Attended:
     """Compute a call and its wanted statistics without gradients."""
     if not job.request.wanted:
         return Attended(*forward(job)[:2])
@@ -106,14 +106,14 @@ def _attended(job: Job) -> Attended:
     return Attended(output, logsumexp, found.results(*results))
 
 
-def _recorded(job: Job) -> Attended:
+def _attend_in_graph(job: Job) -> Attended:
     """Call the operator with its own gradients, which tracers and dispatch modes can record."""
     operator = torch.ops.multihead.attention.default
-    if traced():
+    if is_traced():
         remainder = job.bounds.remainder
         visible = None if remainder is None else dense(remainder, job.request)
-        return Attended(*operator(*operands(job, Rows(WHOLE, job.bounds, visible)))[:2])
-    parts = [operator(*operands(job, rows))[:2] for rows in blocks(job.request, job.bounds)]
+        return Attended(*operator(*arguments_of_job(job, Rows(WHOLE, job.bounds, visible)))[:2])
+    parts = [operator(*arguments_of_job(job, rows))[:2] for rows in blocks_of_queries(job.request, job.bounds)]
     if len(parts) == 1:
         return Attended(*parts[0])
     outputs, logsumexps = zip(*parts, strict=True)
@@ -124,7 +124,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     """Return the number of cells in visible register tiles, and the bytes that the call allocates."""
     shape = request.shape
     # Where the queries are the columns of the tiles, about as many cells are computed.
-    height, width = library.chosen().tile
+    height, width = library.chosen_instruction_set().tile
     missing = -shape.query_length % height  # rows of padding, which see no key
     start = bounds.start.masked_fill(bounds.sees_nothing, shape.key_length)
     start = torch.nn.functional.pad(start, (0, missing), value=shape.key_length).unflatten(1, (-1, height)).amin(2)
@@ -134,7 +134,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     cells = min(cells, bounds.start.shape[0] * shape.query_length * shape.key_length)
     cells *= shape.num_heads * (shape.batch if bounds.shared else 1)
     with below_autograd():
-        held = torch.ops.multihead.workspace(*operands(Job(request, bounds), Rows(WHOLE, bounds, None)))
+        held = torch.ops.multihead.workspace(*arguments_of_job(Job(request, bounds), Rows(WHOLE, bounds, None)))
     rows = shape.batch * shape.num_heads * shape.query_length
     outputs = rows * (shape.value_dim * shape.dtype.itemsize + 4)
     dense = 0
@@ -162,7 +162,7 @@ class _Differentiable(torch.autograd.Function):
         job: Job,
         measured: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        attended = _attended(job)
+        attended = _attend_without_gradients(job)
         measured["statistics"] = attended.statistics
         again = () if job.bounds.remainder is None else tensors_seen_by(job.request)
         ctx.save_for_backward(q, k, v, bias, sinks, attended.output, attended.logsumexp, *again)

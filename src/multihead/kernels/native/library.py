@@ -63,31 +63,31 @@ class _Library:
 _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 
-def absence() -> str | None:
+def reason_of_absence() -> str | None:
     """Return why the native library is missing, as the end of a sentence, or None where it is loaded."""
-    found = _found()
+    found = _found_library()
     return found if isinstance(found, str) else None
 
 
 # A compiler must not trace into the search for the library; see `tracing.constant_in_graphs`.
-absence._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+reason_of_absence._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def path() -> Path | None:
+def path_of_library() -> Path | None:
     """Return the path of the loaded library, or None where it is missing."""
-    found = _found()
+    found = _found_library()
     return None if isinstance(found, str) else found.path
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
     """Return the instruction sets, the widest last except for the one for tests; empty where the library is missing."""
-    found = _found()
+    found = _found_library()
     return () if isinstance(found, str) else found.sets
 
 
-def lacking() -> str | None:
+def missing_faster_set() -> str | None:
     """Return that this build lacks a faster instruction set of this CPU, and the remedy; None where it does not."""
-    found = _found()
+    found = _found_library()
     if isinstance(found, str) or found.fastest == found.fastest_of_cpu:
         return None
     best, used = found.sets[found.fastest_of_cpu].name, found.sets[found.fastest].name
@@ -97,19 +97,19 @@ def lacking() -> str | None:
     )
 
 
-def chosen() -> InstructionSet:
-    """Return the instruction set of this context: that of `using`, else of MULTIHEAD_CPU, else the fastest.
+def chosen_instruction_set() -> InstructionSet:
+    """Return the instruction set of this context: that being used, else of MULTIHEAD_CPU, else the fastest.
 
     The environment variable is read when it is first needed. Raises an ArgumentError if the library is missing, or the
     variable names a set that does not run here.
     """
-    return _forced.get() or _unforced()
+    return _forced.get() or _best_instruction_set()
 
 
 @contextmanager
-def using(name: str) -> Iterator[InstructionSet]:
+def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     """Use one instruction set in this context, and in no other thread; an ArgumentError where it does not run."""
-    before, forced = _forced.get(), _runnable(name, f"using received {name!r}")
+    before, forced = _forced.get(), _runnable_set_named(name, f"using received {name!r}")
     choose = _library().choose_in_thread  # for the operators, which read no variable of Python
     token = _forced.set(forced)
     choose(forced.index)
@@ -120,7 +120,9 @@ def using(name: str) -> Iterator[InstructionSet]:
         choose(-1 if before is None else before.index)
 
 
-def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor) -> None:
+def add_to_sketch(
+    values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor
+) -> None:
     """Add the values of a statistic to sums, counts and histograms per head, in place.
 
     A value's bin is the exponent and the first 6 bits of the mantissa of its floating-point number, less `first_bin`,
@@ -144,16 +146,16 @@ def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, c
 
 
 def _library() -> _Library:
-    found = _found()
+    found = _found_library()
     if isinstance(found, str):
         raise ArgumentError(f"The native kernel cannot run: {found}.", "Leave kernel out to have another one chosen.")
     return found
 
 
 @cache
-def _found() -> _Library | str:
+def _found_library() -> _Library | str:
     """Load the library, or return why it is missing."""
-    return _loaded(Path(str(files("multihead.kernels.native").joinpath(NAME))))
+    return _load_library(Path(str(files("multihead.kernels.native").joinpath(NAME))))
 
 
 _text, _number, _pointer = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
@@ -175,7 +177,7 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
-def _loaded(path: Path) -> _Library | str:
+def _load_library(path: Path) -> _Library | str:
     # torch must be loaded before the library: then the library uses torch's OpenMP runtime and threads, and not a
     # second runtime in the same process.
     import torch
@@ -205,7 +207,7 @@ def _loaded(path: Path) -> _Library | str:
         tile = call["tile_rows"](index), call["tile_columns"](index)
         sets.append(InstructionSet(name, index, compiled, runs, name.startswith("emulated"), tile))
         if runs and name == os.environ.get(ENVIRONMENT):
-            call["choose"](index)  # for a program that calls the operators before `chosen`
+            call["choose"](index)  # for a program that calls the operators before `chosen_instruction_set`
     return _Library(
         path=path,
         summarise=call["summarise"],
@@ -225,18 +227,18 @@ def _functions_of_torch(package: Path, names: list[str]) -> list[int | None]:
 
 
 @cache
-def _unforced() -> InstructionSet:
+def _best_instruction_set() -> InstructionSet:
     """Choose the instruction set of this process, once."""
     library = _library()
     name = os.environ.get(ENVIRONMENT)
-    if not name and (finding := lacking()) is not None:
+    if not name and (finding := missing_faster_set()) is not None:
         warnings.warn(finding, SlowPathWarning, stacklevel=2)
-    found = _runnable(name, f"{ENVIRONMENT} is {name!r}") if name else library.sets[library.fastest]
+    found = _runnable_set_named(name, f"{ENVIRONMENT} is {name!r}") if name else library.sets[library.fastest]
     library.choose(found.index)
     return found
 
 
-def _runnable(name: str, finding: str) -> InstructionSet:
+def _runnable_set_named(name: str, finding: str) -> InstructionSet:
     """Return the instruction set with a name, or raise an error that begins with `finding`."""
     _library()
     for each in instruction_sets():
@@ -247,8 +249,8 @@ def _runnable(name: str, finding: str) -> InstructionSet:
             break
     else:
         finding += ", and there is no such instruction set"
-    raise ArgumentError(f"{finding}.", f"Give one that runs here: {_running()}.")
+    raise ArgumentError(f"{finding}.", f"Give one that runs here: {_running_sets()}.")
 
 
-def _running() -> str:
+def _running_sets() -> str:
     return ", ".join(each.name for each in instruction_sets() if each.runs)

@@ -122,7 +122,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
+def _gradients_of_attention(
     ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     if torch._ops._len_torch_dispatch_stack_pre_dispatch():  # noqa: SLF001 - torch has no public name for it
@@ -150,7 +150,7 @@ def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
     )
 
 
-if library.absence() is None:  # loading the library registered the operators
+if library.reason_of_absence() is None:  # loading the library registered the operators
     for _name, _fake in (
         ("attention", _attention_fake),
         ("attention.eager", _eager_fake),
@@ -158,7 +158,7 @@ if library.absence() is None:  # loading the library registered the operators
         ("key_sums", _key_sums_fake),
     ):
         torch.library.register_fake(f"multihead::{_name}", _fake)
-    torch.library.register_autograd("multihead::attention", _gradients, setup_context=_save_for_backward)
+    torch.library.register_autograd("multihead::attention", _gradients_of_attention, setup_context=_save_for_backward)
     torch.library.register_autograd("multihead::attention_backward", _reject_second_derivative)
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import first_keys, first_seen
-from multihead.kernels.native.call import Job, below_autograd, blocks, forward, key_sums, operands
+from multihead.kernels.native.call import Job, arguments_of_job, below_autograd, blocks_of_queries, forward, key_sums
 from multihead.kernels.parts import Part
 from multihead.masks.base import KeyBounds
-from multihead.tensors.tracing import intercepted
+from multihead.tensors.tracing import is_intercepted
 
 FIRST_KEY: Part = ("first_keys_mass", 1)
 SPECIAL_KEYS: Part = ("tokens_mass", "special")
@@ -107,7 +107,7 @@ def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tenso
     if found is not None and torch.equal(found[0], request.packed_lengths):
         return found[1]
     marks = _marks_of_packed(request.packed_lengths, first_seen(request, bounds)[0], request.shape.key_length)
-    if request.bias is None and not intercepted():
+    if request.bias is None and not is_intercepted():
         _FIRST_KEYS_OF_PACKED[bounds] = request.packed_lengths.clone(), marks
     return marks
 
@@ -149,8 +149,8 @@ def second_pass(
     maps: list[Tensor] = []
     job = Job(request, bounds, with_values=False)
     with below_autograd():
-        for rows in blocks(request, bounds, step=1 if cell is None else cell[0]):
-            part, map_part = key_sums(rows.of(logsumexp), *(cell or (0, 0)), *operands(job, rows))
+        for rows in blocks_of_queries(request, bounds, step=1 if cell is None else cell[0]):
+            part, map_part = key_sums(rows.of(logsumexp), *(cell or (0, 0)), *arguments_of_job(job, rows))
             sums = part if sums is None else sums.add_(part)
             maps.append(map_part)
     assert sums is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.place import Extent
-from multihead.tensors.tracing import intercepted, readable, traced
+from multihead.tensors.tracing import is_intercepted, is_readable, is_traced
 
 # Cached plans may take this many bytes together: 16 for each query that has bounds of its own.
 CACHE_BYTES = 32 << 20
@@ -95,20 +95,20 @@ def key_bounds(
     ([[0, 0, 1, 2]], [[1, 2, 3, 4]], None)
     """
     device = torch.device(device)
-    if isinstance(query_start, Tensor) or intercepted():
-        return _computed(mask, queries, keys, query_start, device)
+    if isinstance(query_start, Tensor) or is_intercepted():
+        return _compute_bounds(mask, queries, keys, query_start, device)
     if queries == 1:  # a decoding step has other sizes than the step before: its bounds are two numbers
         interval = mask.interval_at(query_start, keys)
         if interval is not None:
             start, stop = max(interval[0], 0), min(interval[1], keys)
-            return _of_one_query(start, stop, device) if start < stop else _of_one_query(0, 0, device)
+            return _bounds_of_one_query(start, stop, device) if start < stop else _bounds_of_one_query(0, 0, device)
     of_mask = mask.cache_key()
     if of_mask is None:
-        return _computed(mask, queries, keys, query_start, device)
+        return _compute_bounds(mask, queries, keys, query_start, device)
     key = of_mask, queries, keys, query_start, device
     bounds = BOUNDS.entries.get(key)
     if bounds is None:
-        bounds = _computed(mask, queries, keys, query_start, device)
+        bounds = _compute_bounds(mask, queries, keys, query_start, device)
         BOUNDS.add(key, bounds, bounds)
     return bounds
 
@@ -120,24 +120,24 @@ def seen_share(bounds: KeyBounds, *, keys: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def _of_one_query(start: int, stop: int, device: torch.device) -> KeyBounds:
+def _bounds_of_one_query(start: int, stop: int, device: torch.device) -> KeyBounds:
     """Return the bounds of one query."""
-    positions = _positions(1 << stop.bit_length(), device)
+    positions = _range_of_positions(1 << stop.bit_length(), device)
     return KeyBounds(positions[:, start : start + 1], positions[:, stop : stop + 1])
 
 
 @lru_cache(maxsize=32)
-def _positions(count: int, device: torch.device) -> Tensor:
+def _range_of_positions(count: int, device: torch.device) -> Tensor:
     """Return 0, 1, ..., count - 1 as (1, count); a decoding step slices it instead of making tensors."""
     return torch.arange(count, device=device)[None]
 
 
-def _computed(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
+def _compute_bounds(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
     row = torch.arange(queries, device=device)[None]
-    if not traced() and not keys:  # a graph may know the number of keys only when it runs
+    if not is_traced() and not keys:  # a graph may know the number of keys only when it runs
         return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
     first = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
-    may_read = readable(device)
+    may_read = is_readable(device)
     bounds = mask.bounds(Extent(row + first, keys, may_read))
     empty = bounds.start >= bounds.stop
     start, stop = bounds.start.masked_fill(empty, 0), bounds.stop.masked_fill(empty, 0)

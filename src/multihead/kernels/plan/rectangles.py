@@ -82,27 +82,27 @@ def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, .
     """
     known = _COVERS.setdefault(bounds, {})
     if biased not in known:
-        known[biased] = _covered(bounds, biased=biased)
+        known[biased] = _cells_of_bounds(bounds, biased=biased)
     return known[biased]
 
 
-def _covered(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
+def _cells_of_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
     covered: list[Rectangle] = []
     for sample in range(bounds.start.shape[0]):
         owner = None if bounds.shared else sample
-        for run in _merged(_runs(bounds.start[sample], bounds.stop[sample])):
+        for run in _merge_cheap_neighbours(_split_into_runs(bounds.start[sample], bounds.stop[sample])):
             # Under a remainder or a bias every cell is masked: blocks of rows keep the mask small.
             if bounds.remainder is not None or biased:
-                covered += _blocks(run, owner)
+                covered += _masked_blocks_of_run(run, owner)
             else:
-                covered += _covering(run, owner)
+                covered += _rectangles_of_run(run, owner)
     return tuple(covered)
 
 
-def _runs(start: Tensor, stop: Tensor) -> list[_Run]:
+def _split_into_runs(start: Tensor, stop: Tensor) -> list[_Run]:
     """Split the rows where the rule of their intervals changes."""
     queries = start.shape[0]
-    steps = _steps(start, stop)
+    steps = _rules_between_rows(start, stop)
     changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), queries - 1]
     rules, first_keys, stops = steps.tolist(), start.tolist(), stop.tolist()
     runs: list[_Run] = []
@@ -123,7 +123,7 @@ def _runs(start: Tensor, stop: Tensor) -> list[_Run]:
     return runs
 
 
-def _steps(start: Tensor, stop: Tensor) -> Tensor:
+def _rules_between_rows(start: Tensor, stop: Tensor) -> Tensor:
     """Return the rule by which the interval moves from each row to the next: (queries - 1,)."""
     start_step, stop_step = start.diff(), stop.diff()
     steps = torch.full_like(start_step, _JUMP)
@@ -135,7 +135,7 @@ def _steps(start: Tensor, stop: Tensor) -> Tensor:
     return steps
 
 
-def _merged(runs: list[_Run]) -> list[_Run]:
+def _merge_cheap_neighbours(runs: list[_Run]) -> list[_Run]:
     """Merge neighbours where one masked call over both costs less than two calls."""
     kept: list[_Run] = []
     for run in runs:
@@ -152,7 +152,7 @@ def _merged(runs: list[_Run]) -> list[_Run]:
     return kept
 
 
-def _covering(run: _Run, sample: int | None) -> list[Rectangle]:
+def _rectangles_of_run(run: _Run, sample: int | None) -> list[Rectangle]:
     """Return the rectangles of a run."""
     if run.rule != "growing":
         return [Rectangle(sample, run.rows, run.columns, "full" if run.rule == "constant" else "partial")]
@@ -164,7 +164,7 @@ def _covering(run: _Run, sample: int | None) -> list[Rectangle]:
     return parts
 
 
-def _blocks(run: _Run, sample: int | None) -> list[Rectangle]:
+def _masked_blocks_of_run(run: _Run, sample: int | None) -> list[Rectangle]:
     """Split a run whose cells are all masked into blocks of rows, each with the keys that its rows may see."""
     blocks = []
     for row in range(run.rows[0], run.rows[1], BLOCK_ROWS):

@@ -13,12 +13,12 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.kernels.quantised import Scales, quantise
 from multihead.layer.cache.positions import Progress
 from multihead.tensors.shapes import numbers_per_sample
-from multihead.tensors.tracing import runs_backward, traced
+from multihead.tensors.tracing import is_traced, runs_backward
 
 # A buffer is (batch, kv_heads, slots + 1, dim): padding is written as zeros to the last slot, which is never read.
 
 
-def write(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
+def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
     """Write new tokens (batch, kv_heads, new, dim) to slots (batch, new) of a buffer (batch, kv_heads, slots + 1, dim).
 
     It is written in place, or a new tensor is returned (`copy`), as gradients through the buffer need. Tokens where
@@ -66,7 +66,7 @@ def counts_of(
     The errors, ArgumentError or ShapeError, name the argument `name`.
     """
     checked = numbers_per_sample(name, counts, batch).to(device)
-    if traced() or not batch:
+    if is_traced() or not batch:
         return checked
     smallest, largest = (int(edge) for edge in checked.aminmax())
     if smallest < 0 or largest > limit:
@@ -116,7 +116,7 @@ class Buffers:
 
     Attributes:
         tensors: (batch, kv_heads, slots + 1, dim) each: keys, values, and with int8 the scales of both. Padding goes to
-            the last slot, see `write`.
+            the last slot, see `write_slots`.
         dtype: the dtype of new tokens.
 
     Raises:
@@ -131,10 +131,10 @@ class Buffers:
         self._checked: tuple[object, ...] | None = None  # the sizes, dtypes and devices that were checked last
         self.tensors = tuple(
             each.new_zeros(*each.shape[:2], (capacity or 0) + 1, each.shape[3])
-            for each in self._stored(k[:, :, :0], v[:, :, :0])
+            for each in self._in_stored_dtype(k[:, :, :0], v[:, :, :0])
         )
 
-    def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def _in_stored_dtype(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return new keys and values as they are stored."""
         if not self.int8:
             return k, v
@@ -179,7 +179,7 @@ class Buffers:
         needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self.tensors[0].requires_grad)
         if self.int8:
             reject_gradient(k, v)
-        copy = not in_graph and (needs_grad or traced())
+        copy = not in_graph and (needs_grad or is_traced())
         if real is None and self.progress.uniform and not (copy or in_graph):
             return self._append(k, v)
         if copy and not compiling and runs_backward():
@@ -188,23 +188,23 @@ class Buffers:
                 "its tokens a second time.",
                 "Call the layer without a cache, or outside of the checkpoint.",
             )
-        new, stored = k.shape[2], self._stored(k, v)
+        new, stored = k.shape[2], self._in_stored_dtype(k, v)
         if not in_graph:
             self._ensure_slots(new, real, copy=copy)
         start = self.progress.add(new, real)
         if not isinstance(start, Tensor):
             kept = (tensor.narrow(2, 0, start) for tensor in self.tensors)
             self.tensors = tuple(torch.cat(pair, 2) for pair in zip(kept, stored, strict=True))
-            return self._held(start, start + new)
-        slots, inside = _slots(start, new, real)
+            return self._slots_attended_to(start, start + new)
+        slots, inside = _slots_of_tokens(start, new, real)
         if in_graph:
             self._assert_capacity(slots, inside)
         stop = self.capacity if in_graph and self.capacity is not None else self.progress.longest
         self.tensors = tuple(
-            write(tensor, each, slots, real=inside, copy=copy)
+            write_slots(tensor, each, slots, real=inside, copy=copy)
             for tensor, each in zip(self.tensors, stored, strict=True)
         )
-        return self._held(start, stop, self.progress.counts)
+        return self._slots_attended_to(start, stop, self.progress.counts)
 
     def _append(self, k: Tensor, v: Tensor) -> Held:
         """Write new tokens in place, equally many for each sample: the usual step, which should take microseconds."""
@@ -214,11 +214,11 @@ class Buffers:
             tensors, start = self.tensors, self.progress.longest
         self.progress.add(new)
         stop = start + new
-        for tensor, each in zip(tensors, self._stored(k, v) if self.int8 else (k, v), strict=True):
+        for tensor, each in zip(tensors, self._in_stored_dtype(k, v) if self.int8 else (k, v), strict=True):
             # `.data` has its own version counter: a backward pass may still read the slots before these.
             tensor.data[:, :, start:stop] = each
         if self.int8 or self.window is not None:
-            return self._held(start, stop)
+            return self._slots_attended_to(start, stop)
         return Held(tensors[0][:, :, :stop], tensors[1][:, :, :stop], start)
 
     def crop(self, count: int | Tensor) -> None:
@@ -244,7 +244,7 @@ class Buffers:
             fits.all(), "The cache has no room for these tokens. Give it a larger capacity, or call cache.reset()."
         )
 
-    def _held(self, start: int | Tensor, stop: int, lengths: Tensor | None = None) -> Held:
+    def _slots_attended_to(self, start: int | Tensor, stop: int, lengths: Tensor | None = None) -> Held:
         """Return views of the slots before `stop` that the queries from slot `start` on may attend to."""
         first = 0 if self.window is None or isinstance(start, Tensor) else max(0, start + 1 - self.window)
         k, v = self.tensors[0][:, :, first:stop], self.tensors[1][:, :, first:stop]
@@ -301,7 +301,7 @@ class Buffers:
         self.change(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
 
 
-def _slots(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _slots_of_tokens(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the slot of each new token, and whether it is real (None = all are): (batch, new) each."""
     slots = start[:, None]
     if new == 1 and real is None:
@@ -344,9 +344,10 @@ def _check_pair(k: Tensor, v: Tensor) -> None:
             )
     if k.shape[:2] != v.shape[:2] or k.dtype != v.dtype or k.device != v.device:
         raise ShapeError(
-            f"k is {_described(k)}, and v is {_described(v)}.", "Give both the same batch, heads, dtype and device."
+            f"k is {_shape_and_dtype(k)}, and v is {_shape_and_dtype(v)}.",
+            "Give both the same batch, heads, dtype and device.",
         )
 
 
-def _described(tensor: Tensor) -> str:
+def _shape_and_dtype(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"

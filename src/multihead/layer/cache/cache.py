@@ -16,7 +16,7 @@ from multihead.kernels.quantised import Scales, quantise
 from multihead.layer.cache.buffers import SPARE, Buffers, Held, counts_of, reject_gradient
 from multihead.layer.cache.positions import Progress, Snapshot
 from multihead.masks import Mask
-from multihead.tensors.tracing import readable, traced
+from multihead.tensors.tracing import is_readable, is_traced
 
 _HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
@@ -184,7 +184,7 @@ class KeyValueCache:
             self._progress = buffers.progress
         buffers.check(k, v)
         real = None if lengths is None else counts_of(lengths, batch=len(k), limit=k.shape[2], device=k.device)
-        if real is not None and not traced() and bool((real == k.shape[2]).all()):
+        if real is not None and not is_traced() and bool((real == k.shape[2]).all()):
             real = None  # no padding: counts that are equal in all samples stay an int
         held = buffers.extend(k, v, real)
         if not torch.compiler.is_compiling():
@@ -264,7 +264,7 @@ class KeyValueCache:
         batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
         if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
             raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
-        if readable(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
+        if is_readable(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
             raise ArgumentError(
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
             )

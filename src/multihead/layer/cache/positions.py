@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.tensors.tracing import traced
+from multihead.tensors.tracing import is_traced
 
 Snapshot: TypeAlias = tuple[int | None, Tensor | None, bool, int | Tensor]
 
@@ -77,7 +77,7 @@ class Progress:
     def longest(self) -> int:
         """Number of filled slots of the longest sample."""
         if self._longest is None:
-            self._longest = _largest(self.counts)
+            self._longest = _largest_count(self.counts)
         return self._longest
 
     def add(self, new: int, real: Tensor | None = None) -> int | Tensor:
@@ -112,7 +112,7 @@ class Progress:
     def set(self, slots: int | Tensor) -> None:
         """Set the number of filled slots: an int for all samples, or (batch,)."""
         if isinstance(slots, Tensor):
-            self._counts, self._longest, self._uniform = slots, _largest(slots), False
+            self._counts, self._longest, self._uniform = slots, _largest_count(slots), False
             return
         self._longest = slots
         if self._in_graphs or not self._uniform:
@@ -138,8 +138,8 @@ class Progress:
             self.dropped = self.dropped.to(device)
 
 
-def _largest(counts: Tensor) -> int:
-    if traced() and not torch.compiler.is_compiling():
+def _largest_count(counts: Tensor) -> int:
+    if is_traced() and not torch.compiler.is_compiling():
         raise ArgumentError(
             "The cache counts the tokens of each sample, and torch.jit.trace, make_fx or FakeTensorMode runs this "
             "code, where counts cannot be read.",

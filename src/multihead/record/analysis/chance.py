@@ -24,7 +24,7 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Documents, Mask
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Probe, Statistic
-from multihead.probes.statistics import possible
+from multihead.probes.statistics import possible_probes
 from multihead.record.sample import SampleRecord
 from multihead.scores.bias import values_of, with_values
 
@@ -101,12 +101,12 @@ def chance(
     keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
     missing = [each for each in wanted if keys[each] not in known]
     if missing:
-        found = _measured(sample, missing, marks, progress)
+        found = _measure_even_spread(sample, missing, marks, progress)
         known |= {keys[each]: found[each.name] for each in missing if each.name in found}
     return {each.name: known[keys[each]] for each in wanted if keys[each] in known}
 
 
-def evidence(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequence[Tensor]) -> Evidence:
+def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequence[Tensor]) -> Evidence:
     """Compare a statistic with chance, over one text or several.
 
     The standard error is that of the mean over texts if there are at least `FEWEST`. Otherwise each text is divided
@@ -170,7 +170,7 @@ def _standard_error(units: Tensor, full: Tensor) -> Tensor:
     return error_of_mean(count, (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1))
 
 
-def _measured(
+def _measure_even_spread(
     sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
 ) -> dict[str, Tensor]:
     """Measure an even spread: (heads or 1, queries) float64 each; probes that lack an input are left out."""
@@ -189,7 +189,7 @@ def _measured(
             ids=None if ids is None else ids[None, keys].to(device),
             first_key=None if windows else min(first, default=0),
         )
-        chosen = possible(probes, request, context, has_values=False)
+        chosen = possible_probes(probes, request, context, has_values=False)
         for part in _in_blocks(request):
             found = measured(part, chosen, context)
             parts.append({name: value[0].double().cpu() for name, value in found.items()})

@@ -17,7 +17,7 @@ from multihead.locale.texts import statistic_label
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
-from multihead.record.analysis.similar import are_alike, divergence, spaced
+from multihead.record.analysis.similar import are_alike, divergence, spaced_queries
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
@@ -132,10 +132,10 @@ def changes(
         check_integer("top", top)
     if queries is not None:
         check_integer("queries", queries)
-    pairs = _pairs(before, after, sample)
-    rows = {number: spaced(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()}
+    pairs = _layers_of_both_runs(before, after, sample)
+    rows = {number: spaced_queries(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()}
     counts = {number: len(range(*rows[number].indices(one.num_queries))) for number, (one, _) in pairs.items()}
-    first, second = (_profiles(run, sample, pairs, statistics, among) for run in (before, after))
+    first, second = (_profiles_of_run(run, sample, pairs, statistics, among) for run in (before, after))
     done, total = 0, sum(counts.values())
 
     def advance(more: int) -> None:
@@ -154,8 +154,8 @@ def changes(
                 name=first[number].name,
                 divergence=float(values[head]),
                 queries=counts[number],
-                before=_means(first[number], head),
-                after=_means(second[number], head),
+                before=_means_of_head(first[number], head),
+                after=_means_of_head(second[number], head),
                 kinds_before=first[number].kinds[head],
                 kinds_after=second[number].kinds[head],
                 statistics=statistics or {},
@@ -166,11 +166,11 @@ def changes(
     return sorted(found, key=lambda each: (math.isnan(each.divergence), -each.divergence))[:top]
 
 
-def _means(profile: LayerProfile, head: int) -> dict[str, float]:
+def _means_of_head(profile: LayerProfile, head: int) -> dict[str, float]:
     return {name: float(values[head]) for name, values in profile.means.items()}
 
 
-def _profiles(
+def _profiles_of_run(
     run: Sequence[LayerRecord],
     sample: int,
     numbers: Mapping[int, object],
@@ -182,7 +182,7 @@ def _profiles(
     return {each.number: each for each in read}
 
 
-def _pairs(
+def _layers_of_both_runs(
     before: Sequence[LayerRecord], after: Sequence[LayerRecord], sample: int
 ) -> dict[int, tuple[SampleRecord, SampleRecord]]:
     """Return the layers that both runs have with the same heads, queries and keys, by number.

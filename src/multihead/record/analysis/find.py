@@ -66,16 +66,16 @@ def find(
 ) -> list[FoundHead]:
     """Find heads; see `Record.find`. `statistics` has those that are not built in, and `among` the kinds."""
     by_name = {kind.name: kind for kind in among}
-    shown = {**{name: _shown(kind) for name, kind in by_name.items()}, **(statistics or {})}
+    shown = {**{name: _format_of_kind(kind) for name, kind in by_name.items()}, **(statistics or {})}
     if not wanted:
         raise ArgumentError(
             "find has no condition.", "Give the range of a statistic, for example find(previous=(0.8, 1))."
         )
     ranges = {name: _checked_range(name, limits) for name, limits in wanted.items()}
-    numbers = [_numbers(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
+    numbers = [_wanted_numbers(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
     for name in wanted:
         if layers and not any(name in each for each in numbers):
-            raise _unknown(layers, name, by_name)
+            raise _error_of_missing_number(layers, name, by_name)
     found = []
     for layer, each in zip(layers, numbers, strict=True):
         if not all(name in each for name in wanted):
@@ -94,13 +94,13 @@ def _is_within(value: float, limits: Range) -> bool:
     return (lowest is None or value >= lowest) and (highest is None or value <= highest)
 
 
-def _shown(kind: Kind) -> Statistic:
+def _format_of_kind(kind: Kind) -> Statistic:
     """Return how the number of a kind is shown."""
     number_format = SHARE if kind.probe is None or kind.of_largest is not None else kind.probe.number_format
     return Statistic(kind.name, label=kind.label("en"), number_format=number_format)
 
 
-def _numbers(
+def _wanted_numbers(
     layer: LayerRecord,
     wanted: tuple[str, ...],
     of: Of,
@@ -123,7 +123,7 @@ def _numbers(
     return found
 
 
-def _unknown(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
+def _error_of_missing_number(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
     """Say that no layer has a number."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
     kind = by_name.get(name)

@@ -19,7 +19,15 @@ from multihead.locale.texts import section
 from multihead.probes.catalogue import SEPARATOR, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import summaries
-from multihead.record.analysis.chance import Evidence, Known, Progress, chance, evidence, standard_error, stands_out
+from multihead.record.analysis.chance import (
+    Evidence,
+    Known,
+    Progress,
+    chance,
+    compare_with_chance,
+    standard_error,
+    stands_out,
+)
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import CHANCE
@@ -181,7 +189,7 @@ def of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
     return Evidence(found.mean / largest, (found.chance > 0).double(), found.error / largest, found.count)
 
 
-def reached(kind: Kind, found: Evidence) -> Tensor:
+def heads_reaching(kind: Kind, found: Evidence) -> Tensor:
     """Return which heads have a kind: (heads,) bool."""
     named = found.chance > 0 if kind.of_largest is not None else torch.ones_like(found.mean, dtype=torch.bool)
     if kind.of_largest is not None:
@@ -216,7 +224,7 @@ def kinds(
         for kind in among
         if not (crosses and kind.self_attention_only) and (found := of_kind(kind, evidence)) is not None
     }
-    which = {kind: reached(kind, found) for kind, found in measured.items()}
+    which = {kind: heads_reaching(kind, found) for kind, found in measured.items()}
     named = []
     for head in range(heads):
         of_head = [kind for kind, heads_reached in which.items() if heads_reached[head]]
@@ -252,12 +260,12 @@ def layer_profiles(
     shown = statistics or {}
     for layer in layers:
         texts = range(layer.num_samples) if sample is None else [sample]
-        levels = partial(_measured, special=special, shown=shown, known=known, progress=progress)
-        profiles.append(_profile(layer, [layer.sample(each) for each in texts], levels, among))
+        levels = partial(_statistics_and_chance, special=special, shown=shown, known=known, progress=progress)
+        profiles.append(_profile_of_layer(layer, [layer.sample(each) for each in texts], levels, among))
     return profiles
 
 
-def _profile(
+def _profile_of_layer(
     layer: LayerRecord, samples: Sequence[SampleRecord], measured_of: Callable[..., Any], among: Sequence[Kind]
 ) -> LayerProfile:
     crosses = any(one.crosses or one.query_start + one.num_queries != one.num_keys for one in samples)
@@ -265,7 +273,7 @@ def _profile(
     measured = [measured_of(*each, crosses=crosses) for each in zip(samples, seen, strict=True)]
     means = summaries.summary([values for values, _ in measured], "mean")
     found = {
-        name: evidence(
+        name: compare_with_chance(
             [values[name].values for values, _ in measured],
             [levels[name] for _, levels in measured],
             [values[name].counted for values, _ in measured],
@@ -288,7 +296,7 @@ def _profile(
     return LayerProfile(layer.number, layer.name, means, chances, found, named, crosses, seen[0])
 
 
-def _measured(
+def _statistics_and_chance(
     one: SampleRecord,
     visibility: Visibility,
     *,
@@ -362,7 +370,7 @@ def findings(
         place, head, value, level = max(heads, key=lambda each: (each[2], -each[0], -each[1]))
         profile = read[place]
         if topic is None:
-            values = {"value": _tokens(value), "chance": _tokens(level)}
+            values = {"value": _rounded_count(value), "chance": _rounded_count(level)}
             brief, sentence = (words[each].format(**values) for each in ("distance.brief", "distance.sentence"))
         else:
             names = {"first": first, "separator": separator}
@@ -370,14 +378,16 @@ def findings(
         opening = words["place"].format(layer=profile.number, head=head)
         brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
         name = FAR if topic is None else topic.name
-        found.append(Finding(name, profile.number, head, value, level, sentence, _count(topic, read, words), brief))
+        found.append(
+            Finding(name, profile.number, head, value, level, sentence, _count_topic(topic, read, words), brief)
+        )
         taken.add((place, head))
         if len(found) == MOST_FINDINGS:
             break
     return found
 
 
-def _tokens(value: float) -> str:
+def _rounded_count(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
@@ -403,7 +413,7 @@ def _heads_of(
                 yield layer, head, float(found.mean[head]), float(found.chance[head])
 
 
-def _count(topic: Kind | None, profiles: Sequence[LayerProfile], words: Mapping[str, str]) -> str:
+def _count_topic(topic: Kind | None, profiles: Sequence[LayerProfile], words: Mapping[str, str]) -> str:
     if topic is None:
         values = torch.cat([one.means["mean_distance"] for one in profiles if "mean_distance" in one.means])
         return words["count.mean"].format(value=f"{float(values.nanmean()):.1f}")

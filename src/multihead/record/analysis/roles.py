@@ -22,10 +22,10 @@ def roles(layers: Sequence[LayerRecord], *, sample: int = 0) -> list[str]:
     crossing = [layer.sample(sample).crosses for layer in layers]
     if not any(crossing):
         return [""] * len(layers)
-    return ["cross" if each else _stack(layer.name) for layer, each in zip(layers, crossing, strict=True)]
+    return ["cross" if each else _stack_of_name(layer.name) for layer, each in zip(layers, crossing, strict=True)]
 
 
-def marked(
+def rows_with_roles(
     layers: Sequence[LayerRecord], rows: Sequence[Mapping[str, Any]], *, sample: int = 0
 ) -> list[dict[str, Any]]:
     """Add "role" and "alignment" to rows of heads, where the record has layers with roles or alignment heads.
@@ -47,11 +47,13 @@ def marked(
     ]
 
 
-def _stack(name: str) -> str:
+def _stack_of_name(name: str) -> str:
     """Return the first of "encoder" and "decoder" in a layer's name; "" without either.
 
-    >>> _stack("model.decoder.layers.0.self_attn"), _stack("decoder.bert.encoder.layer.0.attention.self"), _stack("0")
-    ('decoder', 'decoder', '')
+    >>> _stack_of_name("model.decoder.layers.0.self_attn"), _stack_of_name("0")
+    ('decoder', '')
+    >>> _stack_of_name("decoder.bert.encoder.layer.0.attention.self")
+    'decoder'
     """
     found = _STACK.search(name)
     return "" if found is None else found[1]

@@ -64,7 +64,7 @@ def nearest(
         if -each.num_samples <= sample < each.num_samples and are_alike(each.samples[sample], one)
     }
     cells = one.num_keys * sum(each.num_heads for each in alike.values())
-    rows = spaced(one.num_queries, affordable(cells) if queries is None else queries)
+    rows = spaced_queries(one.num_queries, affordable_queries(cells) if queries is None else queries)
     found = [
         NearHead(number, index, known[number].name, float(value), len(range(*rows.indices(one.num_queries))))
         for number, each in alike.items()
@@ -98,15 +98,15 @@ def are_alike(one: SampleRecord, other: SampleRecord) -> bool:
     )
 
 
-def affordable(cells_per_query: int) -> int:
+def affordable_queries(cells_per_query: int) -> int:
     """Return how many queries can be compared in a second or two."""
     return max(16, CELLS // max(cells_per_query, 1))
 
 
-def spaced(length: int, most: int) -> slice:
+def spaced_queries(length: int, most: int) -> slice:
     """Choose at most some queries: every n-th, the last among them.
 
-    >>> spaced(10, 4), spaced(10, 99)
+    >>> spaced_queries(10, 4), spaced_queries(10, 99)
     (slice(0, None, 3), slice(0, None, 1))
     """
     step = max(math.ceil(length / most), 1)

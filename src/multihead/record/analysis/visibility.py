@@ -55,10 +55,10 @@ def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
 def visibility_of(sample: SampleRecord) -> Visibility:
     """Read what the queries of a sample may see: off its bounds, or block by block; never queries x keys at once."""
     try:
-        count, start, stop = _counted(sample)
+        count, start, stop = _count_seen_keys(sample)
     except MaskError:  # the class of the mask is not defined here
-        return _unknown(sample)
-    pattern, before, after = _pattern(count, start, stop, sample.query_start, sample.num_keys)
+        return _without_mask(sample)
+    pattern, before, after = _name_of_pattern(count, start, stop, sample.query_start, sample.num_keys)
     count = count.expand(sample.num_heads, -1).double()
     sees = count > 0
     seeing = sees.sum(-1).double()
@@ -74,7 +74,7 @@ def visibility_of(sample: SampleRecord) -> Visibility:
     )
 
 
-def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
+def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of keys that each query sees, the first, and that after the last: (heads or 1, queries)."""
     intervals = sample.intervals()
     if intervals is not None:
@@ -90,7 +90,7 @@ def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)
 
 
-def _unknown(sample: SampleRecord) -> Visibility:
+def _without_mask(sample: SampleRecord) -> Visibility:
     """Return what is known without the mask: which queries see a key."""
     sees = sample.sees
     nan = torch.full((sample.num_heads,), torch.nan, dtype=torch.float64)
@@ -145,7 +145,7 @@ def _band_mass_bound(sample: SampleRecord) -> Tensor:
     return bound.clamp(0, 1)
 
 
-def _pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:
+def _name_of_pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:
     """Return the name of the mask whose rows see [start, stop); rows that see nothing are ignored."""
     seen = count > 0
     if not bool(seen.any()) or not bool((count == stop - start)[seen].all()):

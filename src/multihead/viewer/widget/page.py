@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from multihead.viewer.page import script, static
-from multihead.viewer.responses import STYLES, page
+from multihead.viewer.responses import STYLES, page_response
 
 _MAIN = "viewer/static/view/main.js"
 _HEAD = "viewer/static/view/head.js"
@@ -20,7 +20,7 @@ _WINDOW = re.compile(r"(?<=\d)[ds]?v(?=[hw]\b)")
 
 
 @cache
-def module() -> str:
+def javascript_module() -> str:
     """Return the script of the widget as an ECMAScript module.
 
     The modules of the viewer become a function that makes a page, so that each view in a notebook has variables of its
@@ -34,7 +34,7 @@ def module() -> str:
 
 
 @cache
-def style() -> str:
+def stylesheet() -> str:
     """Return the style sheet of the viewer for an element with a size of its own, and that of the widget."""
     sheets = "\n".join(static(f"viewer/static/{name}") for name in STYLES)
     return within_box(sheets) + static("viewer/widget/static/widget.css")
@@ -56,7 +56,7 @@ def within_box(css: str) -> str:
 
 
 @cache
-def markup(lang: str) -> str:
+def markup_of_page(lang: str) -> str:
     """Return what the viewer's page has between <body> and </body>, in a language."""
-    html = bytes(page(lang).body).decode()
+    html = bytes(page_response(lang).body).decode()
     return html.partition("<body>")[2].partition("</body>")[0]

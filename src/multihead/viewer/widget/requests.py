@@ -42,8 +42,8 @@ class Requests:
         viewer = Viewer(runs, lang=lang, progress=lambda done, total: None)
         self._app = in_process(viewer)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_run, args=(self._loop,), name="multihead widget", daemon=True).start()
-        weakref.finalize(self, _stop, viewer, self._loop).atexit = False
+        threading.Thread(target=_run_loop, args=(self._loop,), name="multihead widget", daemon=True).start()
+        weakref.finalize(self, _stop_loop, viewer, self._loop).atexit = False
 
     def start(self, path: str, send: Send) -> Future[None]:
         """Answer a request; cancelling the result cancels the computation.
@@ -109,14 +109,14 @@ def shared(runs: Sequence[Run], lang: str) -> Requests:
     return found
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
         loop.close()
 
 
-def _stop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:
+def _stop_loop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:
     loop.call_soon_threadsafe(loop.stop)
     # In a thread of its own, because this one may be a worker, which cannot wait for itself.
     threading.Thread(target=viewer.close, name="multihead widget closing", daemon=True).start()

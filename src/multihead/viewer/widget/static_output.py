@@ -30,7 +30,7 @@ _STYLE = (
 _ACROSS = 8  # small maps in a row, where only some heads are shown
 
 
-def html(record: Record, *, mark: str, lang: str) -> str:
+def static_html(record: Record, *, mark: str, lang: str) -> str:
     """Return a picture of the heads and the table of their numbers.
 
     Args:
@@ -38,7 +38,7 @@ def html(record: Record, *, mark: str, lang: str) -> str:
         mark: a name by which the widget finds this output, to hide it as long as the widget is shown.
         lang: the language of the captions, "en" or "zh".
     """
-    shown, caption = picture(record, lang=lang)
+    shown, caption = picture_of_map(record, lang=lang)
     source = base64.b64encode(shown).decode()
     return (
         f'<div data-multihead-static="{escape(mark)}">{_STYLE}'
@@ -47,7 +47,7 @@ def html(record: Record, *, mark: str, lang: str) -> str:
     )
 
 
-def picture(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
+def picture_of_map(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     """Draw the small maps of all heads; of a long text those of the most focused heads; without maps, the entropy.
 
     Returns:
@@ -65,7 +65,7 @@ def picture(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
         name = "entropy" if all("entropy" in each for each in means.values()) else next(iter(means[0]))
         figure = record.plot(name).figure
         label = statistic_label(name, lang, record.statistic(name).label)
-        return _png(figure), text("widget.statistic", lang, label=label)
+        return _png_in_few_colours(figure), text("widget.statistic", lang, label=label)
     whole = number >= len(heads)
     if not whole:
         entropy = [layer.summary("mean").get("entropy") for layer in record.layers]
@@ -74,7 +74,7 @@ def picture(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
         heads = sorted(heads[: max(number // _ACROSS * _ACROSS, _ACROSS // 2)])
     rows = len(record.layers) if whole else math.ceil(len(heads) / _ACROSS)
     across = max(layer.num_heads for layer in record.layers) if whole else min(_ACROSS, len(heads))
-    maps = {at: _small(ones[at[0]], at[1]) for at in heads}
+    maps = {at: _small_map(ones[at[0]], at[1]) for at in heads}
     side = max(max(each.shape) for each in maps.values())
     high, wide = side + (2 if whole else 7), side + 2  # a name stands above each map of some heads
     tiles = np.full((rows * high, across * wide), np.nan)
@@ -104,16 +104,16 @@ def picture(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
         if place == 0:
             ax.text(left + side / 2, -1, f"H{head}", fontsize=7, va="bottom", ha="center")
     key = "widget.maps" if whole else "widget.some maps"
-    return _png(figure), text(key, lang, n=len(heads), end=f"{100 * end:.3g} %")
+    return _png_in_few_colours(figure), text(key, lang, n=len(heads), end=f"{100 * end:.3g} %")
 
 
-def _small(sample: Any, head: int) -> Any:
+def _small_map(sample: Any, head: int) -> Any:
     if "pooled_map" in sample.statistics:
         return sample.statistics["pooled_map"][head].float().numpy()
     return sample.map(head, bins=CELLS).numpy()
 
 
-def _png(figure: Any) -> bytes:
+def _png_in_few_colours(figure: Any) -> bytes:
     """Return a picture in few colours, which takes a fifth of the bytes."""
     from PIL import Image  # matplotlib needs it
 

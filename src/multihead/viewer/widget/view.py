@@ -16,7 +16,7 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text
 from multihead.viewer.payload import Run
 from multihead.viewer.widget import static_output
-from multihead.viewer.widget.page import markup, module, style
+from multihead.viewer.widget.page import javascript_module, markup_of_page, stylesheet
 from multihead.viewer.widget.requests import Requests, shared
 
 if TYPE_CHECKING:
@@ -101,19 +101,19 @@ class View(anywidget.AnyWidget):
         self._records = records
         self._lang = lang
         self._mark = secrets.token_hex(8)
-        runs = [Run(name, record) for name, record in zip(_names(records), records, strict=True)]
+        runs = [Run(name, record) for name, record in zip(_names_of_records(records), records, strict=True)]
         self._requests = shared(runs, lang)
         texts = {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)}
         page = {
-            "html": markup(lang),
-            "css": style(),
+            "html": markup_of_page(lang),
+            "css": stylesheet(),
             "texts": texts,
             "lang": "zh-CN" if lang == "zh" else lang,
             "height": height,
             "mark": self._mark,
         }
-        super().__init__(_esm=module(), _page=page, **options)
-        self.on_msg(self._received)
+        super().__init__(_esm=javascript_module(), _page=page, **options)
+        self.on_msg(self._answer_message)
         if linked is not None:
             self.selection = linked.selection
             traitlets.link((self, "selection"), (linked, "selection"))
@@ -137,11 +137,11 @@ class View(anywidget.AnyWidget):
         shown = self._repr_mimebundle_()
         bundle = shown[0] if isinstance(shown, tuple) else shown
         display(bundle, raw=True)
-        static = static_output.html(self._records[0], mark=self._mark, lang=self._lang)
+        static = static_output.static_html(self._records[0], mark=self._mark, lang=self._lang)
         display({"text/html": static, "text/plain": repr(self._records[0])}, raw=True)
 
     @traitlets.validate("selection")
-    def _valid(self, proposal: dict[str, Any]) -> Selection | None:
+    def _valid_selection(self, proposal: dict[str, Any]) -> Selection | None:
         chosen = proposal["value"]
         if chosen is None:
             return None
@@ -155,8 +155,8 @@ class View(anywidget.AnyWidget):
         return Selection(
             chosen.layer,
             chosen.head,
-            _part("queries", chosen.queries, one.num_queries),
-            _part("keys", chosen.keys, one.num_keys),
+            _checked_slice("queries", chosen.queries, one.num_queries),
+            _checked_slice("keys", chosen.keys, one.num_keys),
             query,
         )
 
@@ -166,7 +166,7 @@ class View(anywidget.AnyWidget):
             value = Selection(*value)
         super().__setattr__(name, value)
 
-    def _received(self, widget: object, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+    def _answer_message(self, widget: object, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
         """Answer a request of the page, or cancel one that the page no longer needs."""
         if "cancel" in content:
             pending = self._pending.pop(content["cancel"], None)
@@ -184,7 +184,7 @@ class View(anywidget.AnyWidget):
         pending.add_done_callback(lambda _: self._pending.pop(key, None))  # called at once if it has ended already
 
 
-def _names(records: Sequence[Record]) -> list[str]:
+def _names_of_records(records: Sequence[Record]) -> list[str]:
     """Return a name per record: its title, numbered where several have the same."""
     titles = [record.title or "record" for record in records]
     return [
@@ -193,7 +193,7 @@ def _names(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _part(name: str, chosen: slice | None, length: int) -> slice | None:
+def _checked_slice(name: str, chosen: slice | None, length: int) -> slice | None:
     """Return a slice without steps within a length."""
     if chosen is None:
         return None
