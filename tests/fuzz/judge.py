@@ -1,8 +1,9 @@
 """Judge a call of attention by the oracle in float64: which rows are numbers, and how far each element may be off.
 
 The rounding of a call is followed to first order: a score whose terms have the sum of magnitudes A is off by A
-roundings, a weight p by p (A + mean A), and what is summed of them by the sum of that. So the band of an element
-depends on its own row, and one huge number hides no fault in another row.
+roundings, a weight p by p (A + mean A), and what is summed of them by the sum of that. Only scores that are off by
+a part of 1 or more, of magnitudes from a million on, need the exponential itself: their largest key may be another.
+So the band of an element depends on its own row, and one huge number hides no fault in another row.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SINGLE_HUGE = 1e15
 LIMITS = {torch.float64: 1e300}  # sums of magnitudes above it may overflow; the bound of float32 for all others
 SINGLE_LIMIT = 1e37
 UNDERFLOW = 1e-30  # weights below the smallest float32 are 0; as a multiple of a rounding
+FUZZY = 0.1  # a weight whose score is off by more may be another one when it is computed again
 FAR = 1e25  # a term of this size absorbs scores in float64, too
 
 
@@ -57,7 +59,8 @@ class Rows:
         empty: sees no key.
         nan: sees a NaN or an infinity, and must be NaN; with a gradient of 0 it changes no other gradient.
         free: a sum may overflow; anything may come out.
-        heavy: holds so large numbers that gradients may overflow, or so large a bias that they are not defined;
+        heavy: holds so large numbers that gradients may overflow, or so large a bias that they are not defined, or
+            scores of a million and more, whose roundings change weights when the backward pass computes them again;
             what comes out is judged, and gradients are not.
         large: holds so large numbers in q, k or v.
     """
@@ -126,6 +129,7 @@ def rows_of(call: Call) -> Rows:
         over = over | ~(total <= 0.88 * largest).all(-1, keepdim=True)
     nan = nan | (visible & bad_key[:, :, None]).any(-1)
     large = heavy = heavy | (visible & large_key[:, :, None]).any(-1)
+    heavy = heavy | (visible & (score_eps(call) * roundings_of_products(call) > FUZZY)).any(-1)
     if bias is not None:
         nan = nan | (visible & ~bias.isfinite()).any(-1)
         over = over | (visible & (bias.abs() > 0.1 * largest) & (magnitude > 1e-8 * limit))
@@ -140,6 +144,20 @@ def rows_of(call: Call) -> Rows:
         nan = nan | (sees_one & (sinks.isnan() | (sinks == torch.inf)))
         heavy = heavy | (some & (sinks.abs() > FAR))
     return Rows(visible, ~some, nan, over.any(-1) & ~nan, heavy, large)
+
+
+def score_eps(call: Call) -> float:
+    """One rounding of a score, which is float32 where q and k have half precision."""
+    return torch.finfo(torch.promote_types(call.dtype, torch.float32)).eps
+
+
+def roundings_of_products(call: Call) -> Tensor:
+    """Return by how many roundings each scaled product is off: (batch, heads, queries, keys)."""
+    q, k = (finite(each.detach().double()).abs() for each in (call.q, call.k))
+    # Products of one sign are rounded at sums that grow to A, in head_dim steps; those of equal ones the same way.
+    steps = call.q.shape[-1]
+    expanded = call.q.stride(-1) == call.k.stride(-1) == 0
+    return max(1.0, (steps if expanded else steps**0.5) / 4) * (q @ wide(k, q.shape[1]).mT) * abs(scale_of(call))
 
 
 def scale_of(call: Call) -> float:
@@ -227,15 +245,12 @@ def _add_bands(
     sums = 4 + log2(1 + sum(call.seen.shape[2:]) + call.q.shape[-1])
     q, k = finite(call.q.detach().double()).abs(), wide(finite(call.k.detach().double()).abs(), heads)
     p, scale = dense.weights.detach(), abs(scale_of(call))
-    # Products of one sign are rounded at sums that grow to A, in head_dim steps; those of equal ones the same way.
-    steps = call.q.shape[-1]
-    expanded = call.q.stride(-1) == call.k.stride(-1) == 0
-    products = max(1.0, (steps if expanded else steps**0.5) / 4)
-    off = sums + products * torch.where(rows.visible & rows.judged[..., None], q @ k.mT * scale, 0)
+    off = sums + torch.where(rows.visible & rows.judged[..., None], roundings_of_products(call), 0)
     if call.bias is not None:
         size = finite(call.bias.detach().double()).abs()
         off = off + torch.where(size > FAR, 0, size)
-    mean = (p * off).sum(-1, keepdim=True)
+    one = score_eps(call)
+    mean = (p * _growth(off, one)).sum(-1, keepdim=True).mul(one).log1p() / one
     weight = of_sink = torch.zeros_like(mean)
     logsumexp = finite(dense.logsumexp.detach())
     if call.sinks is not None:
@@ -244,7 +259,7 @@ def _add_bands(
         size = torch.where(sinks.abs() > FAR, 0, sinks.abs())
         of_sink = weight * (sums + size[..., None])
         mean = mean + of_sink
-    off_p = p * (off + mean) + UNDERFLOW * rows.visible
+    off_p = (p * _growth(off + mean, one)).clamp(max=1 / torch.finfo(call.dtype).eps) + UNDERFLOW * rows.visible
     band["weights"] = off_p
     v = wide(finite((call.k if call.v is None else call.v).detach().double()).abs(), heads)
     band["output"] = off_p @ v
@@ -267,6 +282,11 @@ def _add_bands(
         of_delta = (off_p * moved).sum(-1, keepdim=True)  # of dO . O, whose weights may be tiny next to the sink's
         of_sinks = (sums + of_sink + mean * of_sink / sums) * moved_mean + weight * of_delta
         band["gradient of sinks"] = of_sinks.sum((0, 2, 3))
+
+
+def _growth(off: Tensor, one: float) -> Tensor:
+    """Return by how many roundings the exponential of a number is off that is itself off by some of size `one`."""
+    return (one * off).clamp(max=100).expm1() / one
 
 
 def _judge_gradients_at(judged: Judged, call: Call) -> None:
