@@ -250,7 +250,8 @@ def _add_bands(
         size = finite(call.bias.detach().double()).abs()
         off = off + torch.where(size > FAR, 0, size)
     one = score_eps(call)
-    mean = (p * _growth(off, one)).sum(-1, keepdim=True).mul(one).log1p() / one
+    mean = (p * off).sum(-1, keepdim=True)
+    mean = mean.maximum((p * _growth(off, one)).sum(-1, keepdim=True).mul(one).log1p() / one)
     weight = of_sink = torch.zeros_like(mean)
     logsumexp = finite(dense.logsumexp.detach())
     if call.sinks is not None:
@@ -259,7 +260,7 @@ def _add_bands(
         size = torch.where(sinks.abs() > FAR, 0, sinks.abs())
         of_sink = weight * (sums + size[..., None])
         mean = mean + of_sink
-    off_p = (p * _growth(off + mean, one)).clamp(max=1 / torch.finfo(call.dtype).eps) + UNDERFLOW * rows.visible
+    off_p = (p * _growth(off + mean, one)).clamp(max=1 / one) + UNDERFLOW * rows.visible
     band["weights"] = off_p
     v = wide(finite((call.k if call.v is None else call.v).detach().double()).abs(), heads)
     band["output"] = off_p @ v

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from multihead.errors import ModelError
 from multihead.models.coverage import multiplies_matrices, of_interface
 from multihead.models.lazy_mask import uses
-from multihead.models.pretrained import innermost, is_within, pretrained_models
+from multihead.models.pretrained import innermost, is_within
 from multihead.models.rejection import CHOICE
 from multihead.tensors.undo import Undo
 
@@ -43,16 +43,16 @@ class Calls(threading.local):
 calls = Calls()
 
 
-def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> None:
+def watch(undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: Report) -> None:
     """Report modules that run without a call of ours, though they attend or read our mask.
 
     Args:
         undo: receives the steps that end it.
         model: a module that contains models of transformers.
+        models: these models, by qualified name.
         implementation: the name of our attention; while a model runs another one, nothing is reported.
         report: receives a sentence that names the module.
     """
-    models: dict[str, Any] = pretrained_models(model)
     attending = [name for name, module in model.named_modules() if of_interface(type(module))]
     for name, module in model.named_modules():
         around = innermost(name, models)

@@ -75,12 +75,13 @@ def install(model: nn.Module, report: Report = raise_rejection) -> Undo:
 
 
 def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
-    if not pretrained_models(model):
+    models = pretrained_models(model)
+    if not models:
         return
     register()
     replace_until(undo, model)
     require_coverage(model)
-    watch(undo, model, NAME, report)
+    watch(undo, model, models, NAME, report)
     for config in configurations_of(model):
         undo.set(config, CHOICE, NAME)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ def is_within(name: str, other: str) -> bool:
     return not other or f"{name}.".startswith(f"{other}.")
 
 
-def innermost(name: str, models: dict[str, Any]) -> str | None:
+def innermost(name: str, models: Iterable[str]) -> str | None:
     """Return the name of the innermost of some models around a module, itself included; None if there is none."""
     return max((each for each in models if is_within(name, each)), key=len, default=None)
 

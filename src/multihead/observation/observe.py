@@ -16,7 +16,7 @@ from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
 from multihead.models.packed import running_padded
-from multihead.models.pretrained import pretrained_models, recorded_inputs
+from multihead.models.pretrained import recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import Measuring
 from multihead.observation.record import Record
@@ -133,20 +133,17 @@ def observing_into(
         statistics={probe.name: probe for probe in chosen if probe.name not in PROBES},
     )
     record.add_kinds(*kinds)
-    of_hugging_face = bool(pretrained_models(root))
     bypassed: list[str] = []
     with ExitStack() as stack:
-        if of_hugging_face:
-            stack.enter_context(huggingface.install(root, bypassed.append))
-            stack.enter_context(running_padded())
+        stack.enter_context(huggingface.install(root, bypassed.append))
+        stack.enter_context(running_padded())
         stack.enter_context(uncompiled())  # a compiled graph does not report its calls
         measuring = Measuring(root, names, chosen, tuple(special_ids), map_size, map_pool)
         recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, sums))
         yield record
-    if of_hugging_face:
-        aligned = alignment_heads(root)
-        for layer in record.layers:
-            layer.alignment_heads = aligned.get(layer.name, ())
+    aligned = alignment_heads(root)
+    for layer in record.layers:
+        layer.alignment_heads = aligned.get(layer.name, ())
     if tokenizer is not None:
         record.name_tokens(tokenizer)
     elif special_ids:
