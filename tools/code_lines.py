@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = "src/multihead/"
+FOLDER = "src/"
+LIBRARY = "multihead"
 _BETWEEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -48,21 +49,22 @@ def _is_text(node: ast.AST) -> TypeGuard[ast.Expr]:
 
 
 def by_package(sources: Mapping[str, str]) -> Counter[str]:
-    """Return the lines of code of each entry of the package, from path in it -> source."""
+    """Return the lines of code of each entry of the library, and of each package beside it, from path -> source."""
     counts: Counter[str] = Counter()
     for path, source in sources.items():
-        counts[path.partition("/")[0]] += code_lines(source)
+        package, _, rest = path.partition("/")
+        counts[rest.partition("/")[0] if package == LIBRARY else package] += code_lines(source)
     return counts
 
 
 def sources_here() -> dict[str, str]:
-    """Return path in the package -> source, of this checkout."""
+    """Return path in `src` -> source, of this checkout."""
     folder = ROOT / FOLDER
     return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
 
 
 def sources_of(commit: str) -> dict[str, str]:
-    """Return path in the package -> source, of a commit."""
+    """Return path in `src` -> source, of a commit."""
     found = {}
     for path in _git("ls-tree", "-r", "--name-only", commit, FOLDER).splitlines():
         if path.endswith(".py"):
@@ -75,7 +77,7 @@ def _git(*arguments: str) -> str:
 
 
 def main(commits: list[str]) -> None:
-    """Print a table with one row per entry of the package."""
+    """Print a table with one row per entry of the library and per package beside it."""
     columns = {each: by_package(sources_of(each)) for each in commits} | {"now": by_package(sources_here())}
     table = Table("package", *columns, box=None)
     for column in table.columns[1:]:

@@ -117,8 +117,8 @@ def errors_of_tag(name: str) -> list[str]:
 
 
 def package_files() -> set[str]:
-    """Return the files of the package in this checkout, as they are named in a wheel; no compiled ones."""
-    paths = (path for path in (ROOT / "src" / "multihead").rglob("*") if path.is_file())
+    """Return the files of the packages in this checkout, as they are named in a wheel; no compiled ones."""
+    paths = (path for path in (ROOT / "src").rglob("*") if path.is_file())
     return {str(path.relative_to(ROOT / "src")) for path in paths if path.suffix not in (".pyc", ".so")}
 
 

@@ -10,8 +10,8 @@ import pypdfium2
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from multihead.lab.page import write_page
 from multihead.viewer import write_report
+from multihead_lab.page import write_page
 from tests.browser.records import HOSTILE, causal, deep, hostile, painted, repeated, words
 from tests.browser.shown import Shown
 from tests.lab.few import few_answers

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from multihead.cli import main, progress
 from multihead.cli.progress import Steps
-from multihead.lab import run as lab_run
 from multihead.viewer import server
+from multihead_lab import run as lab_run
 from tests.lab.few import few_answers
 from tests.viewer.watching import watch
 

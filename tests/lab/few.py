@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from multihead.lab.matching import match_vectors
-from multihead.lab.parameters import parameters
-from multihead.lab.run import Answers
-from multihead.lab.tasks import TASKS
-from multihead.lab.training import compare
+from multihead_lab.matching import match_vectors
+from multihead_lab.parameters import parameters
+from multihead_lab.run import Answers
+from multihead_lab.tasks import TASKS
+from multihead_lab.training import compare
 
 
 @cache

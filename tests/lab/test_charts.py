@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from xml.etree import ElementTree as ET
 
-from multihead.lab.charts import (
+from multihead_lab.charts import (
     BARS_LEFT,
     BARS_RIGHT,
     BOTTOM,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.lab.matching import CONTENTS, Spread, match_vectors
+from multihead_lab.matching import CONTENTS, Spread, match_vectors
 
 
 def test_without_noise_a_long_row_of_even_content_always_finds_its_partner() -> None:

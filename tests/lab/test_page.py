@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from multihead.lab.page import page, write_page
-from multihead.lab.report import build_chapters
-from multihead.lab.text import language
+from multihead_lab.page import page, write_page
+from multihead_lab.report import build_chapters
+from multihead_lab.text import language
 from tests.lab.few import few_answers
 
 
@@ -71,7 +71,7 @@ def test_every_text_of_the_script_is_on_the_page() -> None:
     data = data_of(html)
     (texts,) = re.findall(r'<script type="application/json" id="texts">(.*?)</script>', html, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
-    own = script[script.index("modules['lab/static/lab.js']") :]
+    own = script[script.index("modules['multihead_lab/static/lab.js']") :]
     named = set(re.findall(r"translate\('([^']+)'[,)]", own)) | {"value lookup", "value induction"}
     measured = {
         "measure." + name for task in data["tasks"] for course in task["courses"]

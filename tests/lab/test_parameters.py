@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.lab.parameters import Parameter, parameters
+from multihead_lab.parameters import Parameter, parameters
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from multihead.lab.matching import Match, Spread, match_vectors
-from multihead.lab.report import build_chapters, copies_chapter, experiment_chapter
-from multihead.lab.tasks import HeadLook
-from multihead.lab.text import Chapter, language
-from multihead.lab.training import Experiment, Moment, Training
+from multihead_lab.matching import Match, Spread, match_vectors
+from multihead_lab.report import build_chapters, copies_chapter, experiment_chapter
+from multihead_lab.tasks import HeadLook
+from multihead_lab.text import Chapter, language
+from multihead_lab.training import Experiment, Moment, Training
 from tests.lab.few import few_answers
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from multihead.errors import ArgumentError
-from multihead.lab import run as room
-from multihead.lab.run import answer
-from multihead.lab.tasks import TASKS
+from multihead_lab import run as room
+from multihead_lab.run import answer
+from multihead_lab.tasks import TASKS
 
 
 def test_only_the_chosen_parts_run() -> None:

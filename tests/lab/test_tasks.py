@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.lab.tasks import TASKS, Induction, Lookup, task_named
+from multihead_lab.tasks import TASKS, Induction, Lookup, task_named
 
 
 def draw(task, samples: int = 50, seed: int = 0):

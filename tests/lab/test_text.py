@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from multihead.errors import ArgumentError
-from multihead.lab.matching import Spread
-from multihead.lab.text import NBSP, format_percent, format_rounding_error, format_shape, language
+from multihead_lab.matching import Spread
+from multihead_lab.text import NBSP, format_percent, format_rounding_error, format_shape, language
 
 
 def test_items_are_joined_in_the_manner_of_the_language() -> None:

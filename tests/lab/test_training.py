@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.lab.tasks import TASKS
-from multihead.lab.training import Experiment, Moment, Training, Verdict, compare, train, workers
+from multihead_lab.tasks import TASKS
+from multihead_lab.training import Experiment, Moment, Training, Verdict, compare, train, workers
 
 
 def training(num_heads: int, seed: int, right: float) -> Training:

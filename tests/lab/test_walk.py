@@ -10,8 +10,8 @@ import torch
 
 from multihead import attention, masks
 from multihead.errors import ArgumentError
-from multihead.lab.walk import CHAPTERS, Walk, walk
 from multihead.layer.heads import merge_heads, split_heads
+from multihead_lab.walk import CHAPTERS, Walk, walk
 
 SIZES: list[dict[str, Any]] = [
     {},

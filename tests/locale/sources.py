@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "multihead"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 ANY = "[^.]+"  # what a variable part of a key may be: one level of it
 
 TEMPLATE = "viewer/static/shared/page.html"
@@ -16,8 +16,17 @@ TEMPLATE = "viewer/static/shared/page.html"
 USERS = {
     "common": ("**/*.py", "**/*.js"),
     "page": ("viewer/*.py", "viewer/static/**/*.js", "viewer/static/**/*.html"),
-    "report": ("viewer/*.py", "viewer/looking.py", "viewer/static/[rs]*/*.js", "viewer/static/[rs]*/*.html"),
-    "viewer": ("viewer/*.py", "viewer/static/[sv]*/*.js", "viewer/static/view/*.html"),
+    "report": (
+        "viewer/*.py",
+        "viewer/looking.py",
+        "viewer/static/[rs]*/*.js",
+        "viewer/static/[rs]*/*.html",
+    ),
+    "viewer": (
+        "viewer/*.py",
+        "viewer/static/[sv]*/*.js",
+        "viewer/static/view/*.html",
+    ),
     "widget": ("viewer/widget/*.py",),
     "findings": ("record/analysis/highlights.py",),
     "look": ("cli/look*.py", "viewer/looking.py"),
@@ -25,9 +34,13 @@ USERS = {
     "view": ("cli/view.py",),
     "compare": ("cli/compare.py",),
     "census": ("cli/census.py",),
-    "census page": ("viewer/census_page.py", "viewer/static/census/*.js", "viewer/static/[cs]*/*.html"),
-    "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html", TEMPLATE),
-    "walk": ("cli/walk.py", "lab/walk.py"),
+    "census page": (
+        "viewer/census_page.py",
+        "viewer/static/census/*.js",
+        "viewer/static/[cs]*/*.html",
+    ),
+    "lab": ("multihead_lab/**/*.py", "multihead_lab/static/*.js", "multihead_lab/static/*.html", TEMPLATE),
+    "walk": ("multihead_lab/commands/walk.py", "multihead_lab/walk.py"),
 }
 
 _JS_STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'( \+)?")
@@ -36,8 +49,13 @@ _HTML_KEY = re.compile(r'words\["([^"]+)"\]')
 
 
 def files(globs: Iterable[str]) -> list[Path]:
-    """List the files of multihead that match one of some patterns, the texts themselves left out."""
-    return sorted({path for glob in globs for path in SOURCE.glob(glob) if path.parent.name != "locale"})
+    """List the files that match one of some patterns, in the library or from the name of the lab on; texts left out."""
+    found = {path for glob in globs for path in _root(glob).glob(glob)}
+    return sorted(path for path in found if path.parent.name != "locale")
+
+
+def _root(glob: str) -> Path:
+    return SOURCE if glob.startswith(("multihead_lab/", "**")) else SOURCE / "multihead"
 
 
 @cache

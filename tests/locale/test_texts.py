@@ -12,20 +12,29 @@ import pytest
 
 from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED
-from multihead.lab.walk import CHAPTERS, walk
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
 from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR
+from multihead_lab.locale import STORE
+from multihead_lab.walk import CHAPTERS, walk
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
 
-ENGLISH, CHINESE = (texts._texts_in_language(lang) for lang in LANGUAGES)
+STORES = (texts.__package__, STORE)
+ENGLISH, CHINESE = (
+    {key: each for store in STORES for key, each in texts._texts_in_language(lang, store).items()} for lang in LANGUAGES
+)
 HAN = re.compile("[\u4e00-\u9fff]")
 PAGES = {
     "viewer/static/report": ("common", "page", "report"),
     "viewer/static/view": ("common", "page", "viewer"),
     "viewer/static/census": ("common", "page", "census page"),
-    "lab/static": ("common", "lab"),
+    "multihead_lab/static": ("common", "lab"),
 }
+
+
+def texts_of(lang: str, *sections: str) -> dict[str, str]:
+    """The texts of some sections, each of which is in one of the stores."""
+    return {key: each for store in STORES for key, each in section(lang, *sections, store=store).items()}
 
 
 def placeholders(sentence: str) -> set[str]:
@@ -65,7 +74,7 @@ def test_every_section_belongs_to_a_page_or_command() -> None:
 
 @pytest.mark.parametrize(("folder", "sections"), PAGES.items())
 def test_a_page_has_every_text_that_its_script_and_its_template_name(folder: str, sections: tuple[str, ...]) -> None:
-    here = section("en", *sections)
+    here = texts_of("en", *sections)
     named = {key for path in files([f"{folder}/*.html"]) for key in keys_in(path)[0]}
     for path in files([f"{folder}/*.js"]):
         source = path.read_text("utf-8")
@@ -86,7 +95,7 @@ def test_the_shared_scripts_find_their_texts_on_both_pages(sections: tuple[str, 
 
 @pytest.mark.parametrize("sections", PAGES.values())
 def test_no_key_of_a_page_is_in_two_of_its_sections(sections: tuple[str, ...]) -> None:
-    assert len(section("en", *sections)) == sum(len(section("en", each)) for each in sections)
+    assert len(texts_of("en", *sections)) == sum(len(texts_of("en", each)) for each in sections)
 
 
 @pytest.mark.parametrize("path", files(["**/*.html"]), ids=lambda path: path.name)
@@ -116,7 +125,7 @@ def test_a_script_sets_no_text_of_its_own(path: Path) -> None:
 
 def test_chinese_is_nowhere_but_in_its_file() -> None:
     # An example of a prompt, and the label of an axis in an example.
-    allowed = {"cli/look.py", "kinds.py"}
+    allowed = {"multihead/cli/look.py", "multihead/kinds.py", "multihead/cli/console.py"}
     found = {str(path.relative_to(SOURCE)) for path in files(["**/*.py", "**/*.js", "**/*.html"]) if _has_chinese(path)}
     assert found <= allowed
 
@@ -153,7 +162,7 @@ def test_every_kind_has_its_texts_in_each_language_with_the_same_placeholders() 
 
 @pytest.mark.parametrize("lang", LANGUAGES)
 def test_the_walk_has_texts_for_every_chapter_part_and_axis(lang: str) -> None:
-    here = section(lang, "walk")
+    here = texts_of(lang, "walk")
     chapters = {f"chapter.{chapter.name}.{each}" for chapter in CHAPTERS for each in ("title", "text")}
     parts = {f"part.{chapter.part}.{each}" for chapter in CHAPTERS for each in ("title", "text")}
     axes = {f"axis.{axis}" for step in walk() for axis in step.axes}
@@ -162,7 +171,7 @@ def test_the_walk_has_texts_for_every_chapter_part_and_axis(lang: str) -> None:
 
 
 def test_the_sentences_of_the_chinese_walk_have_chinese_punctuation() -> None:
-    for key, sentence in section("zh", "walk").items():
+    for key, sentence in texts_of("zh", "walk").items():
         if key.endswith(".text"):
             assert HAN.search(sentence)
             assert not set(sentence) & set(",;!?"), key

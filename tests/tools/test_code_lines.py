@@ -36,10 +36,17 @@ def test_docstrings_comments_blank_lines_and_imports_do_not_count() -> None:
 
 
 def test_a_package_is_the_sum_of_its_files() -> None:
-    assert code_lines.by_package({"a/x.py": "x = 1\n", "a/b/y.py": "y = 1\n", "z.py": "\n"}) == {"a": 2, "z.py": 0}
+    assert code_lines.by_package(
+        {
+            "multihead/a/x.py": "x = 1\n",
+            "multihead/a/b/y.py": "y = 1\n",
+            "multihead/z.py": "\n",
+            "beside/w.py": "w = 1\n",
+        }
+    ) == {"a": 2, "z.py": 0, "beside": 1}
 
 
 def test_a_commit_and_the_checkout_are_read_alike() -> None:
     here, committed = code_lines.sources_here(), code_lines.sources_of("HEAD")
-    assert "kernels/choose.py" in here
-    assert committed["kernels/choose.py"].startswith('"""')
+    assert "multihead/kernels/choose.py" in here
+    assert committed["multihead/kernels/choose.py"].startswith('"""')

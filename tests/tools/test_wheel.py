@@ -67,7 +67,7 @@ def test_the_files_of_the_package_are_its_modules_texts_and_pages() -> None:
         "multihead/kernels/measured.json",
         "multihead/locale/zh.json",
         "multihead/viewer/static/view/index.html",
-        "multihead/lab/static/lab.js",
+        "multihead_lab/static/lab.js",
     } <= files
     assert LIBRARY not in files
     assert not any("__pycache__" in name for name in files)

@@ -1,4 +1,7 @@
-"""The command line `multihead`: one file per command, imported only when the command runs."""
+"""The command line `multihead`: one file per command, imported only when the command runs.
+
+Packages beside the library add commands by entry points of the group `multihead.commands`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, NoReturn, TextIO
 
 import click
@@ -23,8 +29,6 @@ COMMANDS = {
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
     "census": "What every head of a model does over a whole corpus: sums, distributions, strongest examples.",
     "compare": "The heads of two saved records, ranked by how much their attention changed.",
-    "walk": "The split of heads and a whole attention, step by step, every value printed.",
-    "lab": "What the number of heads changes: counted, trained and measured.",
     "doctor": "Which kernels run here, and why the others do not.",
 }
 
@@ -37,8 +41,8 @@ class Commands(click.Group):
     """A command group that imports a command when it runs and prints an error as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands in the order of COMMANDS."""
-        return list(COMMANDS)
+        """Return the names of the commands: those of COMMANDS, then those of other packages."""
+        return [*COMMANDS, *_added_commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command; None if there is no such command.
@@ -46,17 +50,19 @@ class Commands(click.Group):
         Raises:
             click.UsageError: there is no such command, and the name resembles that of another.
         """
-        if cmd_name not in COMMANDS:
-            if similar := get_close_matches(cmd_name, COMMANDS, n=1):
-                raise click.UsageError(f"No such command {cmd_name!r}. Did you mean {similar[0]!r}?", ctx)
-            return None
-        command: click.Command = getattr(import_module(f"multihead.cli.{cmd_name}"), cmd_name)
-        return command
+        if cmd_name in COMMANDS:
+            command: click.Command = getattr(import_module(f"multihead.cli.{cmd_name}"), cmd_name)
+            return command
+        added = _added_commands()
+        if cmd_name not in added and (similar := get_close_matches(cmd_name, [*COMMANDS, *added], n=1)):
+            raise click.UsageError(f"No such command {cmd_name!r}. Did you mean {similar[0]!r}?", ctx)
+        return added.get(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them."""
+        """List the commands; those of the library are not imported for it."""
+        added = {name: command.get_short_help_str(limit=200) for name, command in _added_commands().items()}
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([*COMMANDS.items(), *added.items()])
 
     def main(  # type: ignore[override]  # click overloads it on standalone_mode, and this one exits anyway
         self,
@@ -90,6 +96,16 @@ class Commands(click.Group):
         except OSError as error:
             _end_without_output(error)
         sys.exit(status if isinstance(status, int) else 0)
+
+
+@cache
+def _added_commands() -> dict[str, click.Command]:
+    """Return the commands of packages beside the library, by name; those of a package that is gone are left out."""
+    found: dict[str, click.Command] = {}
+    for entry in sorted(entry_points(group="multihead.commands")):
+        if find_spec(entry.module.partition(".")[0]) is not None:
+            found[entry.name] = entry.load()
+    return found
 
 
 def _exit_with_error(sentence: str) -> NoReturn:

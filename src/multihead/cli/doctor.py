@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from multihead.cli.console import print_sentence, width_of, wrap_words
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -41,13 +43,13 @@ def doctor() -> None:
     _print_kernels(console, found)
     console.print()
     for warning in found.warnings:
-        _print_sentence(console, f"! {warning}", style="yellow")
+        print_sentence(console, f"! {warning}", style="yellow")
     if not found.warnings:
-        _print_sentence(console, "No problems found.", style="green")
+        print_sentence(console, "No problems found.", style="green")
 
 
 def _print_machine(console: Console, found: Diagnosis) -> None:
-    _print_sentence(console, "Machine", style="bold")
+    print_sentence(console, "Machine", style="bold")
     _print_entry(console, "system", found.system)
     _print_entry(console, "processor", found.cpu)
     _print_entry(console, "features", ", ".join(found.features) or "torch names none")
@@ -63,7 +65,7 @@ def _print_machine(console: Console, found: Diagnosis) -> None:
 
 def _print_native(console: Console, found: Diagnosis) -> None:
     console.print()
-    _print_sentence(console, "Native kernel", style="bold")
+    print_sentence(console, "Native kernel", style="bold")
     if found.absence is not None:
         _print_entry(console, "library", f"none: {found.absence}")
         return
@@ -85,7 +87,7 @@ def _state_of_instruction_set(each: InstructionSet, found: Diagnosis) -> str:
 
 def _print_kernels(console: Console, found: Diagnosis) -> None:
     console.print()
-    _print_sentence(console, "Kernels, the fastest first", style="bold")
+    print_sentence(console, "Kernels, the fastest first", style="bold")
     for kernel in found.kernels:
         kinds: dict[str, list[str]] = {}
         for kind, reason in kernel.refusals.items():
@@ -104,19 +106,6 @@ def _count_with_noun(count: int, noun: str) -> str:
 
 def _print_entry(console: Console, label: str, text: str) -> None:
     """Print a label and its text, wrapped next to the label."""
-    from multihead.cli.tensor_view import wrap_words
-
-    for number, line in enumerate(wrap_words(text, _width_of_console(console) - 3 - LABEL)):
+    for number, line in enumerate(wrap_words(text, width_of(console) - 3 - LABEL)):
         console.print(f"   {'' if number else label:<{LABEL}}", style="dim", end="", markup=False)
         console.print(line, markup=False)
-
-
-def _print_sentence(console: Console, sentence: str, *, style: str = "") -> None:
-    from multihead.cli.tensor_view import wrap_words
-
-    for line in wrap_words(sentence, _width_of_console(console)):
-        console.print(line, style=style, markup=False)
-
-
-def _width_of_console(console: Console) -> int:
-    return min(max(console.width, 40), 100)

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 _NOW = {  # former name within the package -> present name
-    "analysis": "record.analysis",
-    "batch_dims": "kernels.batch_dims",
-    "cache": "layer.cache",
-    "call": "kernels.call",
-    "claims": "models.claims",
-    "doctor": "cli.diagnosis",
-    "escaping": "locale.escaping",
-    "explanation": "kernels.explanation",
-    "heads": "layer.heads",
-    "hooks": "models",
-    "looking": "viewer.looking",
-    "optional": "errors.optional",
-    "packing": "layer.packing",
-    "parts": "kernels.parts",
-    "plan": "kernels.plan",
-    "qk_norm": "layer.qk_norm",
-    "quantised": "kernels.quantised",
-    "scores.relative": "scores.bias",
-    "sequence_split": "kernels.sequence_split",
-    "shapes": "tensors.shapes",
-    "spelling": "errors.arguments",
-    "tracing": "tensors.tracing",
-    "widget": "viewer.widget",
+    "analysis": "multihead.record.analysis",
+    "batch_dims": "multihead.kernels.batch_dims",
+    "cache": "multihead.layer.cache",
+    "call": "multihead.kernels.call",
+    "claims": "multihead.models.claims",
+    "doctor": "multihead.cli.diagnosis",
+    "escaping": "multihead.locale.escaping",
+    "explanation": "multihead.kernels.explanation",
+    "heads": "multihead.layer.heads",
+    "hooks": "multihead.models",
+    "lab": "multihead_lab",
+    "looking": "multihead.viewer.looking",
+    "optional": "multihead.errors.optional",
+    "packing": "multihead.layer.packing",
+    "parts": "multihead.kernels.parts",
+    "plan": "multihead.kernels.plan",
+    "qk_norm": "multihead.layer.qk_norm",
+    "quantised": "multihead.kernels.quantised",
+    "scores.relative": "multihead.scores.bias",
+    "sequence_split": "multihead.kernels.sequence_split",
+    "shapes": "multihead.tensors.shapes",
+    "spelling": "multihead.errors.arguments",
+    "tracing": "multihead.tensors.tracing",
+    "widget": "multihead.viewer.widget",
 }
 
 
 def check_present(name: str) -> None:
     """Raise ModuleNotFoundError, with the present name, if a module of the package has moved."""
-    package, _, rest = name.partition(".")
+    rest = name.partition(".")[2]
     if rest in _NOW:  # a package is imported before the modules in it
-        now = f"{package}.{_NOW[rest]}"
-        raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {now}.", name=name)
+        raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {_NOW[rest]}.", name=name)

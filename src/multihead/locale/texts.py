@@ -1,6 +1,7 @@
 """Look up the texts of pages and commands by language and key.
 
-`en.json` and `zh.json` next to this file have the same keys with the same placeholders. Their first level is the page
+`en.json` and `zh.json` next to this file have the same keys with the same placeholders; a package beside the library
+has a store of its own, such as `multihead_lab.locale`. Their first level is the page
 or the command that uses a text; `common` is for all of them, and `page` for the report and the viewer. A key joins the
 names of the levels with dots: `look.doing.watching`. Labels and units of statistics are only in `zh.json`: the English
 ones come from their definitions (`probes.catalogue`).
@@ -40,8 +41,13 @@ def text(key: str, lang: str, /, **values: object) -> str:
 
 
 @cache
-def section(lang: str, *names: str) -> Mapping[str, str]:
+def section(lang: str, *names: str, store: str = __package__) -> Mapping[str, str]:
     """Return all texts of the named pages or commands; keys are without the name of the page.
+
+    Args:
+        lang: "en" or "zh".
+        names: those of the pages or commands.
+        store: the package with the files of texts.
 
     >>> section("en", "common", "look")["audio"]
     'audio'
@@ -49,7 +55,7 @@ def section(lang: str, *names: str) -> Mapping[str, str]:
     return {
         key.removeprefix(f"{name}."): sentence
         for name in names
-        for key, sentence in _texts_in_language(lang).items()
+        for key, sentence in _texts_in_language(lang, store).items()
         if key.startswith(f"{name}.")
     }
 
@@ -74,9 +80,9 @@ def unit_label(unit: str, lang: str) -> str:
 
 
 @cache
-def _texts_in_language(lang: str) -> dict[str, str]:
+def _texts_in_language(lang: str, store: str = __package__) -> dict[str, str]:
     check_language(lang)
-    return dict(_flatten_keys(json.loads((resources.files(__package__) / f"{lang}.json").read_text("utf-8"))))
+    return dict(_flatten_keys(json.loads((resources.files(store) / f"{lang}.json").read_text("utf-8"))))
 
 
 def _flatten_keys(texts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

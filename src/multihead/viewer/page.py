@@ -39,8 +39,14 @@ def hash_of_script(source: str) -> str:
 
 @cache
 def static(path: str) -> str:
-    """Read a file of multihead, such as "viewer/static/report/report.css"."""
-    return (resources.files("multihead") / path).read_text("utf-8")
+    """Read a file of the library, such as "viewer/static/page.css"; that of another package begins with its name.
+
+    >>> static("viewer/static/shared/numbers.js") == static("multihead/viewer/static/shared/numbers.js")
+    True
+    """
+    root, _, rest = path.partition("/")
+    package, name = (root, rest) if root.startswith("multihead") else ("multihead", path)
+    return (resources.files(package) / name).read_text("utf-8")
 
 
 @cache

@@ -7,8 +7,9 @@ import io
 import torch
 from rich.console import Console
 
-from multihead.cli.tensor_view import draw_step, formatter_of_numbers, head_style, shape_lines, wrap_words
-from multihead.lab.walk import walk
+from multihead.cli.console import wrap_words
+from multihead_lab.commands.tensor_view import draw_step, formatter_of_numbers, head_style, shape_lines
+from multihead_lab.walk import walk
 
 
 def test_each_head_keeps_its_colour_and_its_label() -> None:

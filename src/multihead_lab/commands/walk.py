@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from multihead.cli.console import print_sentence, wrap_words
 from multihead.errors import ArgumentError
-from multihead.locale.texts import text
+from multihead.locale.texts import section
+from multihead_lab.locale import STORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
 
-    from multihead.cli.tensor_view import Notes
-    from multihead.lab.walk import Chapter, Step, Walk
+    from multihead_lab.commands.tensor_view import Notes
+    from multihead_lab.walk import Chapter, Step, Walk
 
 INDENT = 3
 MAX_TERMS = 4  # longest sum that is written out
@@ -88,7 +90,7 @@ def walk(
     # Imported here, so that --help does not load torch.
     from rich.console import Console
 
-    from multihead.lab.walk import walk as walked
+    from multihead_lab.walk import walk as walked
 
     steps = walked(
         batch=batch,
@@ -117,6 +119,7 @@ class _Printer:
 
     def __init__(self, steps: Walk, lang: str, console: Console) -> None:
         self.steps, self.lang, self.console = steps, lang, console
+        self.texts = section(lang, "walk", store=STORE)
         self.width = max(console.width, 40)
         self.explained_elision = False
         sizes = steps.sizes
@@ -137,14 +140,14 @@ class _Printer:
         }
 
     def _text(self, key: str, **values: Any) -> str:
-        return text(f"walk.{key}", self.lang, **values)
+        return self.texts[key].format(**values)
 
     def _count_with_noun(self, noun: str, number: int) -> str:
         return self._text(f"1 {noun}") if number == 1 else self._text(f"{noun}s", n=number)
 
     def print(self, part: str) -> None:
         """Print the title, the chapters of one part or of both, and the commands to try next."""
-        from multihead.lab.walk import CHAPTERS
+        from multihead_lab.walk import CHAPTERS
 
         self._print_text(self._text("title"), style="bold")
         self._print_text(self._text("intro", **self.fields))
@@ -167,10 +170,7 @@ class _Printer:
             self._print_text(f"{command} {options}", indent=INDENT)
 
     def _print_text(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
-        from multihead.cli.tensor_view import wrap_words
-
-        for line in wrap_words(sentence, min(self.width, 100) - indent):
-            self.console.print(" " * indent + line, style=style, markup=False)
+        print_sentence(self.console, sentence, style=style, indent=indent)
 
     def _open_part(self, part: str) -> None:
         self.console.print()
@@ -208,7 +208,7 @@ class _Printer:
         """Print the code of a tensor, its shape over the names of its axes, and its values."""
         from rich.text import Text
 
-        from multihead.cli.tensor_view import draw_step, shape_lines, wrap_words
+        from multihead_lab.commands.tensor_view import draw_step, shape_lines
 
         self.console.print()
         # Break code at an operator, not within a list of arguments.
@@ -255,7 +255,7 @@ class _Printer:
 
     def _by_hand(self, chapter: str) -> list[str]:
         """Write out one entry of a chapter as a sum."""
-        from multihead.cli.tensor_view import formatter_of_numbers
+        from multihead_lab.commands.tensor_view import formatter_of_numbers
 
         sizes, steps = self.steps.sizes, self.steps
         last = sizes.length - 1

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.lab import training
-from multihead.lab.matching import Vectors, match_vectors
-from multihead.lab.parameters import Parameters, parameters
-from multihead.lab.tasks import task_named
-from multihead.lab.training import Experiment, compare
 from multihead.layer.heads import head_dim_of
+from multihead_lab import training
+from multihead_lab.matching import Vectors, match_vectors
+from multihead_lab.parameters import Parameters, parameters
+from multihead_lab.tasks import task_named
+from multihead_lab.training import Experiment, compare
 
 __all__ = ["PARTS", "Answers", "Part", "answer"]
 

@@ -9,12 +9,12 @@ from typing import Any
 from markupsafe import Markup
 
 from multihead.files import write_whole
-from multihead.lab.report import build_chapters
-from multihead.lab.run import Answers
-from multihead.lab.tasks import ROWS
-from multihead.lab.text import Phrases, language
-from multihead.lab.training import Experiment
 from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
+from multihead_lab.report import build_chapters
+from multihead_lab.run import Answers
+from multihead_lab.tasks import ROWS
+from multihead_lab.text import Phrases, language
+from multihead_lab.training import Experiment
 
 __all__ = ["page", "write_page"]
 
@@ -33,8 +33,8 @@ def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "e
 def page(answers: Answers, *, lang: str = "en") -> str:
     """Render the page: one HTML file with its style, script and data, which makes no network requests."""
     phrases = language(lang)
-    source = script("lab/static/lab.js")
-    return template("lab/static/lab.html").render(
+    source = script("multihead_lab/static/lab.js")
+    return template("multihead_lab/static/lab.html").render(
         lang=lang,
         words=phrases.words,
         title=phrases.words["page title"],
@@ -43,7 +43,7 @@ def page(answers: Answers, *, lang: str = "en") -> str:
         facts=_facts_of_answers(answers, phrases),
         chapters=build_chapters(answers, phrases),
         foot=phrases.translate("foot", version=version(), seed=answers.seed),
-        style=Markup(static("viewer/static/shared/base.css") + static("lab/static/lab.css")),
+        style=Markup(static("viewer/static/shared/base.css") + static("multihead_lab/static/lab.css")),
         script=Markup(source),
         script_hash=hash_of_script(source),
         texts=Markup(json_in_script(_texts_of_script(phrases))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,9 +9,9 @@ from rich.cells import cell_len
 from rich.text import Text
 from torch import Tensor
 
-from multihead.lab.walk import Step
+from multihead_lab.walk import Step
 
-__all__ = ["Drawing", "draw_step", "formatter_of_numbers", "head_style", "shape_lines", "wrap_words"]
+__all__ = ["Drawing", "draw_step", "formatter_of_numbers", "head_style", "shape_lines"]
 
 # As torch does: a tensor of up to this many values is printed in full, a larger one with 3 entries at each end.
 FULL_VALUES = 1000
@@ -21,7 +20,6 @@ MAX_DECIMALS = 3
 GAP = "…"
 BETWEEN_BLOCKS = 3
 HEAD_STYLES = ("cyan", "magenta", "green", "yellow", "blue")
-PIECES = re.compile(r"[（“]*[\u2e80-\uffef“][，。；：、）”？！]*|\s+|[^\s\u2e80-\uffef“]+[，。；：、）”？！]*")
 
 Notes = Mapping[tuple[int, int], tuple[str, int]]
 Entries = Mapping[str, Callable[[int], str]]
@@ -82,17 +80,6 @@ def shape_lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str
         padded = [_align_left(cell, width + 2) for cell, width in zip(cells, widths, strict=True)]
         lines.append(f"({''.join(padded).rstrip()})")
     return lines[0], lines[1]
-
-
-def wrap_words(sentence: str, width: int) -> list[str]:
-    """Break text between words or Chinese characters, but never before closing punctuation."""
-    lines, line = [], ""
-    for piece in PIECES.findall(sentence):
-        if line and cell_len(line + piece.rstrip()) > width:
-            lines.append(line.rstrip())
-            line = ""
-        line += piece if line or not piece.isspace() else ""
-    return [*lines, line.rstrip()] if line.strip() else lines
 
 
 def draw_step(

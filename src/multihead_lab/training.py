@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from multihead.errors import ArgumentError
-from multihead.lab.matching import Spread
-from multihead.lab.tasks import HeadLook, Task
 from multihead.layer import MultiHeadAttention
+from multihead_lab.matching import Spread
+from multihead_lab.tasks import HeadLook, Task
 
 __all__ = ["Experiment", "Moment", "Start", "Summary", "Training", "Verdict", "compare", "train", "workers"]
 
@@ -180,7 +180,7 @@ def compare(
     depend on the pool: each model is trained on one thread.
 
     Args:
-        task: one of `multihead.lab.tasks.TASKS`, or another task.
+        task: one of `multihead_lab.tasks.TASKS`, or another task.
         heads: the numbers of heads.
         seeds: models per number of heads, at least 1.
         seed: the first seed; the others count up from it.
@@ -247,7 +247,7 @@ def train(
 
     The arguments are those of `compare`; `watched` measures the heads at five moments, and not only at the end.
 
-    >>> from multihead.lab.tasks import TASKS
+    >>> from multihead_lab.tasks import TASKS
     >>> course = train(TASKS["one"], 2, steps=4)
     >>> [moment.step for moment in course.moments]
     [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""The command `walk` and the group it hangs on: what is printed, and how bad input is answered."""
+"""The command `walk`: what is printed, and how bad input is answered."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.cells import cell_len
 
-from multihead.cli import COMMANDS, main
+from multihead.cli import main
 from multihead.errors import MultiheadError
-from multihead.lab.walk import CHAPTERS, walk
-from multihead.locale.texts import text
+from multihead.locale.texts import section
+from multihead_lab.locale import STORE
+from multihead_lab.walk import CHAPTERS, walk
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def run(*args: str, columns: int = 80) -> Result:
     return CliRunner().invoke(main, args, env={"COLUMNS": str(columns), "NO_COLOR": None})
+
+
+def text(key: str, lang: str, **values: object) -> str:
+    return section(lang, "walk", store=STORE)[key].format(**values)
 
 
 def lines(*rows: str) -> str:
@@ -88,7 +93,7 @@ def test_the_pictures_of_the_docs_are_what_the_walk_prints(page: str, language: 
 
 def test_with_nothing_to_mix_the_walk_says_so() -> None:
     output = joined(run("walk", "--heads", "1").output)
-    assert text("walk.unmixed", "en") in output
+    assert text("unmixed", "en") in output
     assert "<- p0" not in output
 
 
@@ -113,13 +118,13 @@ def test_a_score_a_weight_and_a_result_are_also_worked_out_by_hand() -> None:
 def test_one_part_can_be_walked_alone(part: str, shown: set[str]) -> None:
     output = run("walk", "--part", part).output
     for name in ("split", "attention"):
-        assert (text(f"walk.part.{name}.title", "en") in output) == (name in shown)
+        assert (text(f"part.{name}.title", "en") in output) == (name in shown)
 
 
 def test_chinese_speaks_every_chapter_and_no_english_sentence() -> None:
     output = run("walk", "--lang", "zh").output
     for chapter in CHAPTERS:
-        assert text(f"walk.chapter.{chapter.name}.title", "zh", joined="Z1 | Z2 | Z3") in output
+        assert text(f"chapter.{chapter.name}.title", "zh", joined="Z1 | Z2 | Z3") in output
     assert "(批量, 序列长度, 头, 头维度)" in output
     assert "(批量, 头, 序列长度, 头维度)" in output
     for word in (" the ", " and ", "head 0", "sample", "position", "query", "key "):
@@ -151,13 +156,13 @@ def test_large_sizes_stay_readable_and_say_what_they_leave_out(language: str) ->
     sizes = ["--batch", "8", "--length", "64", "--model-dim", "512", "--heads", "8"]
     output = run("walk", "--lang", language, *sizes).output
     assert len(output.splitlines()) < 800
-    explained = text("walk.elided", language, count="262,144").replace(" ", "")
+    explained = text("elided", language, count="262,144").replace(" ", "")
     assert output.replace(" ", "").replace("\n", "").count(explained) == 1
-    assert output.count(text("walk.elided again", language, count="262,144")) > 5
+    assert output.count(text("elided again", language, count="262,144")) > 5
 
 
 def test_a_sample_without_tokens_is_explained() -> None:
-    assert text("walk.empty", "en") in joined(run("walk", "--lengths", "3,0").output)
+    assert text("empty", "en") in joined(run("walk", "--lengths", "3,0").output)
 
 
 @pytest.mark.parametrize("given", ["3,1", "3, 1", "3，1"])
@@ -207,9 +212,6 @@ def test_lengths_are_read_with_either_comma(given: str) -> None:
             ["walk", "--heads", "two"],
             "Invalid value for '--heads': 'two' is not a valid integer. See `multihead walk --help`.",
         ),
-        (["stroll"], "No such command 'stroll'. See `multihead --help`."),
-        (["lok"], "No such command 'lok'. Did you mean 'look'? See `multihead --help`."),
-        (["--loud"], "No such option '--loud'. See `multihead --help`."),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_nothing_else(args: list[str], sentence: str) -> None:
@@ -223,38 +225,10 @@ def test_an_error_of_several_lines_is_told_in_one(monkeypatch: pytest.MonkeyPatc
     def broken(**_: object) -> None:
         raise MultiheadError("The file 'a\nb'  is missing.", "Give another.")
 
-    monkeypatch.setattr("multihead.lab.walk.walk", broken)
+    monkeypatch.setattr("multihead_lab.walk.walk", broken)
     result = run("walk")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: The file 'a b' is missing. Give another.\n"
-
-
-def test_the_group_lists_its_commands_and_its_version() -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    for command in COMMANDS:
-        assert f"\n  {command} " in result.output
-    assert run().output == result.output
-    assert run("--version").output.startswith("multihead ")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_loads_and_its_help_shows_examples(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert f"multihead {command}" in result.output
-
-
-def test_the_help_of_the_group_imports_no_command() -> None:
-    """Loading a command may load torch, which takes seconds."""
-    program = (
-        "import sys\n"
-        "from multihead.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print([name for name in sys.modules if name.startswith('multihead.cli.')])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_reader_who_closes_the_pipe_gets_no_traceback() -> None:

@@ -1,8 +1,8 @@
 // The maps of every head over training. Everything else on the page needs no script.
-import { bitmap, dark, palette } from '../../viewer/static/shared/colour.js';
-import { el, translate } from '../../viewer/static/shared/dom.js';
-import { tickedRamp } from '../../viewer/static/shared/legend.js';
-import { exact } from '../../viewer/static/shared/numbers.js';
+import { bitmap, dark, palette } from '../../multihead/viewer/static/shared/colour.js';
+import { el, translate } from '../../multihead/viewer/static/shared/dom.js';
+import { tickedRamp } from '../../multihead/viewer/static/shared/legend.js';
+import { exact } from '../../multihead/viewer/static/shared/numbers.js';
 
 const D = JSON.parse(document.getElementById('data').textContent);
 const SCALE = 'root';

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multihead.lab.charts import Bar, Curve, bars, chart
-from multihead.lab.matching import Match, Spread, Vectors
-from multihead.lab.parameters import Parameter, Parameters
-from multihead.lab.run import Answers
-from multihead.lab.tasks import Induction, Lookup, task_named
-from multihead.lab.text import Chapter, Phrases, Table, format_percent, format_rounding_error, format_shape
-from multihead.lab.training import REACHED, TESTED, Experiment, Training
+from multihead_lab.charts import Bar, Curve, bars, chart
+from multihead_lab.matching import Match, Spread, Vectors
+from multihead_lab.parameters import Parameter, Parameters
+from multihead_lab.run import Answers
+from multihead_lab.tasks import Induction, Lookup, task_named
+from multihead_lab.text import Chapter, Phrases, Table, format_percent, format_rounding_error, format_shape
+from multihead_lab.training import REACHED, TESTED, Experiment, Training
 
 __all__ = ["build_chapters", "copies_chapter", "experiment_chapter"]
 

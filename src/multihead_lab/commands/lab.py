@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from multihead.cli.console import print_sentence
 from multihead.cli.progress import Steps
 from multihead.errors import ArgumentError
 from multihead.errors.optional import require
@@ -16,8 +17,8 @@ from multihead.locale.escaping import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from multihead.lab.run import Answers, Part
-    from multihead.lab.text import Chapter, Phrases, Table
+    from multihead_lab.run import Answers, Part
+    from multihead_lab.text import Chapter, Phrases, Table
 
 EXAMPLES = """
 \b
@@ -78,10 +79,10 @@ def lab(
     # Imported here, so that --help does not load torch.
     from rich.console import Console
 
-    from multihead.lab.page import write_page
-    from multihead.lab.report import build_chapters
-    from multihead.lab.run import PARTS, answer
-    from multihead.lab.text import language
+    from multihead_lab.page import write_page
+    from multihead_lab.report import build_chapters
+    from multihead_lab.run import PARTS, answer
+    from multihead_lab.text import language
 
     phrases = language(lang)
     console = Console(highlight=False, soft_wrap=True)
@@ -97,14 +98,14 @@ def lab(
             progress=lambda name, done, total: steps.show(phrases.words[f"doing.{name}"], done, total),
         )
     path = write_page(answers, out, lang=lang)
-    _print_sentence(console, phrases.words["page title"], style="bold")
-    _print_sentence(console, phrases.words["lead"])
+    print_sentence(console, phrases.words["page title"], style="bold")
+    print_sentence(console, phrases.words["lead"])
     if quick:
-        _print_sentence(console, phrases.words["quick"], style="yellow")
+        print_sentence(console, phrases.words["quick"], style="yellow")
     for number, chapter in enumerate(build_chapters(answers, phrases), start=1):
         _print_chapter(console, number, chapter, phrases)
     console.print()
-    _print_sentence(
+    print_sentence(
         console, phrases.translate("page at" if answers.experiments else "page only", path=visible(path)), style="green"
     )
 
@@ -121,27 +122,20 @@ def _parsed_head_counts(heads: str) -> tuple[int, ...]:
     return found
 
 
-def _print_sentence(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:
-    from multihead.cli.tensor_view import wrap_words
-
-    for line in wrap_words(sentence, min(max(console.width, 40), 100) - indent):
-        console.print(" " * indent + line, style=style, markup=False)
-
-
 def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> None:
     """Print one chapter: the question, the answer, the text, the tables."""
     console.print()
-    _print_sentence(console, f"{number}. {chapter.title}", style="bold")
-    _print_sentence(console, chapter.answer, style="cyan", indent=3)
+    print_sentence(console, f"{number}. {chapter.title}", style="bold")
+    print_sentence(console, chapter.answer, style="cyan", indent=3)
     for paragraph in chapter.text:
-        _print_sentence(console, paragraph, indent=3)
+        print_sentence(console, paragraph, indent=3)
     for one in chapter.tables:
         _print_table(console, one)
     if chapter.looks_tables:
         console.print()
-        _print_sentence(console, phrases.words["looks.heading"], style="bold", indent=3)
+        print_sentence(console, phrases.words["looks.heading"], style="bold", indent=3)
         for sentence in chapter.looks:
-            _print_sentence(console, sentence, indent=3)
+            print_sentence(console, sentence, indent=3)
         for one in chapter.looks_tables:
             _print_table(console, one)
 
@@ -161,7 +155,7 @@ def _print_table(console: Console, table: Table) -> None:
     for row in table.rows:
         drawn.add_row(*row)
     console.print()
-    _print_sentence(console, table.caption, style="dim", indent=3)
+    print_sentence(console, table.caption, style="dim", indent=3)
     width = min(console.width, MAX_TABLE_WIDTH)
     console.print(Padding(drawn, (0, 0, 0, 3)), markup=False, soft_wrap=False, width=width)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from multihead.lab.matching import Spread
 from multihead.locale.texts import section
+from multihead_lab.locale import STORE
+from multihead_lab.matching import Spread
 
 __all__ = ["NBSP", "Chapter", "Phrases", "Table", "format_percent", "format_rounding_error", "format_shape", "language"]
 
@@ -140,4 +141,4 @@ def format_shape(sizes: Sequence[int]) -> str:
 @cache
 def language(lang: str) -> Phrases:
     """Return the lab's texts in a language, "en" or "zh"."""
-    return Phrases(lang, section(lang, "common", "lab"))
+    return Phrases(lang, {**section(lang, "common"), **section(lang, "lab", store=STORE)})

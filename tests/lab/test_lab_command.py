@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from multihead.cli import main
-from multihead.lab import run as room
+from multihead_lab import run as room
 from tests.lab.few import few_answers
 
 

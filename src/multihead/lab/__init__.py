@@ -1,1 +1,0 @@
-"""Experiments on heads, each computed step by step and returned as data."""

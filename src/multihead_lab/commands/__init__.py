@@ -1,0 +1,1 @@
+"""The commands `walk` and `lab`, which `multihead` finds by their entry points."""
