@@ -389,7 +389,7 @@ def test_requests_at_once_are_all_answered_and_the_same_ones_computed_once(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[tuple[Any, ...]] = []
-    fine = routes.fine
+    fine = routes.fine_tile
 
     def counting(sample: Any, head: int, level: int, *, row: int, column: int, **options: Any) -> Any:
         computed.append((head, level, row, column))
