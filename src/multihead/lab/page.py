@@ -14,7 +14,14 @@ from multihead.lab.run import Answers
 from multihead.lab.tasks import ROWS
 from multihead.lab.text import Phrases, language
 from multihead.lab.training import Experiment
-from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
+from multihead.viewer.page import (
+    bundle_script,
+    hash_of_script,
+    installed_version,
+    json_in_script,
+    load_template,
+    read_package_file,
+)
 
 __all__ = ["page", "write_page"]
 
@@ -33,8 +40,8 @@ def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "e
 def page(answers: Answers, *, lang: str = "en") -> str:
     """Render the page: one HTML file with its style, script and data, which makes no network requests."""
     phrases = language(lang)
-    source = script("lab/static/lab.js")
-    return template("lab/static/lab.html").render(
+    source = bundle_script("lab/static/lab.js")
+    return load_template("lab/static/lab.html").render(
         lang=lang,
         words=phrases.words,
         title=phrases.words["page title"],
@@ -42,8 +49,8 @@ def page(answers: Answers, *, lang: str = "en") -> str:
         quick=answers.quick,
         facts=_facts_of_answers(answers, phrases),
         chapters=build_chapters(answers, phrases),
-        foot=phrases.translate("foot", version=version(), seed=answers.seed),
-        style=Markup(static("viewer/static/shared/base.css") + static("lab/static/lab.css")),
+        foot=phrases.translate("foot", version=installed_version(), seed=answers.seed),
+        style=Markup(read_package_file("viewer/static/shared/base.css") + read_package_file("lab/static/lab.css")),
         script=Markup(source),
         script_hash=hash_of_script(source),
         texts=Markup(json_in_script(_texts_of_script(phrases))),
