@@ -17,7 +17,7 @@ from multihead.kinds import KINDS, MIXED, Kind, percent
 from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated, measure_repeated
 from multihead.probes.catalogue import REPEATED
-from multihead.viewer.payload import Run, rows_of, sample_description
+from multihead.viewer.payload import RecordedRun, describe_sample, table_rows_of_heads
 from tests.viewer.page import Page
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -82,12 +82,12 @@ def test_a_kind_of_ones_own_is_in_tables_findings_searches_and_pages(tmp_path: P
     )
     assert found.brief == "layer 0 head 0: skips one, 100 % (chance 7.3 %)"
     assert record.findings(lang="zh")[0].brief == "第 0 层第 0 头：跳过一个，100 %（随机水平 7.3 %）"
-    body = sample_description(Run("a", record), 0, "zh")
+    body = describe_sample(RecordedRun("a", record), 0, "zh")
     assert body["kinds"] == [("skipping", "local"), ("broad",)]
     legend = next(each for each in body["legend"] if each["id"] == "skipping")
     assert (legend["label"], legend["glyph"], legend["colour"]) == ("跳过一个", SKIPPING.glyph, SKIPPING.colour)
     assert legend["measured"]
-    assert rows_of(Run("a", record), 0)[0]["kind"] == "skipping+local"
+    assert table_rows_of_heads(RecordedRun("a", record), 0)[0]["kind"] == "skipping+local"
     page = Page(Path(record.report(tmp_path / "report.html").path))
     assert page.data["kinds"][0] == ["skipping", "local"]
     assert "skipping" in {each["id"] for each in page.data["legend"]}

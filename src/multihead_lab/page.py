@@ -9,7 +9,14 @@ from typing import Any
 from markupsafe import Markup
 
 from multihead.files import write_whole
-from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
+from multihead.viewer.page import (
+    bundle_script,
+    hash_of_script,
+    installed_version,
+    json_in_script,
+    load_template,
+    read_package_file,
+)
 from multihead_lab.report import build_chapters
 from multihead_lab.run import Answers
 from multihead_lab.tasks import ROWS
@@ -33,8 +40,8 @@ def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "e
 def page(answers: Answers, *, lang: str = "en") -> str:
     """Render the page: one HTML file with its style, script and data, which makes no network requests."""
     phrases = language(lang)
-    source = script("multihead_lab/static/lab.js")
-    return template("multihead_lab/static/lab.html").render(
+    source = bundle_script("multihead_lab/static/lab.js")
+    return load_template("multihead_lab/static/lab.html").render(
         lang=lang,
         words=phrases.words,
         title=phrases.words["page title"],
@@ -42,8 +49,10 @@ def page(answers: Answers, *, lang: str = "en") -> str:
         quick=answers.quick,
         facts=_facts_of_answers(answers, phrases),
         chapters=build_chapters(answers, phrases),
-        foot=phrases.translate("foot", version=version(), seed=answers.seed),
-        style=Markup(static("viewer/static/shared/base.css") + static("multihead_lab/static/lab.css")),
+        foot=phrases.translate("foot", version=installed_version(), seed=answers.seed),
+        style=Markup(
+            read_package_file("viewer/static/shared/base.css") + read_package_file("multihead_lab/static/lab.css")
+        ),
         script=Markup(source),
         script_hash=hash_of_script(source),
         texts=Markup(json_in_script(_texts_of_script(phrases))),

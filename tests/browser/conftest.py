@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from tests.browser.records import (
     causal,
     encoder_decoder,
@@ -76,7 +76,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         def address(*names: str, lang: str = "en") -> str:
             key = (*names, lang)
             if key not in kept:
-                runs = [Run(f"{name}.safetensors", made[name]()) for name in names]
+                runs = [RecordedRun(f"{name}.safetensors", made[name]()) for name in names]
                 kept[key] = f"http://127.0.0.1:{servers.enter_context(serving(*runs, lang=lang)).port}/{TOKEN}/"
             return kept[key]
 

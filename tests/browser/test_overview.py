@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from multihead.probes import PROBES
-from multihead.viewer.payload import Run, sample_description
+from multihead.viewer.payload import RecordedRun, describe_sample
 from tests.browser.records import HEADS, LAYERS, causal, medium, of_a_script
 from tests.browser.shown import Shown, ink
 
@@ -23,7 +23,7 @@ COLOURS_OF_EACH = """all => all.map(canvas => {
 
 
 def numbers() -> dict[str, Any]:
-    return sample_description(Run("causal", causal()), 0)
+    return describe_sample(RecordedRun("causal", causal()), 0)
 
 
 def heads(shown: Shown) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from tests.browser.records import HEADS, HOSTILE, IMAGE, LAYERS, LENGTH, causal
 from tests.browser.shown import Shown
 from tests.viewer.serving import TOKEN, serving
@@ -249,7 +249,7 @@ class TestWhatIsNotThere:
         assert len(requested) < 120
 
     def test_a_server_that_is_gone_is_told_with_how_to_start_it(self, browser: Browser) -> None:
-        with serving(Run("run.safetensors", causal())) as server:
+        with serving(RecordedRun("run.safetensors", causal())) as server:
             shown = Shown(browser.new_context(), f"http://127.0.0.1:{server.port}/{TOKEN}/")
             shown.visit("#a=L0H0&x=0&y=0&n=40&q=20")
         shown.page.evaluate("location.hash = '#a=L3H1&x=0&y=0&n=40&q=20'")

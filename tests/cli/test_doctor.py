@@ -33,8 +33,8 @@ FOUND = room.Diagnosis(
     lacking=None,
     runtimes=(Path("/torch/libgomp.so.1"),),
     kernels=(
-        room.Kernel("native", {"float16": "it computes float32", "float64": "it computes float32"}),
-        room.Kernel("reference", {}),
+        room.KernelDiagnosis("native", {"float16": "it computes float32", "float64": "it computes float32"}),
+        room.KernelDiagnosis("reference", {}),
     ),
 )
 
@@ -104,7 +104,7 @@ def test_no_runtime_of_its_own_is_no_failure(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("columns", [50, 60])
 def test_lines_wrap_next_to_their_label(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     reason = "it computes float32 and bfloat16, and the tensors are of another dtype altogether"
-    result = run(monkeypatch, replace(FOUND, kernels=(room.Kernel("native", {"float16": reason}),)), columns)
+    result = run(monkeypatch, replace(FOUND, kernels=(room.KernelDiagnosis("native", {"float16": reason}),)), columns)
     assert max(map(len, result.output.splitlines())) <= columns
     assert f"rejects float16: {reason}" in " ".join(result.output.split())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from multihead.cli.look_output import COLUMNS, _rows_of_table, print_files, print_textbook_heads
+from multihead.cli.look_output import COLUMNS, _table_of_heads, print_memory_and_files, print_textbook_heads
 from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
 from multihead.record.analysis.chance import Evidence
@@ -75,7 +75,7 @@ def test_the_table_has_every_kind_of_a_head_and_a_line_of_chance() -> None:
     rows = [{**row, "kind": "repeated_induction+previous+local"}, {**other, "kind": "mixed"}]
     console = Console(width=80, no_color=True)
     with console.capture() as captured:
-        console.print(_rows_of_table(rows, 80, KINDS, "en"))
+        console.print(_table_of_heads(rows, 80, KINDS, "en"))
     lines = [line.split() for line in captured.get().splitlines()]
     assert lines[3:5] == [["L0", "H1", "induction*", "+2", "0.50", "90"], ["L0", "H2", "mixed", "2.50", "10"]]
     assert lines[-1] == ["chance", "5.0"]
@@ -84,7 +84,7 @@ def test_the_table_has_every_kind_of_a_head_and_a_line_of_chance() -> None:
 def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a record.safetensors"
     file.write_bytes(b"0" * 2_500_000)
-    print_files(summary("pooled"), str(file), Memory(1, 1, 1), "en")
+    print_memory_and_files(summary("pooled"), str(file), Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.splitlines() == [
         "",
         "The page: page.html (1.5 MB, pooled maps)",
@@ -93,16 +93,16 @@ def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys
 
 
 def test_where_the_page_leaves_weights_out_it_is_said_how_to_have_them(capsys: pytest.CaptureFixture[str]) -> None:
-    print_files(summary("largest"), None, Memory(1, 1, 1), "en")
+    print_memory_and_files(summary("largest"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith(
         "For every weight at every zoom: run look with --record FILE, then multihead view FILE.\n"
     )
-    print_files(summary("whole"), None, Memory(1, 1, 1), "en")
+    print_memory_and_files(summary("whole"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith("The page: page.html (1.5 MB, every weight)\n")
 
 
 def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.CaptureFixture[str]) -> None:
-    print_files(summary("whole"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
+    print_memory_and_files(summary("whole"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
     assert capsys.readouterr().out.splitlines()[1] == (
         "Peak memory 3.1 GB, including the model; q and k of all heads take 755.0 MB, and their weights would take "
         "72.5 GB."
@@ -113,7 +113,7 @@ def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.Ca
 def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_memory(
     memory: Memory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_files(summary("whole"), None, memory, "en")
+    print_memory_and_files(summary("whole"), None, memory, "en")
     assert "memory" not in capsys.readouterr().out
 
 

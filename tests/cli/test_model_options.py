@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from multihead.cli import main
-from multihead.cli.model_options import parsed_layers
+from multihead.cli.model_options import parse_layers
 
 
 @pytest.mark.parametrize("command", ["look", "census"])
@@ -19,11 +19,11 @@ def test_both_commands_show_them(command: str) -> None:
 
 
 def test_layers_are_numbers_and_ranges() -> None:
-    assert parsed_layers("0, 3-5，7") == [0, 3, 4, 5, 7]
+    assert parse_layers("0, 3-5，7") == [0, 3, 4, 5, 7]
 
 
 @pytest.mark.parametrize("layers", ["", "a", "5-3", "1-", "1,,2", "-1"])
 def test_other_layers_are_an_error(layers: str) -> None:
     sentence = f"--layers is {layers!r}. Give layer numbers such as 0,3-5."
     with pytest.raises(click.UsageError, match=f"^{re.escape(sentence)}$"):
-        parsed_layers(layers)
+        parse_layers(layers)

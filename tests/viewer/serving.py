@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from multihead.viewer.payload import Run
-from multihead.viewer.security import hosts_of
-from multihead.viewer.server import application
+from multihead.viewer.payload import RecordedRun
+from multihead.viewer.security import allowed_hosts
+from multihead.viewer.server import build_application
 
 TOKEN = "the-token-of-a-test"
 
@@ -77,13 +77,13 @@ class Served:
 
 
 @contextmanager
-def serving(*runs: Run, lang: str = "en", **options: Any) -> Iterator[Served]:
+def serving(*runs: RecordedRun, lang: str = "en", **options: Any) -> Iterator[Served]:
     """Serve records until the block ends."""
     with socket.socket(proto=socket.IPPROTO_TCP) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        app = application(runs, token=TOKEN, hosts=hosts_of(port), lang=lang, **options)
+        app = build_application(runs, token=TOKEN, hosts=allowed_hosts(port), lang=lang, **options)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
         thread.start()

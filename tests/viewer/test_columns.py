@@ -8,17 +8,17 @@ from typing import Any
 from multihead.locale.texts import statistic_label
 from multihead.probes import PROBES, Statistic
 from multihead.probes.catalogue import REPEATED, statistic
-from multihead.viewer.columns import column, columns_not_recorded, names_of
+from multihead.viewer.columns import columns_not_recorded, describe_column, names_of_statistics
 
 
 def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
-    assert column(statistic("mean_distance"), "en") == {
+    assert describe_column(statistic("mean_distance"), "en") == {
         "id": "mean_distance",
         "label": "distance",
         "unit": "tokens",
         "format": ".1f",
     }
-    assert column(statistic("mean_distance"), "zh") == {
+    assert describe_column(statistic("mean_distance"), "zh") == {
         "id": "mean_distance",
         "label": "平均距离",
         "unit": "词元",
@@ -29,7 +29,12 @@ def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
 def test_a_statistic_of_a_script_keeps_its_label_and_unit_in_every_language() -> None:
     late = Statistic("late", label="late\x1b keys", unit="nats per key", number_format=".3g")
     for lang in ("en", "zh"):
-        assert column(late, lang) == {"id": "late", "label": "late\\x1b keys", "unit": "nats per key", "format": ".3g"}
+        assert describe_column(late, lang) == {
+            "id": "late",
+            "label": "late\\x1b keys",
+            "unit": "nats per key",
+            "format": ".3g",
+        }
 
 
 def test_separators_have_the_column_after_special_tokens() -> None:
@@ -37,7 +42,7 @@ def test_separators_have_the_column_after_special_tokens() -> None:
         SimpleNamespace(means=dict.fromkeys(("entropy", "special_mass", "largest_weight", "separator_mass"))),
         SimpleNamespace(means=dict.fromkeys(("entropy", "late"))),
     ]
-    assert names_of(profiles) == ["entropy", "special_mass", "separator_mass", "largest_weight", "late"]
+    assert names_of_statistics(profiles) == ["entropy", "special_mass", "separator_mass", "largest_weight", "late"]
 
 
 def test_statistics_that_were_not_recorded_are_listed_with_their_labels() -> None:

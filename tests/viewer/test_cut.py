@@ -13,7 +13,7 @@ import pytest
 from multihead import masks
 from multihead.observation.record import Record
 from multihead.viewer import routes
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from tests.viewer.serving import Served, serving
 from tests.viewer.watching import watch
 
@@ -39,7 +39,7 @@ def test_a_record_that_is_cut_while_it_is_shown_is_an_error_and_the_viewer_goes_
     long: Record, tmp_path: Path
 ) -> None:
     long.save(file := tmp_path / "run.safetensors")
-    with serving(Run("run.safetensors", Record.load(file, mapped=False))) as served:
+    with serving(RecordedRun("run.safetensors", Record.load(file, mapped=False))) as served:
         os.truncate(file, 100_000)
         answer = served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0")
         sentence = f"{str(file)!r} was changed, truncated or removed while it was read. Open it again."
@@ -53,7 +53,7 @@ def test_a_record_that_is_cut_while_it_is_shown_is_an_error_and_the_viewer_goes_
 def test_levels_that_are_cut_while_they_are_shown_are_an_error(
     harm: Callable[[Path], None], long: Record, tmp_path: Path
 ) -> None:
-    with serving(Run("run.safetensors", long, tmp_path / "levels")) as served:
+    with serving(RecordedRun("run.safetensors", long, tmp_path / "levels")) as served:
         until_built(served)
         harm(file := tmp_path / "levels" / "layer-0.sample-0.safetensors")
         sentence = f"{str(file)!r} was changed, truncated or removed while it was read. Open it again."
@@ -65,7 +65,7 @@ def test_levels_that_are_cut_while_they_are_shown_are_an_error(
 
 def test_levels_in_memory_are_bounded(long: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "IN_MEMORY", 12_000)  # of one head: 33 x 33 cells of 8 bytes, and 33
-    with serving(Run("run.safetensors", long)) as served:
+    with serving(RecordedRun("run.safetensors", long)) as served:
         progress = until_built(served)
         sentence = (
             "The coarse levels could not be built: The disk has no room for the levels, and memory holds 8,976 of "

@@ -83,9 +83,9 @@ def test_no_name_in_the_table_becomes_a_formula_and_numbers_stay_numbers() -> No
 
 
 def test_more_weights_than_a_file_should_hold_are_refused() -> None:
-    downloads.check_size(slice(0, 1024), slice(0, 1024))
+    downloads.check_download_size(slice(0, 1024), slice(0, 1024))
     with pytest.raises(ArgumentError) as refused:
-        downloads.check_size(slice(0, 1025), slice(10, 1034))
+        downloads.check_download_size(slice(0, 1025), slice(10, 1034))
     assert str(refused.value) == (
         "1,025 queries x 1,024 keys are 1,049,600 weights; a download holds at most 1,048,576. "
         "Choose a smaller part; `seen[layer].weights(...)` in Python is limited only by memory."

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from multihead import masks
 from multihead.viewer import levels
-from multihead.viewer.levels import LayerLevels, number_of_levels
+from multihead.viewer.levels import LayerMapLevels, number_of_levels
 from tests.viewer.watching import block_means, watch
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels, "STRIP", 300)
 
 
-def build(kept: LayerLevels, *heads: int) -> list[float]:
+def build(kept: LayerMapLevels, *heads: int) -> list[float]:
     return [share for head in heads for share in kept.build(head)]
 
 
@@ -51,20 +51,20 @@ def test_every_level_is_the_mean_over_what_may_be_seen(kind: str, sink: bool) ->
     layer = record.layers[0]
     for index in range(layer.num_samples):
         sample = layer.sample(index)
-        kept = LayerLevels(sample, None, OF)
+        kept = LayerMapLevels(sample, None, OF)
         build(kept, *range(sample.num_heads))
         assert kept.count >= 4
         for head in range(sample.num_heads):
             for level in range(1, kept.count):
                 expected = block_means(sample, head, level, sink=sink)
-                found = torch.from_numpy(kept.means(head, level, sink=sink))
+                found = torch.from_numpy(kept.block_means(head, level, sink=sink))
                 assert_close(found.double(), expected, rtol=1e-7, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.usefixtures("shallow")
 def test_what_is_kept_of_a_record_in_float64_is_float64() -> None:
     sample = watch(dtype=torch.float64, mask=masks.Causal()).layers[0].sample()
-    kept = LayerLevels(sample, None, OF)
+    kept = LayerMapLevels(sample, None, OF)
     build(kept, 0)
     sums = sum(kept._read_cells(f"{name}.{kept.count - 1}", 0).sum() for name in ("sums", "first_sums"))
     assert sums == pytest.approx(37, abs=1e-12)
@@ -74,10 +74,10 @@ def test_what_is_kept_of_a_record_in_float64_is_float64() -> None:
 def test_a_tile_is_its_part_of_the_whole_and_only_the_first_holds_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels, "TILE", 4)
     sample = watch(mask=masks.Causal()).layers[0].sample()
-    kept = LayerLevels(sample, None, OF)
+    kept = LayerMapLevels(sample, None, OF)
     build(kept, 0, 1)
     for sink in (True, False):
-        whole = kept.means(1, 1, sink=sink)
+        whole = kept.block_means(1, 1, sink=sink)
         for row in range(5):
             for column in range(5):
                 part = whole[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
@@ -86,11 +86,11 @@ def test_a_tile_is_its_part_of_the_whole_and_only_the_first_holds_the_sink(monke
 
 def test_a_long_text_has_levels_from_blocks_of_64_on() -> None:
     sample = watch(2100, mask=masks.Causal() & masks.Window(1500)).layers[0].sample()
-    kept = LayerLevels(sample, None, OF)
+    kept = LayerMapLevels(sample, None, OF)
     build(kept, 1)
-    assert kept.has(1)
-    assert not kept.has(0)
-    found = torch.from_numpy(kept.means(1, 6))
+    assert kept.is_built(1)
+    assert not kept.is_built(0)
+    found = torch.from_numpy(kept.block_means(1, 6))
     assert found.shape == (33, 33)
     assert_close(found.double(), block_means(sample, 1, 6), rtol=2e-5, atol=1e-8, equal_nan=True)
 
@@ -107,9 +107,9 @@ class TestTheFile:
     def test_it_is_a_safetensors_file_that_says_whose_it_is(self, tmp_path: Path) -> None:
         file = tmp_path / "run.levels" / "layer-0.safetensors"
         sample = watch(mask=masks.Causal()).layers[0].sample()
-        kept = LayerLevels(sample, file, OF)
+        kept = LayerMapLevels(sample, file, OF)
         shares = build(kept, 0)
-        assert kept.kept
+        assert kept.is_in_file
         assert shares == sorted(shares)
         assert shares[-1] == 1
         assert len(shares) > 3
@@ -123,50 +123,50 @@ class TestTheFile:
     def test_it_is_read_again_and_not_built_twice(self, tmp_path: Path) -> None:
         file = tmp_path / "a.safetensors"
         sample = watch(mask=masks.Causal()).layers[0].sample()
-        first = LayerLevels(sample, file, OF)
+        first = LayerMapLevels(sample, file, OF)
         build(first, 1)
-        again = LayerLevels(sample, file, OF)
-        assert [again.has(0), again.has(1)] == [False, True]
+        again = LayerMapLevels(sample, file, OF)
+        assert [again.is_built(0), again.is_built(1)] == [False, True]
         assert build(again, 1) == []
-        np.testing.assert_array_equal(first.means(1, 2), again.means(1, 2))
+        np.testing.assert_array_equal(first.block_means(1, 2), again.block_means(1, 2))
 
     @pytest.mark.parametrize("harm", ["foreign", "cut", "longer", "garbage", "empty"])
     def test_a_foreign_or_broken_file_is_built_anew(self, tmp_path: Path, harm: str) -> None:
         file = tmp_path / "a.safetensors"
         sample = watch(mask=masks.Causal()).layers[0].sample()
-        build(LayerLevels(sample, file, OF if harm != "foreign" else {**OF, "record": "another"}), 0, 1)
+        build(LayerMapLevels(sample, file, OF if harm != "foreign" else {**OF, "record": "another"}), 0, 1)
         whole = file.read_bytes()
         harmed = {"cut": whole[:-1], "longer": whole + b"1", "garbage": b"\xff" * len(whole), "empty": b""}
         file.write_bytes(harmed.get(harm, whole))
-        again = LayerLevels(sample, file, OF)
-        assert again.kept
-        assert not again.has(0)
+        again = LayerMapLevels(sample, file, OF)
+        assert again.is_in_file
+        assert not again.is_built(0)
         build(again, 0)
         expected = block_means(sample, 0, 3)
-        assert_close(torch.from_numpy(again.means(0, 3)).double(), expected, rtol=1e-5, atol=1e-8, equal_nan=True)
+        assert_close(torch.from_numpy(again.block_means(0, 3)).double(), expected, rtol=1e-5, atol=1e-8, equal_nan=True)
 
     def test_where_it_cannot_be_written_levels_stay_in_memory(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("no folder")
         sample = watch(mask=masks.Causal()).layers[0].sample()
-        kept = LayerLevels(sample, tmp_path / "file" / "a.safetensors", OF)
+        kept = LayerMapLevels(sample, tmp_path / "file" / "a.safetensors", OF)
         build(kept, 0)
-        assert not kept.kept
-        assert kept.has(0)
+        assert not kept.is_in_file
+        assert kept.is_built(0)
         assert (tmp_path / "file").read_text() == "no folder"
 
     def test_a_finished_file_that_may_only_be_read_serves_and_an_unfinished_one_does_not(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sample = watch(mask=masks.Causal()).layers[0].sample()
-        build(LayerLevels(sample, tmp_path / "whole.safetensors", OF), 0, 1)
-        build(LayerLevels(sample, tmp_path / "part.safetensors", OF), 0)
+        build(LayerMapLevels(sample, tmp_path / "whole.safetensors", OF), 0, 1)
+        build(LayerMapLevels(sample, tmp_path / "part.safetensors", OF), 0)
         monkeypatch.setattr(levels, "_is_writable", lambda file: False)  # root may write everything
-        whole = LayerLevels(sample, tmp_path / "whole.safetensors", OF)
-        assert whole.kept
-        assert whole.has(1)
-        part = LayerLevels(sample, tmp_path / "part.safetensors", OF)
-        assert not part.kept
-        assert not part.has(0)
+        whole = LayerMapLevels(sample, tmp_path / "whole.safetensors", OF)
+        assert whole.is_in_file
+        assert whole.is_built(1)
+        part = LayerMapLevels(sample, tmp_path / "part.safetensors", OF)
+        assert not part.is_in_file
+        assert not part.is_built(0)
 
     def test_without_room_on_the_disk_nothing_half_made_stays(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -175,13 +175,13 @@ class TestTheFile:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(levels.os, "posix_fallocate", full)
-        kept = LayerLevels(watch(mask=masks.Causal()).layers[0].sample(), tmp_path / "a.safetensors", OF)
-        assert not kept.kept
+        kept = LayerMapLevels(watch(mask=masks.Causal()).layers[0].sample(), tmp_path / "a.safetensors", OF)
+        assert not kept.is_in_file
         assert list(tmp_path.iterdir()) == []
 
     def test_its_head_is_json_that_ends_on_a_multiple_of_eight(self, tmp_path: Path) -> None:
         file = tmp_path / "a.safetensors"
-        LayerLevels(watch(mask=masks.Causal()).layers[0].sample(), file, OF)
+        LayerMapLevels(watch(mask=masks.Causal()).layers[0].sample(), file, OF)
         whole = file.read_bytes()
         length = int.from_bytes(whole[:8], "little")
         assert length % 8 == 0

@@ -105,7 +105,7 @@ def test_in_a_notebook_the_widget_is_shown_and_no_file_is_written(
     shown: list[Any] = []
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=object()))
     monkeypatch.setattr("IPython.display.display", shown.append)
-    assert looking.notebook() == "jupyter"
+    assert looking.kind_of_notebook() == "jupyter"
     seen = mh.look(loaded.model, TEXT, tokenizer=loaded.tokenizer)
     (view,) = shown
     assert view._records == (seen,)
@@ -119,7 +119,7 @@ def test_in_marimo_the_widget_is_added_to_the_output_of_the_cell(
     shown: list[Any] = []
     marimo = SimpleNamespace(running_in_notebook=lambda: True, output=SimpleNamespace(append=shown.append))
     monkeypatch.setitem(sys.modules, "marimo", marimo)
-    assert looking.notebook() == "marimo"
+    assert looking.kind_of_notebook() == "marimo"
     seen = mh.look(loaded.model, TEXT, tokenizer=loaded.tokenizer)
     (view,) = shown
     assert view._records == (seen,)
@@ -135,7 +135,7 @@ def test_a_missing_package_is_reported_before_the_model_runs(
         mh.look(loaded.model, TEXT, tokenizer=loaded.tokenizer)
     for name in [name for name in sys.modules if name.startswith("multihead.viewer.widget")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(looking, "notebook", lambda: "jupyter")
+    monkeypatch.setattr(looking, "kind_of_notebook", lambda: "jupyter")
     sentence = (
         r"^The view in a notebook needs anywidget, jinja2, matplotlib and starlette, which are not installed\. "
         r'Run pip install "multihead\[notebook\]"\.$'

@@ -24,32 +24,35 @@ def sample_of(**given: Any) -> Any:
 @pytest.mark.parametrize(("bits", "bound"), [(12, 2.5e-4), (16, 1.6e-5)])
 def test_a_coded_weight_is_within_the_rounding_that_was_measured(bits: int, bound: float) -> None:
     weights = torch.rand(2000, dtype=torch.float64) ** 4
-    rounding = maps.Rounding()
-    back = decoded(maps.encode(weights, bits=bits, rounding=rounding), bits)
+    rounding = maps.LargestRoundingError()
+    back = decoded(maps.encode_weights(weights, bits=bits, rounding=rounding), bits)
     assert (back - weights).abs().max() == rounding.largest
     assert rounding.largest <= bound
 
 
 def test_nothing_and_everything_are_coded_exactly() -> None:
-    rounding = maps.Rounding()
+    rounding = maps.LargestRoundingError()
     for bits in (12, 16):
-        assert decoded(maps.encode(torch.tensor([0.0, 1.0]), bits=bits, rounding=rounding), bits).tolist() == [0, 1]
+        assert decoded(maps.encode_weights(torch.tensor([0.0, 1.0]), bits=bits, rounding=rounding), bits).tolist() == [
+            0,
+            1,
+        ]
     assert rounding.largest == 0
 
 
 def test_a_hidden_cell_is_not_a_zero() -> None:
-    infinite = maps.Rounding()
-    maps.encode(torch.tensor([float("inf"), 0.0]), bits=16, rounding=infinite)
+    infinite = maps.LargestRoundingError()
+    maps.encode_weights(torch.tensor([float("inf"), 0.0]), bits=16, rounding=infinite)
     assert infinite.largest == 0
-    code = maps.encode(torch.tensor([float("nan"), 0.0]), bits=16, rounding=maps.Rounding())
+    code = maps.encode_weights(torch.tensor([float("nan"), 0.0]), bits=16, rounding=maps.LargestRoundingError())
     assert code.tolist() == [maps.HIDDEN, 1]
 
 
 def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
     sample = sample_of()
-    both = maps.encode_largest_weights(sample, number=4, rounding=maps.Rounding())
+    both = maps.encode_largest_weights(sample, number=4, rounding=maps.LargestRoundingError())
     for head, text in enumerate(both):
-        assert maps.encode_largest_weights(sample, number=4, rounding=maps.Rounding(), head=head) == [text]
+        assert maps.encode_largest_weights(sample, number=4, rounding=maps.LargestRoundingError(), head=head) == [text]
         raw = zlib.decompress(base64.b64decode(text), -15)
         planes = torch.frombuffer(bytearray(raw), dtype=torch.uint8).int().view(-1, 37, 4)
         keys, shares = (planes[2] << 8 | planes[3]).cumsum(-1), decoded(planes[0] << 8 | planes[1], 16)
@@ -65,9 +68,9 @@ def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
 
 def test_the_largest_of_all_is_that_of_one_a_query_and_reads_no_map() -> None:
     sample = sample_of()
-    alone = maps.encode_largest_weights(sample, number=1, rounding=maps.Rounding())
+    alone = maps.encode_largest_weights(sample, number=1, rounding=maps.LargestRoundingError())
     sample.tiles.clear()
-    assert maps.encode_largest_of_all(sample, rounding=maps.Rounding()) == alone
+    assert maps.encode_recorded_largest_weights(sample, rounding=maps.LargestRoundingError()) == alone
     assert sample.tiles == []
 
 
@@ -75,7 +78,7 @@ def test_without_the_largest_weights_there_are_none_to_code() -> None:
     sample = sample_of()
     del sample.statistics["largest_key"]
     with pytest.raises(ProbeError) as caught:
-        maps.encode_largest_of_all(sample, rounding=maps.Rounding())
+        maps.encode_recorded_largest_weights(sample, rounding=maps.LargestRoundingError())
     assert str(caught.value) == (
         'The record has no largest weights. Observe with the probes "largest_weight" and "largest_key".'
     )
@@ -87,5 +90,10 @@ def test_runs_that_do_not_fill_the_last_bin_do_not_thin_it() -> None:
 
 
 def test_strips_are_coded_from_zero_to_their_top() -> None:
-    assert maps.strip_codes(torch.tensor([[0.0, 2.0, 4.0, float("nan")]]), 4.0).tolist() == [0, 32768, 65535, 0]
-    assert maps.strip_codes(torch.zeros(1, 2), 0.0).tolist() == [0, 0]
+    assert maps.encode_margin_strips(torch.tensor([[0.0, 2.0, 4.0, float("nan")]]), 4.0).tolist() == [
+        0,
+        32768,
+        65535,
+        0,
+    ]
+    assert maps.encode_margin_strips(torch.zeros(1, 2), 0.0).tolist() == [0, 0]

@@ -9,7 +9,15 @@ import jinja2
 import pytest
 
 import multihead as mh
-from multihead.viewer.page import hash_of_script, json_in_script, modules, script, static, template, version
+from multihead.viewer.page import (
+    bundle_script,
+    hash_of_script,
+    installed_version,
+    json_in_script,
+    list_bundled_modules,
+    load_template,
+    read_package_file,
+)
 
 
 @pytest.mark.parametrize("token", ["</script><script>alert(1)</script>", "<!--", "&amp;", "\u2028", "头 🎉", "\ud800"])
@@ -22,15 +30,15 @@ def test_data_comes_back_as_it_was_and_holds_no_markup(token: str) -> None:
 
 def test_a_template_asks_for_everything_it_shows() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        template("viewer/static/report/report.html").render()
+        load_template("viewer/static/report/report.html").render()
 
 
 def test_static_files_are_read_once() -> None:
-    assert static("viewer/static/report/report.css") is static("viewer/static/report/report.css")
+    assert read_package_file("viewer/static/report/report.css") is read_package_file("viewer/static/report/report.css")
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    assert version() == mh.__version__
+    assert installed_version() == mh.__version__
 
 
 def test_a_script_is_named_by_its_sha_256() -> None:
@@ -38,28 +46,30 @@ def test_a_script_is_named_by_its_sha_256() -> None:
 
 
 def test_a_bundle_holds_each_module_once_after_the_modules_it_imports() -> None:
-    found = modules("viewer/static/report/page.js")
+    found = list_bundled_modules("viewer/static/report/page.js")
     assert found[-1] == "viewer/static/report/page.js"
     assert len(found) == len(set(found))
     for place, path in enumerate(found):
-        imported = {each for each in found if f"'{each.rpartition('/')[2]}'" in static(path).replace("./", "'")}
+        imported = {
+            each for each in found if f"'{each.rpartition('/')[2]}'" in read_package_file(path).replace("./", "'")
+        }
         assert imported <= set(found[:place]), path
-    bundle = script("viewer/static/report/page.js")
+    bundle = bundle_script("viewer/static/report/page.js")
     assert not re.search(r"^(import|export)\b", bundle, re.MULTILINE)
     assert all(bundle.count(f"modules['{path}'] = ") == 1 for path in found)
 
 
 def test_a_module_can_be_given_in_place_of_its_file() -> None:
-    bundle = script("viewer/static/view/main.js", given=(("viewer/static/view/host.js", "host"),))
+    bundle = bundle_script("viewer/static/view/main.js", given=(("viewer/static/view/host.js", "host"),))
     assert "modules['viewer/static/view/host.js'] = host;" in bundle
     assert "location" not in bundle.replace("location.href", "")  # the host alone reads and sets the address
 
 
 def test_a_form_of_export_that_a_bundle_does_not_know_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multihead.viewer.page.static", lambda path: "export default 3;\n")
+    monkeypatch.setattr("multihead.viewer.page.read_package_file", lambda path: "export default 3;\n")
     sentence = (
         "a.js: 'export default 3;' cannot be bundled. Write import { name } from './file.js' or "
         "export const/function/class."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        script.__wrapped__("a.js")
+        bundle_script.__wrapped__("a.js")

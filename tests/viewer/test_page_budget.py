@@ -16,32 +16,32 @@ def a_record(length: int = 120, **given: Any) -> Any:
     return record_of(random_weights(3, length, length), random_weights(2, length, length), **given)
 
 
-def size(kept: page_budget.Store) -> int:
+def size(kept: page_budget.StoredMaps) -> int:
     return sum(len(content) + 60 for _, content in kept.packs)
 
 
 def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
-    kept = page_budget.fill_page(a_record(), sample=0, room=10_000_000)
+    kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000)
     assert (kept.mode, kept.bits, kept.reason) == ("whole", 16, "")
     assert {name for name, _ in kept.packs} == {"m0", "m1", "s0", "s1", "w0.0", "w0.1", "w0.2", "w1.0", "w1.1"}
     assert 0 < kept.rounding <= 1.6e-5
 
 
 def test_a_short_text_needs_no_pooled_maps_beside_its_weights() -> None:
-    kept = page_budget.fill_page(a_record(40), sample=0, room=10_000_000)
+    kept = page_budget.encode_fitting_maps(a_record(40), sample=0, room=10_000_000)
     assert all(layer.direct for layer in kept.layers)
     assert "m0" not in dict(kept.packs)
 
 
 def test_with_less_room_twelve_bits_are_tried() -> None:
-    full = page_budget.fill_page(a_record(), sample=0, room=10_000_000)
-    kept = page_budget.fill_page(a_record(), sample=0, room=int(size(full) * 0.85))
+    full = page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000)
+    kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=int(size(full) * 0.85))
     assert (kept.mode, kept.bits) == ("whole", 12)
     assert 1.6e-5 < kept.rounding <= 2.5e-4
 
 
 def test_with_little_room_each_query_keeps_its_largest_weights() -> None:
-    kept = page_budget.fill_page(a_record(), sample=0, room=80_000)
+    kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=80_000)
     assert (kept.mode, kept.reason) == ("largest", "room")
     assert kept.number >= 1
     assert size(kept) <= 80_000
@@ -49,23 +49,23 @@ def test_with_little_room_each_query_keeps_its_largest_weights() -> None:
 
 @pytest.mark.parametrize("room", [9_000, 20_000, 35_000, 60_000, 100_000, 200_000])
 def test_no_room_is_ever_exceeded(room: int) -> None:
-    assert size(page_budget.fill_page(a_record(), sample=0, room=room)) <= room
+    assert size(page_budget.encode_fitting_maps(a_record(), sample=0, room=room)) <= room
 
 
 def test_maps_become_coarser_before_they_are_left_out() -> None:
-    kept = page_budget.fill_page(a_record(), sample=0, room=9_000)
+    kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=9_000)
     assert kept.mode in ("largest", "pooled")
     assert kept.map_size[0] < 60
 
 
 def test_without_room_the_page_stores_no_map_and_names_the_reason() -> None:
-    kept = page_budget.fill_page(a_record(), sample=0, room=100)
+    kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=100)
     assert (kept.mode, kept.reason, kept.packs) == ("none", "room", [])
     assert len(kept.layers) == 2
 
 
 def test_statistics_without_a_pooled_map_give_no_map() -> None:
-    kept = page_budget.fill_page(a_record(keep="statistics"), sample=0, room=10_000_000)
+    kept = page_budget.encode_fitting_maps(a_record(keep="statistics"), sample=0, room=10_000_000)
     assert (kept.mode, kept.reason) == ("none", "statistics")
 
 
@@ -73,7 +73,7 @@ def test_statistics_with_a_pooled_map_give_that_map() -> None:
     record = a_record(keep="statistics")
     for layer in record.layers:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
-    kept = page_budget.fill_page(record, sample=0, room=10_000_000)
+    kept = page_budget.encode_fitting_maps(record, sample=0, room=10_000_000)
     assert (kept.mode, kept.reason) == ("pooled", "statistics")
     assert kept.layers[0].row_block == 2
 
@@ -81,7 +81,7 @@ def test_statistics_with_a_pooled_map_give_that_map() -> None:
 def test_a_pooled_map_of_other_blocks_is_pooled_anew() -> None:
     record = a_record()
     record.layers[0].sample().statistics["pooled_map"] = torch.full((3, 7, 7), 0.5)
-    kept = page_budget.fill_page(record, sample=0, room=80_000)
+    kept = page_budget.encode_fitting_maps(record, sample=0, room=80_000)
     assert kept.layers[0].rows == 60
 
 
@@ -92,7 +92,7 @@ def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_r
     record = a_record()
     for layer in record.layers:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
-    kept = page_budget.fill_page(record, sample=0, room=80_000)
+    kept = page_budget.encode_fitting_maps(record, sample=0, room=80_000)
     assert (kept.mode, kept.number, kept.reason) == ("largest", 1, "room")
     assert [layer.sample().tiles for layer in record.layers] == [[1], []]  # whether there is one
 
@@ -105,22 +105,24 @@ def test_where_not_even_those_are_had_a_long_text_keeps_its_pooled_maps(
     record = a_record()
     for layer in record.layers:
         layer.sample().statistics.pop(lacking, None)
-    whole = size(page_budget.fill_page(a_record(), sample=0, room=80_000))
-    kept = page_budget.fill_page(record, sample=0, room=whole - 100 if lacking == "room" else 80_000)
+    whole = size(page_budget.encode_fitting_maps(a_record(), sample=0, room=80_000))
+    kept = page_budget.encode_fitting_maps(record, sample=0, room=whole - 100 if lacking == "room" else 80_000)
     assert (kept.mode, kept.number, kept.reason) == ("pooled", 0, "room")
 
 
 def test_maps_are_read_head_by_head_and_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multihead.record.analysis.visibility.TILE_CELLS", 1200)
     record = a_record()
-    page_budget.fill_page(record, sample=0, room=60_000)
+    page_budget.encode_fitting_maps(record, sample=0, room=60_000)
     for layer in record.layers:
         assert max(layer.sample().tiles) <= 1200
 
 
 def test_progress_counts_the_heads() -> None:
     heard: list[tuple[int, int]] = []
-    page_budget.fill_page(a_record(), sample=0, room=10_000_000, progress=lambda done, all_: heard.append((done, all_)))
+    page_budget.encode_fitting_maps(
+        a_record(), sample=0, room=10_000_000, progress=lambda done, all_: heard.append((done, all_))
+    )
     assert heard == [(n, 5) for n in range(1, 6)]
 
 
@@ -135,5 +137,5 @@ def test_an_error_that_is_not_about_missing_weights_is_not_swallowed(monkeypatch
 
     monkeypatch.setattr(DenseSample, "weights", broken)
     with pytest.raises(RuntimeError, match=r"^broken$"):
-        page_budget.fill_page(a_record(), sample=0, room=1000)
+        page_budget.encode_fitting_maps(a_record(), sample=0, room=1000)
     assert not issubclass(RuntimeError, ProbeError)

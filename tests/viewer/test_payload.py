@@ -14,13 +14,13 @@ from multihead.record.analysis import similar
 from multihead.record.analysis.highlights import findings
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, changed_heads, describe_run, rows_of, sample_description
+from multihead.viewer.payload import RecordedRun, changed_heads, describe_run, describe_sample, table_rows_of_heads
 from multihead.viewer.tokens import SPECIAL
 from tests.viewer.watching import watch
 
 
 def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
-    run = Run("a.safetensors", watch(9, lengths=(9, 4), mask=masks.Causal()))
+    run = RecordedRun("a.safetensors", watch(9, lengths=(9, 4), mask=masks.Causal()))
     assert describe_run(run) == {
         "name": "a.safetensors",
         "title": "ModuleList",
@@ -32,7 +32,7 @@ def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
 def test_a_text_is_named_by_its_first_words_without_special_tokens() -> None:
     record = watch(6)
     record.set_text(Text(None, ["<s>", "A", "gull", "with", "one", "leg"], [True, *[False] * 5]))
-    assert describe_run(Run("a.safetensors", record))["samples"][0]["opening"] == "A gull with one leg"
+    assert describe_run(RecordedRun("a.safetensors", record))["samples"][0]["opening"] == "A gull with one leg"
 
 
 def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
@@ -41,7 +41,7 @@ def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
     previous[1] = 0.9
     one = record.layers[1].samples[0]
     one.put(one.statistics | {"previous_mass": previous})
-    shown = sample_description(Run("a.safetensors", record), 0)
+    shown = describe_sample(RecordedRun("a.safetensors", record), 0)
     expected = findings(record.layers, sample=0)
     assert [(each["layer"], each["head"], each["sentence"]) for each in shown["findings"]] == [
         (each.layer, each.head, each.sentence) for each in expected
@@ -51,18 +51,18 @@ def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
 
 
 def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
-    run = Run("a.safetensors", watch(9, keep="statistics"))
+    run = RecordedRun("a.safetensors", watch(9, keep="statistics"))
     assert describe_run(run)["keep"] == "statistics"
-    layer = sample_description(run, 0)["layers"][0]
+    layer = describe_sample(run, 0)["layers"][0]
     assert (layer["levels"], layer["maps"]) == (0, False)
-    pooled = Run("b.safetensors", watch(9, keep="statistics", probes=("entropy", "pooled_map")))
-    assert sample_description(pooled, 0)["layers"][0]["maps"] is True
+    pooled = RecordedRun("b.safetensors", watch(9, keep="statistics", probes=("entropy", "pooled_map")))
+    assert describe_sample(pooled, 0)["layers"][0]["maps"] is True
 
 
 def test_a_sample_is_described_head_by_head() -> None:
     record = watch(70, layers=2, mask=masks.Causal())
     record.set_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
-    body = sample_description(Run("a", record), 0)
+    body = describe_sample(RecordedRun("a", record), 0)
     json.dumps(body, allow_nan=False)
     (text,) = body["texts"]
     assert (text["gaps"][:2], text["shown"][:2], text["flags"][:2]) == (["", " "], ["t0", "t1"], [SPECIAL, 0])
@@ -110,7 +110,7 @@ def test_a_sample_is_described_head_by_head() -> None:
 
 def test_a_layer_that_reads_another_text_says_so() -> None:
     record = watch(6, memory=11)
-    body = sample_description(Run("a", record), 0)
+    body = describe_sample(RecordedRun("a", record), 0)
     layer = body["layers"][0]
     assert layer["crosses"]
     assert (layer["queries"], layer["keys"]) == (6, 11)
@@ -119,13 +119,13 @@ def test_a_layer_that_reads_another_text_says_so() -> None:
 def test_a_number_that_is_none_is_null() -> None:
     record = watch(5, layers=2)
     record.layers[1].samples[0]._per_query.pop("entropy")
-    body = sample_description(Run("a", record), 0)["metrics"]["entropy"]
+    body = describe_sample(RecordedRun("a", record), 0)["metrics"]["entropy"]
     assert body[2:] == [None, None]
     assert all(math.isfinite(value) for value in body[:2])
 
 
 def test_the_table_has_a_row_a_head_with_its_kind() -> None:
-    rows = rows_of(Run("a", watch(30, layers=2, mask=masks.Causal())), 0)
+    rows = table_rows_of_heads(RecordedRun("a", watch(30, layers=2, mask=masks.Causal())), 0)
     assert [(row["layer"], row["head"], row["name"]) for row in rows] == [
         (0, 0, "0"),
         (0, 1, "0"),
@@ -138,9 +138,9 @@ def test_the_table_has_a_row_a_head_with_its_kind() -> None:
 def test_names_that_a_page_shows_cannot_turn_it() -> None:
     record = watch(9)
     record.title, record.layers[0].name = "\u202etitle", "\x1b\u2066layer"
-    run = Run("\u202efile", record)
+    run = RecordedRun("\u202efile", record)
     assert (describe_run(run)["name"], describe_run(run)["title"]) == ("\\u202efile", "\\u202etitle")
-    assert sample_description(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"
+    assert describe_sample(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"
 
 
 def test_a_head_may_have_several_kinds_and_every_share_its_chance() -> None:
@@ -151,20 +151,20 @@ def test_a_head_may_have_several_kinds_and_every_share_its_chance() -> None:
     previous = torch.zeros(2, 40)
     previous[0] = 0.9
     sample.put({"previous_mass": previous, "entropy": torch.zeros(2, 40)})
-    body = sample_description(Run("a", record), 0)
+    body = describe_sample(RecordedRun("a", record), 0)
     assert body["kinds"][0] == ("repeated_induction", "previous")
     assert body["metrics"]["repeated_induction"] == [0.9, 0]
     assert body["chance"]["repeated_induction"] == pytest.approx([0.01, 0.01])
     expected = sum(1 / n for n in range(2, 41)) / 39
     assert body["chance"]["previous_mass"] == pytest.approx([expected, expected])
     assert {one["id"]: one["label"] for one in body["columns"]}["repeated_induction"] == "induction on random repeats"
-    row = rows_of(Run("a", record), 0)[0]
+    row = table_rows_of_heads(RecordedRun("a", record), 0)[0]
     assert row["kind"] == "repeated_induction+previous"
     assert row["previous_mass_chance"] == pytest.approx(expected)
 
 
 def test_of_a_long_text_what_changed_is_read_off_some_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = (Run(name, watch(40, mask=masks.Causal(), seed=seed)) for seed, name in enumerate("ab"))
+    before, after = (RecordedRun(name, watch(40, mask=masks.Causal(), seed=seed)) for seed, name in enumerate("ab"))
     monkeypatch.setattr(similar, "CELLS", 1)
     steps: list[int] = []
     body = changed_heads(before, after, 0, 1, lang="en", progress=lambda: steps.append(1))

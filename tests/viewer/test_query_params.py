@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from multihead.errors import ArgumentError
-from multihead.viewer.query_params import AbsentError, flag, number, span
+from multihead.viewer.query_params import NotFoundError, parse_flag, parse_number, parse_range
 
 
 @pytest.mark.parametrize(
@@ -24,18 +24,18 @@ from multihead.viewer.query_params import AbsentError, flag, number, span
 )
 def test_text_that_is_not_a_number_is_rejected(text: str | None, sentence: str) -> None:
     with pytest.raises(ArgumentError) as refused:
-        number("layer", text, below=6)
+        parse_number("layer", text, below=6)
     assert str(refused.value) == sentence
 
 
 def test_a_number_beyond_the_last_is_absent() -> None:
-    with pytest.raises(AbsentError, match=r"^There is no layer 6\. Give a number from 0 to 5\.$"):
-        number("layer", "6", below=6)
+    with pytest.raises(NotFoundError, match=r"^There is no layer 6\. Give a number from 0 to 5\.$"):
+        parse_number("layer", "6", below=6)
 
 
 def test_a_number_may_be_left_out_where_there_is_a_default() -> None:
-    assert number("top", None, below=6, default=4) == 4
-    assert number("top", "2", below=6, default=4) == 2
+    assert parse_number("top", None, below=6, default=4) == 4
+    assert parse_number("top", "2", below=6, default=4) == 2
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_a_number_may_be_left_out_where_there_is_a_default() -> None:
 )
 def test_an_invalid_range_is_rejected(text: str, sentence: str) -> None:
     with pytest.raises(ArgumentError) as refused:
-        span("keys", text, 10)
+        parse_range("keys", text, 10)
     assert str(refused.value) == sentence
 
 
 def test_a_flag_is_1_or_0() -> None:
-    assert [flag("sink", text, default=True) for text in ("1", "0", None)] == [True, False, True]
+    assert [parse_flag("sink", text, default=True) for text in ("1", "0", None)] == [True, False, True]
     with pytest.raises(ArgumentError, match=r"^sink is 'yes'\. Give 1 or 0\.$"):
-        flag("sink", "yes", default=True)
+        parse_flag("sink", "yes", default=True)

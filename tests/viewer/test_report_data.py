@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.record.analysis.highlights import layer_profiles
 from multihead.viewer import report_data
-from multihead.viewer.page_budget import Store
+from multihead.viewer.page_budget import StoredMaps
 from multihead.viewer.tokens import layout_of_tokens
 from tests.dense_record import DenseRecord, random_weights, record_of
 
@@ -20,7 +20,7 @@ TOKENS = ["[CLS]", *["word"] * 28, "[SEP]"]
 
 def facts_of(record: Any, **given: Any) -> dict[str, str]:
     texts = {"main": layout_of_tokens(TOKENS), **given}
-    return dict(report_data.facts(record, layer_profiles(record.layers), texts, sample=0, lang="en"))
+    return dict(report_data.facts_of_record(record, layer_profiles(record.layers), texts, sample=0, lang="en"))
 
 
 def masked(seen: Tensor) -> DenseRecord:
@@ -141,7 +141,7 @@ def test_what_each_token_receives_is_the_mean_over_heads_and_queries() -> None:
 
 @pytest.mark.parametrize(("value", "text"), [(0.00001526, "0.0016"), (0.000244, "0.025"), (0.5, "50"), (0.0, "0")])
 def test_the_rounding_that_is_printed_is_a_bound(value: float, text: str) -> None:
-    assert report_data.rounding(Store(rounding=value)) == text
+    assert report_data.format_rounding_error(StoredMaps(rounding=value)) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(20_000_000, "20 MB"), (1_250_000, "1.2 MB"), (80_000, "80 kB")])
@@ -153,16 +153,19 @@ def test_sizes_are_short(value: int, text: str) -> None:
     ("store", "part"),
     [
         (
-            Store(mode="whole", bits=12, rounding=0.000244),
+            StoredMaps(mode="whole", bits=12, rounding=0.000244),
             "in 12 bits on a square-root scale: a value shown is within ±0.025 ",
         ),
-        (Store(mode="largest", number=9, reason="room"), "each query’s 9 largest weights"),
-        (Store(mode="largest", number=1, reason="room"), "each query’s largest weight, within ±0 percentage points"),
-        (Store(mode="pooled", reason="room"), "single weights are left out to stay under 20 MB."),
-        (Store(mode="pooled", reason="statistics"), "q and k were not recorded, so this page holds pooled maps"),
-        (Store(reason="statistics"), "q and k were not recorded, so there is no map."),
-        (Store(reason="room"), "All maps are left out to stay under 20 MB."),
+        (StoredMaps(mode="largest", number=9, reason="room"), "each query’s 9 largest weights"),
+        (
+            StoredMaps(mode="largest", number=1, reason="room"),
+            "each query’s largest weight, within ±0 percentage points",
+        ),
+        (StoredMaps(mode="pooled", reason="room"), "single weights are left out to stay under 20 MB."),
+        (StoredMaps(mode="pooled", reason="statistics"), "q and k were not recorded, so this page holds pooled maps"),
+        (StoredMaps(reason="statistics"), "q and k were not recorded, so there is no map."),
+        (StoredMaps(reason="room"), "All maps are left out to stay under 20 MB."),
     ],
 )
-def test_the_foot_says_what_the_page_holds(store: Store, part: str) -> None:
-    assert part in report_data.sentence_on_store(store, max_bytes=20_000_000, lang="en")
+def test_the_foot_says_what_the_page_holds(store: StoredMaps, part: str) -> None:
+    assert part in report_data.sentence_on_stored_maps(store, max_bytes=20_000_000, lang="en")

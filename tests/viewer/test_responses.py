@@ -15,7 +15,7 @@ from starlette.requests import Request
 from multihead.errors import ArgumentError
 from multihead.locale.texts import section
 from multihead.viewer import responses
-from multihead.viewer.query_params import AbsentError, LaterError
+from multihead.viewer.query_params import NotFoundError, NotReadyError
 
 REQUEST = Request({"type": "http"})
 
@@ -27,7 +27,7 @@ def test_every_file_of_the_page_is_served_with_its_type() -> None:
         names = [each.name for each in files.iterdir() if each.is_file() and not each.name.endswith(".html")]
         assert len(names) > 9
         for name in names:
-            answer = responses.page_file(folder, name)
+            answer = responses.file_response(folder, name)
             assert answer.body == (files / name).read_bytes()
             assert answer.headers["content-type"] == responses.TYPES[name[name.rindex(".") :]]
 
@@ -51,8 +51,8 @@ def test_the_page_carries_its_texts_in_its_language() -> None:
     ],
 )
 def test_no_other_file_is_served(folder: str, name: str) -> None:
-    with pytest.raises(AbsentError) as refused:
-        responses.page_file(folder, name)
+    with pytest.raises(NotFoundError) as refused:
+        responses.file_response(folder, name)
     assert str(refused.value) == "The page has no such file. Open the address that `multihead view` printed."
 
 
@@ -66,8 +66,8 @@ def test_numbers_are_float32_with_their_shape() -> None:
     ("error", "status"),
     [
         (ArgumentError("It is 3.", "Give 2."), 400),
-        (AbsentError("It is 3.", "Give 2."), 404),
-        (LaterError("It is 3.", "Give 2."), 503),
+        (NotFoundError("It is 3.", "Give 2."), 404),
+        (NotReadyError("It is 3.", "Give 2."), 503),
     ],
 )
 def test_an_error_is_its_sentence(error: Exception, status: int) -> None:
@@ -78,7 +78,7 @@ def test_an_error_is_its_sentence(error: Exception, status: int) -> None:
 
 
 def test_a_failure_of_the_viewer_returns_a_sentence_and_has_the_headers() -> None:
-    answer = asyncio.run(responses.failed(REQUEST, ValueError("secret")))
+    answer = asyncio.run(responses.failure_response(REQUEST, ValueError("secret")))
     assert answer.status_code == 500
     assert json.loads(answer.body) == {
         "error": "The viewer failed on this request. Please report the error that its terminal shows.",
@@ -87,8 +87,8 @@ def test_a_failure_of_the_viewer_returns_a_sentence_and_has_the_headers() -> Non
 
 
 def test_an_address_without_a_route_returns_an_error_sentence() -> None:
-    answer = asyncio.run(responses.no_such_address(REQUEST, HTTPException(404)))
+    answer = asyncio.run(responses.unknown_address_response(REQUEST, HTTPException(404)))
     assert json.loads(answer.body) == {
         "error": "The viewer has nothing at this address. Open the address that `multihead view` printed.",
     }
-    assert asyncio.run(responses.no_such_address(REQUEST, HTTPException(405))).status_code == 405
+    assert asyncio.run(responses.unknown_address_response(REQUEST, HTTPException(405))).status_code == 405

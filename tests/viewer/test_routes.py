@@ -24,7 +24,7 @@ from multihead.observation.record import Record
 from multihead.probes.blocks import CancelledError
 from multihead.record.texts import Text
 from multihead.viewer import routes
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from tests.viewer.serving import TOKEN, Served, serving
 from tests.viewer.watching import block_means, watch
 
@@ -46,7 +46,11 @@ def record() -> Record:
 def served(record: Record) -> Iterator[Served]:
     other = watch(LENGTH, layers=2, mask=masks.Causal(), seed=1)
     statistics = watch(30, layers=2, keep="statistics")
-    runs = Run("a.safetensors", record), Run("b.safetensors", other), Run("c.safetensors", statistics)
+    runs = (
+        RecordedRun("a.safetensors", record),
+        RecordedRun("b.safetensors", other),
+        RecordedRun("c.safetensors", statistics),
+    )
     with serving(*runs, lang="zh") as found:
         yield found
 
@@ -189,7 +193,7 @@ def test_the_nearest_heads_are_the_records_and_say_how_many_queries_were_looked_
 def test_the_divergence_of_a_head_of_nan_is_null() -> None:
     seen = watch(20)
     seen.layers[0].samples[0].q.whole()[:, 1] = float("nan")  # type: ignore[union-attr]
-    with serving(Run("a", seen)) as served:
+    with serving(RecordedRun("a", seen)) as served:
         answer = served.get("api/runs/0/samples/0/heads/0/0/nearest")
         assert (answer.status, answer.json) == (200, [{"layer": 0, "head": 1, "divergence": None, "queries": 20}])
         for path in ("", "/table.json", "/table.csv", "/layers/0/maps", "/heads/0/1/row?query=3", "/levels"):
@@ -281,7 +285,7 @@ def test_an_invalid_request_returns_an_error_sentence(served: Served, path: str,
 
 
 def test_too_many_weights_are_refused() -> None:
-    with serving(Run("a", watch(1100, heads=1))) as served:
+    with serving(RecordedRun("a", watch(1100, heads=1))) as served:
         answer = served.get("api/runs/0/samples/0/heads/0/0/weights.csv")
         assert answer.status == 400
         assert answer.error.startswith(
@@ -299,7 +303,7 @@ def test_a_record_of_statistics_has_its_numbers_and_no_levels(served: Served) ->
 
 def test_pooled_maps_that_were_kept_serve_where_q_and_k_were_not() -> None:
     seen = watch(100, keep="statistics", probes=("entropy", "pooled_map"))
-    with serving(Run("a", seen)) as served:
+    with serving(RecordedRun("a", seen)) as served:
         answer = served.get(f"{SAMPLE}/layers/0/maps")
         assert (answer.floats.shape, answer.headers["x-block"]) == ((2, 50, 50), "2,2")
 
@@ -322,7 +326,7 @@ class TestLongTexts:
     def test_coarse_levels_are_built_next_to_the_file_and_reported(self, long: Record, tmp_path: Path) -> None:
         progress: list[tuple[float, int]] = []
         folder = tmp_path / "run.safetensors.levels"
-        run = Run("run.safetensors", long, folder)
+        run = RecordedRun("run.safetensors", long, folder)
         with serving(run, progress=lambda done, total: progress.append((done, total))) as served:
             assert served.get(SAMPLE).json["layers"][0]["levels"] == 7
             assert self.until_ready(served) == {"state": "ready", "done": 2, "total": 2, "inMemory": False}
@@ -339,8 +343,8 @@ class TestLongTexts:
     def test_until_levels_are_built_the_response_is_to_retry(
         self, long: Record, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(routes.Builder, "step", lambda self: False)
-        with serving(Run("run.safetensors", long)) as served:
+        monkeypatch.setattr(routes.LevelBuilder, "build_strip", lambda self: False)
+        with serving(RecordedRun("run.safetensors", long)) as served:
             for path in (f"{SAMPLE}/layers/0/maps", f"{SAMPLE}/heads/0/1/tile?level=6&row=0&column=0"):
                 answer = served.get(path)
                 assert answer.status == 503
@@ -349,7 +353,7 @@ class TestLongTexts:
 
     def test_where_the_folder_cannot_be_written_they_stay_in_memory(self, long: Record, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("no folder")
-        with serving(Run("run.safetensors", long, tmp_path / "file" / "levels")) as served:
+        with serving(RecordedRun("run.safetensors", long, tmp_path / "file" / "levels")) as served:
             assert served.get(SAMPLE).status == 200
             assert self.until_ready(served)["inMemory"]
             assert served.get(f"{SAMPLE}/heads/0/1/tile?level=6&row=0&column=0").status == 200
@@ -374,7 +378,7 @@ def slowly(begun: threading.Event, ended: list[str]) -> Callable[..., Any]:
 def test_a_tile_whose_client_went_away_is_given_up(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), []
     monkeypatch.setattr(routes, "fine_tile", slowly(begun, ended))
-    with serving(Run("a", record)) as served:
+    with serving(RecordedRun("a", record)) as served:
         with served.requesting(f"{HEAD}/tile?level=0&row=0&column=0"):
             assert begun.wait(10)
         for _ in range(2000):
@@ -397,7 +401,7 @@ def test_requests_at_once_are_all_answered_and_the_same_ones_computed_once(
         return fine(sample, head, level, row=row, column=column, **options)
 
     monkeypatch.setattr(routes, "fine_tile", counting)
-    with serving(Run("a", record)) as served, ThreadPoolExecutor(16) as clients:
+    with serving(RecordedRun("a", record)) as served, ThreadPoolExecutor(16) as clients:
         paths = [
             f"{SAMPLE}/heads/0/{head}/tile?level=0&row={row}&column={column}"
             for head in range(2)
@@ -416,7 +420,7 @@ def test_a_failure_is_a_sentence_and_the_server_keeps_running(record: Record, mo
         raise ValueError("secret")
 
     monkeypatch.setattr(routes, "fine_tile", fail)
-    with serving(Run("a", record)) as served:
+    with serving(RecordedRun("a", record)) as served:
         answer = served.get(f"{HEAD}/tile?level=0&row=0&column=0")
         assert answer.status == 500
         assert json.loads(answer.body) == {
@@ -428,7 +432,7 @@ def test_a_failure_is_a_sentence_and_the_server_keeps_running(record: Record, mo
 
 def test_a_layer_is_requested_and_shown_by_its_number_if_only_some_were_recorded() -> None:
     some = watch(20, layers=3, layers_kept=[1, 2])
-    with serving(Run("run.safetensors", some)) as served:
+    with serving(RecordedRun("run.safetensors", some)) as served:
         body = served.get(SAMPLE).json
         assert [layer["number"] for layer in body["layers"]] == [1, 2]
         rows = served.get(f"{SAMPLE}/table.json").json
@@ -451,7 +455,7 @@ def test_a_record_whose_mask_is_not_defined_shows_its_table_and_refuses_its_maps
 
     watch(30, layers=1, mask=Elsewhere()).save(file := tmp_path / "run.safetensors")
     masks.base._REGISTERED.pop("Elsewhere")
-    with serving(Run("run", Record.load(file))) as served:
+    with serving(RecordedRun("run", Record.load(file))) as served:
         assert len(served.get(SAMPLE).json["layers"]) == 1
         assert served.get(f"{SAMPLE}/table.csv").status == 200
         answer = served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0")

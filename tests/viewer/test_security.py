@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from multihead.viewer import security
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from tests.viewer.serving import TOKEN, Served, serving
 from tests.viewer.watching import watch
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(Run("a.safetensors", watch(5))) as found:
+    with serving(RecordedRun("a.safetensors", watch(5))) as found:
         yield found
 
 
@@ -28,7 +28,7 @@ def test_any_other_name_is_refused(served: Served, host: str) -> None:
     host = host.format(port=served.port)
     answer = served.get("api/view", headers={"Host": host})
     assert answer.status == 403
-    names = ", ".join(sorted(security.hosts_of(served.port)))
+    names = ", ".join(sorted(security.allowed_hosts(served.port)))
     assert answer.error == (
         f"The request is for {host!r}, and this viewer serves only {names}. "
         "Open the address that `multihead view` printed."

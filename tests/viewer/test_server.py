@@ -10,18 +10,18 @@ import pytest
 
 from multihead.errors import InputError
 from multihead.viewer import server
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from tests.viewer.serving import TOKEN, serving
 from tests.viewer.watching import watch
 
 
 def test_it_says_its_address_once_it_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    plain = server._Server
-    monkeypatch.setattr(server, "_Server", lambda *given: made.append(plain(*given)) or made[0])
+    plain = server._CancellingServer
+    monkeypatch.setattr(server, "_CancellingServer", lambda *given: made.append(plain(*given)) or made[0])
     addresses: list[str] = []
     options = {"token": "abc", "ready": addresses.append}
-    thread = threading.Thread(target=server.serve, args=([Run("a", watch(5))],), kwargs=options)
+    thread = threading.Thread(target=server.serve, args=([RecordedRun("a", watch(5))],), kwargs=options)
     thread.start()
     while not made or not made[0].started:
         thread.join(0.01)
@@ -35,13 +35,13 @@ def test_it_says_its_address_once_it_takes_requests(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_address_without_its_last_slash_leads_to_the_page() -> None:
-    with serving(Run("a", watch(5))) as served:
+    with serving(RecordedRun("a", watch(5))) as served:
         answer = served.request(f"/{TOKEN}")
         assert (answer.status, answer.headers["location"]) == (307, f"/{TOKEN}/")
 
 
 def test_a_port_that_is_taken_is_refused_in_words() -> None:
-    with serving(Run("a", watch(5))) as served, pytest.raises(InputError) as refused:
+    with serving(RecordedRun("a", watch(5))) as served, pytest.raises(InputError) as refused:
         server.serve([], token="x", port=served.port)
     assert str(refused.value) == (
         f"Port {served.port} is already in use. Give another --port, or leave it out to use a free one."
@@ -49,7 +49,7 @@ def test_a_port_that_is_taken_is_refused_in_words() -> None:
 
 
 def test_when_the_server_ends_its_threads_end() -> None:
-    with serving(Run("a", watch(5))) as served:
+    with serving(RecordedRun("a", watch(5))) as served:
         assert served.get("api/runs/0/samples/0").status == 200
         threads = [*served.app.state.viewer.workers._threads, *served.app.state.viewer.slow._threads]
         assert all(thread.is_alive() for thread in threads)

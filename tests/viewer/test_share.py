@@ -16,9 +16,9 @@ import torch
 from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, describe_run, sample_description
-from multihead.viewer.share import SharedHead, file_name, shared_page
-from multihead.viewer.tiles import fine_tile, row_of
+from multihead.viewer.payload import RecordedRun, describe_run, describe_sample
+from multihead.viewer.share import SharedHead, name_shared_file, shared_page
+from multihead.viewer.tiles import fine_tile, weights_of_query
 from tests.viewer.serving import Served, serving
 from tests.viewer.watching import watch
 
@@ -26,10 +26,10 @@ LENGTH = 300
 HOSTILE = "</script><script>window.broken=1</script>"
 
 
-def run(seed: int = 0) -> Run:
+def run(seed: int = 0) -> RecordedRun:
     record = watch(LENGTH, mask=masks.Causal(), heads=2, layers=2, seed=seed)
     record.set_text(Text(None, [HOSTILE, *("word" for _ in range(LENGTH - 1))], [True, *[False] * (LENGTH - 1)]))
-    return Run(f"run {seed}.safetensors", record)
+    return RecordedRun(f"run {seed}.safetensors", record)
 
 
 RUN = run()
@@ -67,7 +67,7 @@ def a_head(layer: int, head: int) -> SharedHead:
 
 
 def written(*heads: SharedHead, place: str = "#a=L1H0&n=40&x=20&y=30&q=50", **given: Any) -> bytes:
-    described_run = {"runs": [describe_run(RUN)], "samples": [sample_description(RUN, 0)]}
+    described_run = {"runs": [describe_run(RUN)], "samples": [describe_sample(RUN, 0)]}
     return shared_page(heads, small=lambda run, layer: None, place=place, lang="en", **described_run | given)
 
 
@@ -87,7 +87,7 @@ def test_every_tile_of_a_head_is_in_the_file_bit_for_bit_if_it_fits() -> None:
 def test_the_weights_of_the_queries_around_the_chosen_one_are_in_the_file() -> None:
     rows = held(written(a_head(1, 0)))["arrays"]["0/1/0 rows"]
     assert rows["first"] <= 50 < rows["first"] + rows["shape"][0]
-    assert same(values(rows)[50 - rows["first"]], row_of(RUN.record.layers[1].sample(0), 0, 50))
+    assert same(values(rows)[50 - rows["first"]], weights_of_query(RUN.record.layers[1].sample(0), 0, 50))
 
 
 def test_a_smaller_limit_leaves_out_finer_levels_and_keeps_the_single_weights_in_view() -> None:
@@ -118,8 +118,8 @@ def test_tokens_and_addresses_cannot_become_markup() -> None:
 
 
 def test_a_file_is_named_after_the_record_and_the_heads() -> None:
-    assert file_name("../a model", [a_head(1, 0), a_head(0, 1)]) == "a-model-L1H0-L0H1"
-    assert file_name("字", []) == "view"
+    assert name_shared_file("../a model", [a_head(1, 0), a_head(0, 1)]) == "a-model-L1H0-L0H1"
+    assert name_shared_file("字", []) == "view"
 
 
 def test_the_server_returns_the_file_with_two_heads_of_two_records(served: Served) -> None:

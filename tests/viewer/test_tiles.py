@@ -16,7 +16,14 @@ from torch.testing import assert_close
 from multihead import masks
 from multihead.probes.blocks import CancelledError
 from multihead.viewer import tiles
-from multihead.viewer.tiles import Cache, Workers, fine_tile, row_of, tiles_of, whole_maps
+from multihead.viewer.tiles import (
+    ArrayCache,
+    WorkerThreads,
+    fine_tile,
+    maps_of_all_heads,
+    tiles_per_side,
+    weights_of_query,
+)
 from tests.viewer.test_levels import KINDS
 from tests.viewer.watching import block_means, watch
 
@@ -32,8 +39,8 @@ def test_a_tile_holds_the_means_over_what_may_be_seen(
     for sample in record.layers[0].samples:
         head = sample.num_heads - 1
         expected = block_means(sample, head, level, sink=sink)
-        for row in range(tiles_of(sample.num_queries, level)):
-            for column in range(tiles_of(sample.num_keys, level)):
+        for row in range(tiles_per_side(sample.num_queries, level)):
+            for column in range(tiles_per_side(sample.num_keys, level)):
                 found = torch.from_numpy(fine_tile(sample, head, level, row=row, column=column, sink=sink)).double()
                 part = expected[3 * row : 3 * row + 3, 3 * column : 3 * column + 3]
                 assert_close(found, part, rtol=1e-7, atol=1e-12, equal_nan=True)
@@ -41,7 +48,7 @@ def test_a_tile_holds_the_means_over_what_may_be_seen(
 
 def test_small_maps_are_those_of_every_head() -> None:
     sample = watch(heads=4, kv_heads=2, mask=masks.Causal(), dtype=torch.float64).layers[0].sample()
-    found = whole_maps(sample, 2)
+    found = maps_of_all_heads(sample, 2)
     assert found.shape == (4, 10, 10)
     for head in range(4):
         assert_close(
@@ -51,18 +58,18 @@ def test_small_maps_are_those_of_every_head() -> None:
 
 def test_a_row_is_one_querys_weights_with_the_hidden_ones_absent() -> None:
     sample = watch(mask=masks.Causal()).layers[0].sample()
-    found = row_of(sample, 1, 5)
+    found = weights_of_query(sample, 1, 5)
     assert found.dtype == np.float32
     assert np.isnan(found[6:]).all()
     np.testing.assert_array_equal(found[:6], sample.weights(1, queries=slice(5, 6))[0, :6].numpy())
     apart = watch(**KINDS["heads apart"]).layers[0].sample()
     for head in range(2):
-        np.testing.assert_array_equal(~np.isnan(row_of(apart, head, 9)), apart.visible()[head, 9].numpy())
+        np.testing.assert_array_equal(~np.isnan(weights_of_query(apart, head, 9)), apart.visible()[head, 9].numpy())
 
 
 class TestTheCache:
     def test_the_least_recently_used_array_is_dropped_first(self) -> None:
-        cache = Cache(max_bytes=8 * 3)
+        cache = ArrayCache(max_bytes=8 * 3)
         for key in "abc":
             cache.put(key, np.zeros(1))
         assert cache.get("a") is not None
@@ -70,14 +77,14 @@ class TestTheCache:
         assert [key for key in "abcd" if cache.get(key) is not None] == ["a", "c", "d"]
 
     def test_it_never_holds_more_bytes_than_it_may(self) -> None:
-        cache = Cache(max_bytes=1000)
+        cache = ArrayCache(max_bytes=1000)
         for index in range(200):
             cache.put(index % 70, np.zeros(index % 40))
             assert cache.num_bytes <= 1000
             assert cache.num_bytes == sum(each.nbytes for each in cache._kept.values())
 
     def test_what_is_larger_than_all_the_room_is_not_kept(self) -> None:
-        cache = Cache(max_bytes=100)
+        cache = ArrayCache(max_bytes=100)
         cache.put("small", np.zeros(2))
         cache.put("large", np.zeros(20))
         assert cache.get("large") is None
@@ -86,7 +93,7 @@ class TestTheCache:
 
 @pytest.fixture
 def workers() -> Any:
-    made = Workers(1)
+    made = WorkerThreads(1)
     yield made
     made.close()
 
@@ -108,7 +115,7 @@ class Gate:
 
 
 class TestTheWorkers:
-    def test_the_newest_job_runs_first(self, workers: Workers) -> None:
+    def test_the_newest_job_runs_first(self, workers: WorkerThreads) -> None:
         gate, order = Gate(), []
         workers.submit("gate", gate)
         gate.begun.wait(5)
@@ -117,7 +124,7 @@ class TestTheWorkers:
         wait([job.result for job in jobs], 5)
         assert order == ["c", "b", "a"]
 
-    def test_the_same_request_is_computed_once(self, workers: Workers) -> None:
+    def test_the_same_request_is_computed_once(self, workers: WorkerThreads) -> None:
         gate = Gate()
         jobs = [workers.submit("same", gate) for _ in range(5)]
         gate.begun.wait(5)
@@ -128,7 +135,7 @@ class TestTheWorkers:
         assert workers.submit("same", gate).result.result(5) == "done"
         assert gate.times == 2
 
-    def test_a_job_that_is_submitted_again_moves_to_the_front(self, workers: Workers) -> None:
+    def test_a_job_that_is_submitted_again_moves_to_the_front(self, workers: WorkerThreads) -> None:
         gate, order = Gate(), []
         workers.submit("gate", gate)
         gate.begun.wait(5)
@@ -137,38 +144,38 @@ class TestTheWorkers:
         wait([job.result for job in jobs], 5)
         assert order == ["a", "b"]
 
-    def test_what_nobody_waits_for_is_given_up(self, workers: Workers) -> None:
+    def test_what_nobody_waits_for_is_given_up(self, workers: WorkerThreads) -> None:
         gate, never = Gate(), Gate()
         job = workers.submit("gate", gate)
         gate.begun.wait(5)
         waiting = workers.submit("never", never)
-        workers.leave(waiting)
-        workers.leave(job)
+        workers.stop_waiting(waiting)
+        workers.stop_waiting(job)
         with pytest.raises(CancelledError):
             job.result.result(5)
         assert workers.submit("next", lambda _: "next").result.result(5) == "next"
         assert never.times == 0
 
-    def test_it_goes_on_while_one_of_two_still_waits(self, workers: Workers) -> None:
+    def test_it_goes_on_while_one_of_two_still_waits(self, workers: WorkerThreads) -> None:
         gate = Gate()
         first, second = workers.submit("same", gate), workers.submit("same", gate)
         gate.begun.wait(5)
-        workers.leave(first)
+        workers.stop_waiting(first)
         time.sleep(0.03)
         gate.may_end.set()
         assert second.result.result(5) == "done"
 
-    def test_who_asks_after_it_was_given_up_has_it_computed_anew(self, workers: Workers) -> None:
+    def test_who_asks_after_it_was_given_up_has_it_computed_anew(self, workers: WorkerThreads) -> None:
         gate = Gate()
         job = workers.submit("same", gate)
         gate.begun.wait(5)
-        workers.leave(job)
+        workers.stop_waiting(job)
         again = workers.submit("same", gate)
         gate.may_end.set()
         assert again is not job
         assert again.result.result(5) == "done"
 
-    def test_a_failure_reaches_who_waits_and_the_worker_goes_on(self, workers: Workers) -> None:
+    def test_a_failure_reaches_who_waits_and_the_worker_goes_on(self, workers: WorkerThreads) -> None:
         def fail(cancelled: Callable[[], bool]) -> None:
             raise ValueError("no")
 
@@ -184,8 +191,8 @@ class TestTheWorkers:
             held.wait(5)
             return len(steps) < 4
 
-        workers = Workers(1, idle=step)
-        workers.wake()
+        workers = WorkerThreads(1, idle=step)
+        workers.announce_background_work()
         while not steps:
             time.sleep(0.001)
         seen = workers.submit("now", lambda _: len(steps))
@@ -198,7 +205,7 @@ class TestTheWorkers:
         workers.close()
 
     def test_closing_ends_what_runs_and_what_waits(self) -> None:
-        workers, gate = Workers(1), Gate()
+        workers, gate = WorkerThreads(1), Gate()
         running, waiting = workers.submit("gate", gate), None
         gate.begun.wait(5)
         waiting = workers.submit("later", lambda _: 1)

@@ -74,7 +74,7 @@ class Commands(click.Group):
         """Run the command line; any error is one line on stderr and exit status 2."""
         _open_closed_streams()
         for stream in (sys.stdout, sys.stderr):
-            _replace_unencodable(stream)
+            _replace_unencodable_characters(stream)
         extra["standalone_mode"] = False
         try:
             status = super().main(args, prog_name, complete_var, **extra)
@@ -90,11 +90,11 @@ class Commands(click.Group):
         except OSError as error:
             if error.errno not in STREAM_ENDED:
                 raise
-            _end_without_output(error)
+            _exit_on_output_error(error)
         try:
             _flush_if_open(sys.stdout)
         except OSError as error:
-            _end_without_output(error)
+            _exit_on_output_error(error)
         sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -124,7 +124,7 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor is the closed one
 
 
 def _flush_if_open(stream: TextIO | None) -> None:
@@ -132,8 +132,8 @@ def _flush_if_open(stream: TextIO | None) -> None:
         stream.flush()
 
 
-def _end_without_output(error: OSError) -> NoReturn:
-    """Exit when standard output cannot be written: silently if its reader has exited, else with the reason."""
+def _exit_on_output_error(error: OSError) -> NoReturn:
+    """Exit because standard output cannot be written: silently if its reader has exited, else with an error."""
     for stream in (sys.stdout, sys.stderr) if error.errno == errno.EPIPE else (sys.stdout,):
         # Buffered output would fail again when Python flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -142,7 +142,7 @@ def _end_without_output(error: OSError) -> NoReturn:
     _exit_with_error(f"The output cannot be written: {error.strerror}. Redirect it to another file or device.")
 
 
-def _replace_unencodable(stream: TextIO | None) -> None:
+def _replace_unencodable_characters(stream: TextIO | None) -> None:
     """Print a question mark for a character that the terminal's encoding lacks, instead of failing."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ARRAY_RATE = 16_000
-"""Samples per second of an array, which has no field for them: that of the speech models of Hugging Face."""
+"""Samples per second of an array, because a .npy file does not store a rate; speech models of Hugging Face use it."""
 
 
 def read_audio(file: str) -> tuple[NDArray[np.float32], int]:
-    """Return the samples of a file, (samples,) from -1 to 1, and how many there are per second.
+    """Return the samples of an audio file, (samples,) from -1 to 1, and their rate in samples per second.
 
     Several channels are averaged.
 
@@ -46,8 +46,10 @@ def _read_wav(file: str) -> tuple[NDArray[np.float32], int]:
         if width > 4:
             raise ValueError(f"its samples have {8 * width} bits")
         content = opened.readframes(opened.getnframes())
-    content = content[: len(content) // (width * channels) * width * channels]  # a truncated file ends in a part
-    if width == 3:  # little-endian: placed in the high bytes of 32 bits
+    content = content[
+        : len(content) // (width * channels) * width * channels
+    ]  # the last sample of a truncated file may be incomplete
+    if width == 3:  # 24 bits: copied to the high bytes of a 32-bit integer
         wide = np.zeros((len(content) // 3, 4), np.uint8)
         wide[:, 1:] = np.frombuffer(content, np.uint8).reshape(-1, 3)
         whole = wide.view("<i4")[:, 0] / 2**31

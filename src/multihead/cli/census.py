@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from multihead.cli.model_options import model_options, parsed_layers
+from multihead.cli.model_options import model_options, parse_layers
 from multihead.cli.progress import Steps
 from multihead.errors.optional import require
 from multihead.files import check_writable
@@ -43,12 +43,12 @@ mh.Census.load("census/").
 """
 
 NAMED = 10
-"""How many problems are printed; all are in shards.parquet."""
+"""Maximum number of problems that are printed; shards.parquet has all."""
 
 BEST = 3
 """How many heads are printed per statistic, and per kind."""
 
-# Number of this process and number of all, as torchrun, srun and an array of Slurm jobs set them.
+# The variables for a process's index and the number of processes: of torchrun, of a Slurm job array, and of srun.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"),
@@ -139,7 +139,7 @@ def census(
     distribution, and the strongest examples with the text around them. No activations are stored. Exit status 1: some
     of the texts could not be read, or there are none.
     """
-    part = None if shard is None else _parsed_shard(shard)
+    part = None if shard is None else _parse_shard(shard)
     require("pyarrow", purpose="A census", extra="census")
     if against is not None and page is None:
         raise click.UsageError("--against needs --page: the page compares the two. Give --page FILE.")
@@ -149,7 +149,7 @@ def census(
     if not texts or out is None:
         if texts or out is not None or (page is None and place is None):
             raise click.UsageError("Give --texts and --out to count, or a census with --page or --read.")
-        _print_or_write_text(model, page, other, place, lang)
+        _print_text_or_write_page(model, page, other, place, lang)
         return
     if place is not None:
         raise click.UsageError("--read prints a text of a census that exists. Give its directory, without --texts.")
@@ -161,7 +161,7 @@ def census(
         counting = text("census.counting", lang)
         last: list[Progress] = []
 
-        def report(progress: Progress) -> None:
+        def show_progress(progress: Progress) -> None:
             last[:] = [progress]
             rate = text("census.rate", lang, rate=f"{progress.rate:,.0f}") if progress.tokens else ""
             steps.show(counting, progress.shards, progress.total, detail=rate)
@@ -173,7 +173,7 @@ def census(
             column=column,
             tokens=tokens,
             probes=None if probes is None else [each.strip() for each in probes.replace("，", ",").split(",")],
-            layers=None if layers is None else parsed_layers(layers),
+            layers=None if layers is None else parse_layers(layers),
             examples=examples,
             share=share,
             seed=seed,
@@ -183,7 +183,7 @@ def census(
             ray=ray,
             device=device,
             dtype=dtype,
-            progress=report,
+            progress=show_progress,
         )
     _print_counts(found, last[0] if last else None, lang)
     table = Path(out) / "heads.parquet"
@@ -209,7 +209,9 @@ def _load_census(folder: str) -> Census:
     return Census.load(folder)
 
 
-def _print_or_write_text(folder: str, page: str | None, other: Census | None, place: str | None, lang: str) -> None:
+def _print_text_or_write_page(
+    folder: str, page: str | None, other: Census | None, place: str | None, lang: str
+) -> None:
     """Print a text of a census, or write its page."""
     found = _load_census(folder)
     if place is not None:
@@ -227,7 +229,7 @@ def _write_page(found: Census, page: str, other: Census | None, lang: str) -> No
 
 
 def _print_counts(found: Census, progress: Progress | None, lang: str) -> None:
-    """Print what was read, and at which rate."""
+    """Print how much of the corpus was read, and how fast."""
     counts = {name: f"{value:,}" for name, value in found.counts().items()}
     done, total = len(found.plan.shards) - len(found.missing), len(found.plan.shards)
     click.echo(text("census.read", lang, model=visible(found.plan.title), done=done, total=total, **counts))
@@ -241,7 +243,7 @@ def _print_counts(found: Census, progress: Progress | None, lang: str) -> None:
 
 
 def _print_heads(found: Census, lang: str) -> None:
-    """Print the heads with the largest means, and those of each kind."""
+    """Print a table of statistics with the heads of largest mean, and a table of kinds with their heads."""
     from rich.console import Console
 
     rows = found.table().rows
@@ -285,7 +287,9 @@ def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: st
 
 def _kinds_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
     made = _empty_table(("kind", "heads", "chance", "largest shares"), lang)
-    heads = found.kinds() if any("kind" in row for row in rows) else []  # without chance there are none
+    heads = (
+        found.kinds() if any("kind" in row for row in rows) else []
+    )  # rows have kinds only if chance levels are known
     for kind in found.all_kinds:
         named = [each for each in heads if each.kind == kind.name]
         if named:
@@ -296,14 +300,14 @@ def _kinds_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) ->
 
 
 def _print_problems(found: Census, lang: str) -> None:
-    """Print what could not be read."""
+    """Print the first problems of files and texts that could not be read."""
     for problem in found.problems[:NAMED]:
         click.echo(visible(problem), err=True)
     if len(found.problems) > NAMED:
         click.echo(text("census.more problems", lang, number=len(found.problems) - NAMED), err=True)
 
 
-def _parsed_shard(shard: str) -> tuple[int, int]:
+def _parse_shard(shard: str) -> tuple[int, int]:
     """Parse "3/8" as (3, 8), and "auto" by the variables of the program that started this process."""
     if shard == "auto":
         for number, count in _LAUNCHERS:

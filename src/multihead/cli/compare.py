@@ -10,7 +10,7 @@ import click
 
 from multihead.cli.progress import Steps
 from multihead.cli.tables import write_tables
-from multihead.cli.view import import_module_of_user
+from multihead.cli.view import import_user_module
 from multihead.errors.optional import require
 from multihead.files import check_writable
 from multihead.locale.escaping import visible
@@ -86,7 +86,7 @@ def compare(
     from multihead.observation.record import Record
 
     for module in modules:
-        import_module_of_user(module)
+        import_user_module(module)
     with Steps(lang) as steps:
         steps.show(text("view.opening", lang, names=", ".join(map(visible, (before, after)))))
         runs = Record.load(before), Record.load(after)

@@ -23,19 +23,19 @@ from multihead.kernels.plan.bounds import bounds_of
 # The capabilities of a CPU, as torch names them, that speed up an attention kernel.
 FEATURES = (
     *("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_bf16"),
-    *("neon", "sve", "bf16"),  # of Arm
+    *("neon", "sve", "bf16"),  # Arm
 )
 
 MAPS = Path("/proc/self/maps")  # on Linux: every file this process has loaded
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelDiagnosis:
     """Which kinds of calls one kernel refuses.
 
     Attributes:
         name: its name.
-        refusals: its reason in one sentence, by the kind of call that it refuses.
+        refusals: the kind of call that the kernel refuses -> the reason, in one sentence.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Diagnosis:
         requested: the set that the environment variable MULTIHEAD_CPU requests, or None.
         chosen: the set that is used, or None.
         refusal: why the requested set cannot be used, or None.
-        lacking: that this build lacks a faster set, or None.
+        lacking: a sentence if this build lacks a faster set, or None.
         runtimes: the OpenMP runtimes loaded; None where the system does not list them.
         kernels: every kernel, the fastest first.
     """
@@ -76,7 +76,7 @@ class Diagnosis:
     refusal: str | None
     lacking: str | None
     runtimes: tuple[Path, ...] | None
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelDiagnosis, ...]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def diagnose() -> Diagnosis:
             chosen = library.chosen_instruction_set().name
         except ArgumentError as error:
             refusal = str(error)
-    capabilities = _supported_instruction_sets()
+    capabilities = _cpu_capabilities()
     return Diagnosis(
         system=f"{platform.system()} {platform.machine()}",
         cpu=str(capabilities.get("cpu_name") or platform.processor() or "unknown"),
@@ -146,34 +146,34 @@ def openmp_runtimes(maps: Path = MAPS) -> tuple[Path, ...] | None:
     return tuple(sorted(Path(path) for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", path)))
 
 
-def _supported_instruction_sets() -> dict[str, object]:
+def _cpu_capabilities() -> dict[str, object]:
     read: Callable[[], dict[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
     return {} if read is None else read()
 
 
-def _diagnose_kernel(name: str) -> Kernel:
+def _diagnose_kernel(name: str) -> KernelDiagnosis:
     """Return which kinds of calls a kernel refuses."""
     refusals = {}
-    calls = _calls_of_each_kind()
+    calls = _small_calls_by_kind()
     for kind, request in calls.items():
         reason = KERNELS[name].refusal(request, bounds_of(request))
         if reason is not None:
             refusals[kind] = reason
     if len(refusals) == len(calls) and len(set(refusals.values())) == 1:
         refusals = {"every call": refusals.popitem()[1]}
-    return Kernel(name, refusals)
+    return KernelDiagnosis(name, refusals)
 
 
-def _calls_of_each_kind() -> dict[str, AttentionRequest]:
-    """Return small calls, one of each kind that some kernel may refuse."""
+def _small_calls_by_kind() -> dict[str, AttentionRequest]:
+    """Return a small attention call for each kind of call that some kernel may refuse, by the kind's name."""
 
-    def tensor(dtype: torch.dtype = torch.float32) -> Tensor:
+    def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(1, 1, 2, 8, dtype=dtype)
 
-    plain = tensor()
+    plain = zeros()
     bias = torch.zeros(1, 1, 2, 2)
     calls = {
-        str(dtype).removeprefix("torch."): request_of(tensor(dtype), tensor(dtype), tensor(dtype))
+        str(dtype).removeprefix("torch."): request_of(zeros(dtype), zeros(dtype), zeros(dtype))
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     }
     calls["value dim other than query dim"] = request_of(plain, plain, plain[..., :4])

@@ -39,7 +39,7 @@ def doctor() -> None:
     found = diagnose()
     console = Console(highlight=False, soft_wrap=True)
     _print_machine(console, found)
-    _print_native(console, found)
+    _print_native_kernel(console, found)
     _print_kernels(console, found)
     console.print()
     for warning in found.warnings:
@@ -63,7 +63,7 @@ def _print_machine(console: Console, found: Diagnosis) -> None:
             _print_entry(console, "OpenMP", "no runtime is loaded as a separate library")
 
 
-def _print_native(console: Console, found: Diagnosis) -> None:
+def _print_native_kernel(console: Console, found: Diagnosis) -> None:
     console.print()
     print_sentence(console, "Native kernel", style="bold")
     if found.absence is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from multihead.cli.audio import read_audio
-from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
-from multihead.cli.model_options import model_options, parsed_layers
+from multihead.cli.look_output import COLUMNS, print_heads, print_memory_and_files, print_textbook_heads
+from multihead.cli.model_options import model_options, parse_layers
 from multihead.cli.progress import Steps
 from multihead.cli.tables import write_tables
 from multihead.errors.optional import require
@@ -108,7 +108,7 @@ def look(
     text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
     check_writable([str(target) for target in (*targets, record_file) if target is not None])
-    chosen = None if layers is None else parsed_layers(layers)
+    chosen = None if layers is None else parse_layers(layers)
     require("jinja2", purpose="Writing a page", extra="view")
     if record_file is not None:
         require("safetensors", purpose="Saving a record", extra="view")
@@ -118,7 +118,13 @@ def look(
     from multihead.observation.textbook import add_repeated
     from multihead.record.analysis.roles import rows_with_roles
     from multihead.record.memory_use import memory_of
-    from multihead.viewer.looking import check_layers, measured_repeats, prepared, run_and_record, written_page
+    from multihead.viewer.looking import (
+        check_layers,
+        measure_textbook_heads,
+        prepare_inputs,
+        run_and_record,
+        write_page_of_run,
+    )
 
     for each in (text if sound is None else None, decoder_text):
         if each is not None:
@@ -135,9 +141,9 @@ def look(
         encoded = None if sound is not None else encode(loaded, text, tokens=tokens)
         if tokens is not None and encoded is not None and encoded.stop:
             text = text[: encoded.stop]
-        # First, because it may reject the model.
-        repeated = measured_repeats(loaded, steps.show, lang) if textbook else {}
-        run = prepared(loaded, encoded, sound, decoder_text, steps.show, lang)
+        # This runs before the text, because it may reject the model.
+        repeated = measure_textbook_heads(loaded, steps.show, lang) if textbook else {}
+        run = prepare_inputs(loaded, encoded, sound, decoder_text, steps.show, lang)
         record = run_and_record(loaded, run, chosen, steps.show, lang)
         add_repeated(record, repeated)
         memory = memory_of(record.layers)
@@ -149,7 +155,7 @@ def look(
         profiles = record.profiles(sample=0, progress=lambda done, total: steps.show(reading, done, total))
         storing = locale("look.doing.storing", lang)
         steps.show(storing)
-        page = written_page(
+        page = write_page_of_run(
             record,
             profiles,
             run,
@@ -166,7 +172,7 @@ def look(
         print_heads(record, profiles, run, rows, lang=lang)
         if textbook:
             print_textbook_heads(profiles, lang)
-        print_files(page, record_file, memory, lang)
+        print_memory_and_files(page, record_file, memory, lang)
 
 
 def _text_or_audio(

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from multihead.probes.probe import Statistic
     from multihead.record.analysis.highlights import LayerProfile
     from multihead.record.memory_use import Memory
-    from multihead.viewer.looking import Run
+    from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
 
-# The statistics in the terminal; all but the spread fit into 80 columns.
+# The statistics in the terminal's table; without distance_spread they fit into 80 columns.
 COLUMNS = (
     "entropy",
     "effective_keys",
@@ -37,30 +37,30 @@ COLUMNS = (
 )
 NARROW = 90
 NAMED = 4  # textbook heads listed per kind
-MOST_LEVELS = 4  # lines of the table that list chance
+MOST_LEVELS = 4  # rows at the end of the table with chance levels
 HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
 
 
 def print_heads(
     record: Record,
     profiles: Sequence[LayerProfile],
-    run: Run,
+    run: ModelInputs,
     rows: Sequence[Mapping[str, Any]],
     *,
     lang: str,
 ) -> None:
-    """Print a line about the model and its text, the table, and the highlights."""
+    """Print a line about the model and its text, the table of heads, and the highlights."""
     from rich.console import Console
 
     from multihead.record.analysis.highlights import findings
 
     console = Console(highlight=False)
     console.print(_sentence_on_input(record, run, lang) + "\n", markup=False)
-    console.print(_rows_of_table(rows, console.width, record.all_kinds, lang))
+    console.print(_table_of_heads(rows, console.width, record.all_kinds, lang))
     repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
     if any(repeats.intersection(row["kind"].split("+")) for row in rows):
         console.print(text("look.on repeats", lang), markup=False)
-    # A first token has no name where there are two texts.
+    # With two texts, "the first token" is not one token.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
     found = findings(
         record.layers, tokens=tokens, special=run.texts[0].special, lang=lang, profiles=profiles, among=record.all_kinds
@@ -70,19 +70,19 @@ def print_heads(
         console.print(f"  {finding}", markup=False, soft_wrap=True)
 
 
-def _sentence_on_input(record: Record, run: Run, lang: str) -> str:
-    """Return the sentence on what the model read."""
+def _sentence_on_input(record: Record, run: ModelInputs, lang: str) -> str:
+    """Return the sentence on the model, its heads, and the tokens that it read."""
 
-    def counted(encoded: Encoded) -> str:
+    def count_tokens(encoded: Encoded) -> str:
         number = len(encoded.tokens)
         return text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
 
     values = {"model": visible(record.title), "heads": _count_layers_and_heads(record, lang)}
     if run.decoder is None:
-        return text("look.read", lang, tokens=counted(run.texts[0]), **values)
+        return text("look.read", lang, tokens=count_tokens(run.texts[0]), **values)
     key = "look.generated" if run.generated else "look.decoded"
-    memory = text("look.audio", lang) if run.text is None else counted(run.text)
-    return text(key, lang, tokens=memory, decoder=counted(run.decoder), **values)
+    memory = text("look.audio", lang) if run.text is None else count_tokens(run.text)
+    return text(key, lang, tokens=memory, decoder=count_tokens(run.decoder), **values)
 
 
 def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
@@ -116,7 +116,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
         click.echo(f"  {shown}  {named or text('look.textbook.none', lang)}".replace("\u00a0", " "))
 
 
-def print_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
+def print_memory_and_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
     """Print the memory used, the files written, and how to see more."""
     if memory.weights >= HEAVY and memory.peak is not None:
         sizes = {name: _readable_size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
@@ -132,7 +132,7 @@ def print_files(page: ReportSummary, record_file: str | None, memory: Memory, la
 
 
 def _quoted_for_shell(file: str) -> str:
-    """Quote a file's name for a shell, control characters as escapes within $'...'."""
+    """Quote a file's name for a shell; a name with control characters becomes $'...' with escapes."""
     shown = visible(file.replace("\\", "\\\\").replace("'", "\\'"))
     return shlex.quote(file) if visible(file) == file else f"$'{shown}'"
 
@@ -141,7 +141,7 @@ def _readable_size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _rows_of_table(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str) -> Any:
+def _table_of_heads(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str) -> Any:
     """Lay out the table: one row per head, with its kind and its means."""
     from rich import box
     from rich.table import Table
@@ -184,7 +184,7 @@ def _name_of_role(role: str, lang: str) -> str:
 
 
 def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> str:
-    """Name the first kind of a head, "*" if it was measured on repeated random tokens, and count the others."""
+    """Return a head's first kind, with "*" if it was measured on repeated random tokens, and the number of others."""
     from multihead.kinds import kinds_by_name
 
     first = kinds_by_name(kinds)[names[0]]

@@ -27,14 +27,14 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def parsed_layers(layers: str) -> list[int]:
+def parse_layers(layers: str) -> list[int]:
     """Parse "0,3-5" as [0, 3, 4, 5].
 
-    >>> parsed_layers("0,3-5")
+    >>> parse_layers("0,3-5")
     [0, 3, 4, 5]
 
     Raises:
-        UsageError: it is something else.
+        UsageError: `layers` does not have this form.
     """
     found: list[int] = []
     for part in layers.replace("，", ",").split(","):

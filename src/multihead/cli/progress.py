@@ -35,9 +35,13 @@ class Steps:
     def __init__(self, lang: str, *, keep: bool = False) -> None:
         from rich.console import Console
 
-        self._shown: _Bars | _Lines
+        self._shown: _ProgressBars | _ProgressLines
         console = Console(stderr=True, highlight=False)
-        self._shown = _Bars(console, keep=keep) if sys.stderr is not None and sys.stderr.isatty() else _Lines(lang)
+        self._shown = (
+            _ProgressBars(console, keep=keep)
+            if sys.stderr is not None and sys.stderr.isatty()
+            else _ProgressLines(lang)
+        )
 
     def __enter__(self) -> Steps:
         return self
@@ -48,7 +52,7 @@ class Steps:
         self._shown.close()
 
     def show(self, step: str, done: float = 0, total: int | None = None, *, detail: str = "") -> None:
-        """Show how much of a step is done; a step with another name ends the one before.
+        """Show how much of a step is done; a step with a new name ends the previous step.
 
         Args:
             step: its name, in the language of the command.
@@ -63,8 +67,8 @@ class Steps:
         self._shown.end()
 
 
-class _Bars:
-    """One bar of rich for the current step."""
+class _ProgressBars:
+    """Shows the current step as a progress bar of the library rich."""
 
     def __init__(self, console: Any, *, keep: bool) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -96,8 +100,8 @@ class _Bars:
         self._progress.stop()
 
 
-class _Lines:
-    """Plain lines for the current step, printed by the thread that reaches the time of the next one first."""
+class _ProgressLines:
+    """Prints the current step as plain lines, from `show` or from a thread, whichever first finds a line due."""
 
     def __init__(self, lang: str) -> None:
         self._lang = lang
@@ -114,11 +118,11 @@ class _Lines:
     def show(self, step: str, done: float, total: int | None, detail: str) -> None:
         with self._lock:
             if step != self._step:
-                self._end()
+                self._end_step()
                 self._step, self._began = step, time.monotonic()
                 self._due = self._began + FIRST
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._print_from_time_to_time, daemon=True)
+                    self._thread = threading.Thread(target=self._print_periodically, daemon=True)
                     self._thread.start()
                 self._lock.notify()
             self._done, self._total, self._detail = done, total, detail
@@ -126,7 +130,7 @@ class _Lines:
 
     def end(self) -> None:
         with self._lock:
-            self._end()
+            self._end_step()
 
     def close(self) -> None:
         with self._lock:
@@ -135,12 +139,12 @@ class _Lines:
         if self._thread is not None:
             self._thread.join()
 
-    def _end(self) -> None:
+    def _end_step(self) -> None:
         if self._printed:  # a step that was announced is also reported as finished
-            self._print(finished=True)
+            self._print_line(finished=True)
         self._step, self._printed = None, False
 
-    def _print_from_time_to_time(self) -> None:
+    def _print_periodically(self) -> None:
         with self._lock:
             while not self._closed:
                 self._lock.wait(None if self._step is None else max(self._due - time.monotonic(), 0.0))
@@ -149,9 +153,9 @@ class _Lines:
 
     def _print_if_due(self) -> None:
         if self._step is not None and time.monotonic() >= self._due:
-            self._print()
+            self._print_line()
 
-    def _print(self, *, finished: bool = False) -> None:
+    def _print_line(self, *, finished: bool = False) -> None:
         now = time.monotonic()
         step = f"{self._step}, {self._detail}" if self._detail else self._step
         values = {"step": step, "seconds": f"{now - self._began:.0f}"}

@@ -11,7 +11,7 @@ from multihead.files import write_whole
 
 
 def write_tables(rows: Sequence[Mapping[str, Any]], *, json_file: str | None, csv_file: str | None) -> None:
-    """Write rows to the files that were chosen; "-" prints them, None leaves a form out."""
+    """Write rows to a JSON and a CSV file; the name "-" prints them, None skips the format."""
     # Imported here, so that --help does not load torch.
     from multihead.viewer.downloads import table_csv, table_json
 

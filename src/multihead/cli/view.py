@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from multihead.observation.record import Record
-    from multihead.viewer.payload import Run
+    from multihead.viewer.payload import RecordedRun
 
 EXAMPLES = """
 \b
@@ -79,7 +79,7 @@ def view(
     from multihead.viewer.server import serve
 
     for module in modules:
-        import_module_of_user(module)
+        import_user_module(module)
     with Steps(lang) as steps:
         steps.show(text("view.opening", lang, names=", ".join(map(visible, records))))
         runs = _load_records(records)
@@ -98,7 +98,7 @@ def view(
             )
     console = Console(highlight=False, soft_wrap=True)
 
-    def ready(address: str) -> None:
+    def announce_address(address: str) -> None:
         names = ", ".join(visible(run.name) for run in runs)
         address += f"#t={sample}" if sample else ""
         console.print(text("view.open", lang, names=names), markup=False)
@@ -109,17 +109,24 @@ def view(
 
     with _exit_on_sigterm(), _redirecting_page() as redirect, Steps(lang) as steps:
 
-        def progress(done: float, total: int) -> None:
-            """Show the coarse levels while some are left to be built."""
+        def show_progress(done: float, total: int) -> None:
+            """Show how many heads have coarse levels, until all of them are built."""
             if done < total:
                 steps.show(text("view.bar", lang), done, total)
             else:
                 steps.end()
 
-        serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, progress=progress)
+        serve(
+            runs,
+            token=secrets.token_urlsafe(16),
+            port=port or 0,
+            lang=lang,
+            ready=announce_address,
+            progress=show_progress,
+        )
 
 
-def import_module_of_user(module: str) -> None:
+def import_user_module(module: str) -> None:
     """Import a module of the user, from the current folder too, as `python -m` does.
 
     Raises:
@@ -145,7 +152,7 @@ def _redirecting_page() -> Iterator[Callable[[str], str]]:
     """
     with tempfile.TemporaryDirectory(prefix="multihead-") as folder:  # for this user alone (mode 700)
 
-        def write(address: str) -> str:
+        def write_redirect(address: str) -> str:
             place = Path(folder) / "open.html"
             shown = escape(address)
             page = (
@@ -156,38 +163,38 @@ def _redirecting_page() -> Iterator[Callable[[str], str]]:
                 file.write(page)
             return place.as_uri()
 
-        yield write
+        yield write_redirect
 
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM leave the block by an exception, so that temporary files are removed."""
+    """Turn SIGTERM into an exception within the block, so that temporary files are removed."""
 
-    def end(number: int, frame: object) -> None:
+    def exit_with_signal_status(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, exit_with_signal_status)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _load_records(files: Sequence[str]) -> list[Run]:
+def _load_records(files: Sequence[str]) -> list[RecordedRun]:
     from multihead.observation.record import Record
-    from multihead.viewer.payload import Run
+    from multihead.viewer.payload import RecordedRun
 
-    groups = _runs_of_files([(Path(file), Record.load(file, mapped=False)) for file in files])
+    groups = _join_ranks([(Path(file), Record.load(file, mapped=False)) for file in files])
     names = [path.name for path, _ in groups]
     return [
         # Files with the same name are shown with their folders.
-        Run(path.name if names.count(path.name) == 1 else str(path), record, _folder_of_levels(path, record))
+        RecordedRun(path.name if names.count(path.name) == 1 else str(path), record, _folder_of_levels(path, record))
         for path, record in groups
     ]
 
 
-def _runs_of_files(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
-    """Join the records of ranks, each given as a file of its own, as a shell expands run.*.safetensors."""
+def _join_ranks(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
+    """Join records of single ranks to one record; records that are whole are returned as they are."""
     from multihead.observation.record import Record
 
     parts = [record for _, record in records if record.is_part]

@@ -19,8 +19,15 @@ from multihead.locale.texts import check_language, section, text, unit_label
 from multihead.probes.probe import SHARE
 from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import Of
-from multihead.viewer.columns import column, legend
-from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
+from multihead.viewer.columns import describe_column, legend_of_kinds
+from multihead.viewer.page import (
+    bundle_script,
+    hash_of_script,
+    installed_version,
+    json_in_script,
+    load_template,
+    read_package_file,
+)
 
 if TYPE_CHECKING:
     from multihead.counting.result import Census
@@ -32,7 +39,7 @@ BINS = 40
 """Bars of a distribution."""
 
 DIGITS = 4
-"""Significant digits of the numbers on the page, whose distributions are exact to 1 %."""
+"""Significant digits of the numbers on the page; the distributions of a census are exact to 1 %."""
 
 
 def write_census_page(
@@ -92,35 +99,38 @@ def write_census_page(
 
 
 def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
-    """Return the numbers of the page: heads in one list, in the order of layers; None where a head has no number."""
+    """Return the data of the page's script; numbers are listed per head, layer after layer, None for no number."""
     first = runs[0]
     counted = {name for _, name, _ in first.row_of}
     profiles = [run.profiles() for run in runs]
-    columns = [column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
+    columns = [describe_column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
     layers = [{"number": layer.number, "name": visible(layer.name), "heads": layer.num_heads} for layer in first.layers]
     data: dict[str, Any] = {
         "title": visible(first.plan.title),
         "nats": unit_label("nats", lang),
         "columns": columns,
         "layers": layers,
-        "legend": legend(dict.fromkeys(kind for run in runs for kind in run.all_kinds), chain(*profiles), lang),
+        "legend": legend_of_kinds(
+            dict.fromkeys(kind for run in runs for kind in run.all_kinds), chain(*profiles), lang
+        ),
     }
     if len(runs) > 1:
         data["divergence"] = _divergence_of_each_head(runs[0], runs[1], _heads_of_census(first))
-    axes = {each["id"]: _axis_of_each_head(runs, each["id"], each["format"]) for each in columns}
+    axes = {each["id"]: _axis_limits_per_head(runs, each["id"], each["format"]) for each in columns}
     data["axes"] = {
-        name: [[_six_digits(low), _six_digits(high)] for low, high in found] for name, found in axes.items()
+        name: [[_round_significant_digits(low), _round_significant_digits(high)] for low, high in found]
+        for name, found in axes.items()
     }
     data["runs"] = [
         {
             "label": _label_of_run(run, runs),
-            "command": _command_of_text(run),
+            "command": _viewer_command_parts(run),
             "numbers": {each["id"]: _summaries_of_heads(run, _heads_of_census(first), each["id"]) for each in columns},
             "bars": {
-                each["id"]: _bars_of_each_head(run, _heads_of_census(first), each["id"], axes[each["id"]])
+                each["id"]: _histogram_bars_per_head(run, _heads_of_census(first), each["id"], axes[each["id"]])
                 for each in columns
             },
-            "chance": _chance_of_each_head(of_run, _heads_of_census(first)),
+            "chance": _chance_levels_per_head(of_run, _heads_of_census(first)),
             "kinds": [names for one in of_run for names in one.kinds] if any(one.evidence for one in of_run) else [],
         }
         for run, of_run in zip(runs, profiles, strict=True)
@@ -137,15 +147,17 @@ def _label_of_run(run: Census, runs: list[Census]) -> str:
     return visible(texts if len({each.plan.title for each in runs}) == 1 else f"{run.plan.title} · {texts}")
 
 
-def _six_digits(value: float) -> float:
+def _round_significant_digits(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _command_of_text(run: Census) -> list[str]:
-    """Return the parts of the command that opens a text in the viewer: around "SHARD:TEXT", and around its file's name.
+def _viewer_command_parts(run: Census) -> list[str]:
+    """Return the three parts of a shell command that opens an example's text in the viewer.
+
+    The page puts "SHARD:TEXT" and the name of a record file between the parts.
 
     The text itself is not in the command, because a terminal acts on characters of a pasted line before a shell reads
-    their quotes. The names of the corpus are as they were given, so it runs where the census was counted.
+    their quotes. The command finds the corpus only on a machine with the same paths as where the census was counted.
     """
     folder, model = shlex.quote(str(run.folder)), shlex.quote(run.plan.model or "MODEL")
     return [
@@ -155,8 +167,8 @@ def _command_of_text(run: Census) -> list[str]:
     ]
 
 
-def _axis_of_each_head(runs: list[Census], name: str, number_format: str) -> list[tuple[float, float]]:
-    """Return where the axis of each head's distribution begins and ends, equal for both censuses."""
+def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> list[tuple[float, float]]:
+    """Return the (start, end) of the axis of each head's histogram, the same for both censuses."""
     found = []
     for layer, head in _heads_of_census(runs[0]):
         rows = [(run, run.row_of[layer, name, head]) for run in runs if (layer, name, head) in run.row_of]
@@ -171,11 +183,11 @@ def _axis_of_each_head(runs: list[Census], name: str, number_format: str) -> lis
 
 
 def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, list[float | None]]:
-    """Return what a statistic is summarised to, per head: its mean, median, 95th percentile and maximum."""
+    """Return a statistic's mean, median, 95th percentile and maximum, each as a list of one number per head."""
     found: dict[str, list[float | None]] = {}
     for of in get_args(Of):
         known = {
-            (layer.number, head): _six_digits(value)
+            (layer.number, head): _round_significant_digits(value)
             for layer in run.layers
             for head, value in enumerate(layer.summary(of, [name]).get(name, ()))
             if run.numbers["count"][run.row_of[layer.number, name, head]]
@@ -184,22 +196,25 @@ def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) ->
     return found
 
 
-def _chance_of_each_head(profiles: Sequence[LayerKinds], heads: list[tuple[int, int]]) -> dict[str, list[float | None]]:
-    """Return the chance of each mean, per head, of the statistics where it is known."""
+def _chance_levels_per_head(
+    profiles: Sequence[LayerKinds], heads: list[tuple[int, int]]
+) -> dict[str, list[float | None]]:
+    """Return each statistic's chance level, one number per head, for the statistics that have one."""
     levels = {one.number: one.chance for one in profiles}
     names = dict.fromkeys(name for one in profiles for name in one.chance)
     return {
         name: [
-            _six_digits(float(levels[layer][name][head])) if name in levels[layer] else None for layer, head in heads
+            _round_significant_digits(float(levels[layer][name][head])) if name in levels[layer] else None
+            for layer, head in heads
         ]
         for name in names
     }
 
 
-def _bars_of_each_head(
+def _histogram_bars_per_head(
     run: Census, heads: list[tuple[int, int]], name: str, axes: list[tuple[float, float]]
 ) -> list[list[float] | None]:
-    """Return the share of a head's queries in each of `BINS` equal parts of its axis."""
+    """Return each head's histogram: the share of its queries in each of `BINS` equal parts of its axis."""
     found: list[list[float] | None] = []
     for (layer, head), (low, high) in zip(heads, axes, strict=True):
         if (layer, name, head) not in run.row_of:
@@ -209,29 +224,29 @@ def _bars_of_each_head(
         bars = np.zeros(BINS)
         place = ((values - low) / (high - low) * BINS).astype(np.int64).clip(0, BINS - 1)
         np.add.at(bars, place, counts)
-        found.append([_six_digits(each) for each in bars / max(1, counts.sum())])
+        found.append([_round_significant_digits(each) for each in bars / max(1, counts.sum())])
     return found
 
 
 def _divergence_of_each_head(
     before: Census, after: Census, heads: list[tuple[int, int]]
 ) -> dict[str, list[float | None]]:
-    """Return the divergence of each head's distributions in two censuses, by statistic; "" is their mean."""
+    """Return how much each head's distributions differ between two censuses, by statistic; "" has their mean."""
     found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in before.changed(after)}
     names = dict.fromkeys(name for each in found.values() for name in each)
     return {
-        name: [_six_digits(found[head][name]) if name in found.get(head, {}) else None for head in heads]
+        name: [_round_significant_digits(found[head][name]) if name in found.get(head, {}) else None for head in heads]
         for name in names
     }
 
 
 def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict[str, Any]:
-    """Return the strongest examples per census, statistic and head; their tokens are numbers into one list.
+    """Return the strongest examples per census, statistic and head; tokens are stored as indices of the list "words".
 
     Args:
         runs: the censuses.
-        strongest: the examples of each row of each census.
-        kept: how many are kept per row.
+        strongest: per census, the examples of each row of its table of heads.
+        kept: how many examples are kept per row.
     """
     words: dict[str, int] = {}
     found = []
@@ -240,7 +255,7 @@ def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int)
         found.append(
             {
                 name: [
-                    [_entry_of_example(each, words) for each in lists[run.row_of[layer, name, head]][:kept]]
+                    [_encode_example(each, words) for each in lists[run.row_of[layer, name, head]][:kept]]
                     if (layer, name, head) in run.row_of
                     else []
                     for layer, head in _heads_of_census(runs[0])
@@ -251,22 +266,35 @@ def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int)
     return {"examples": found, "words": list(words)}
 
 
-def _entry_of_example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]:
-    """Return value, "SHARD:TEXT", position, key, the key's token, first position, tokens and values of an example."""
+def _encode_example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]:
+    """Return an example as a list: value, "SHARD:TEXT", position, key, its token, first position, tokens, values."""
     key = words.setdefault(_readable_token(each["key_token"]), len(words))
     tokens = [words.setdefault(_readable_token(token), len(words)) for token in each["tokens"]]
-    values = [_six_digits(value) if value is not None and np.isfinite(value) else None for value in each["values"]]
+    values = [
+        _round_significant_digits(value) if value is not None and np.isfinite(value) else None
+        for value in each["values"]
+    ]
     place = f"{each['shard']}:{each['text']}"
-    return [_six_digits(each["value"]), place, each["position"], each["key"], key, each["start"], tokens, values]
+    return [
+        _round_significant_digits(each["value"]),
+        place,
+        each["position"],
+        each["key"],
+        key,
+        each["start"],
+        tokens,
+        values,
+    ]
 
 
 def _readable_token(token: str) -> str:
-    """Return a part of a text with the space before it, and with other control characters by their escapes."""
+    """Return a token with at most one space before it, and with control characters written as escapes."""
     word = token.lstrip()
     return (" " if len(word) < len(token) else "") + visible(word)
 
 
-def _facts_of_runs(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
+def _labelled_facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
+    """Return the (label, value) pairs in the row under the page's title, such as the size of the corpus."""
     first = runs[0]
     words = section(lang, "census page")
     sizes = {layer.num_heads for layer in first.layers}
@@ -285,20 +313,20 @@ def _facts_of_runs(runs: list[Census], kept: int, lang: str) -> list[tuple[str, 
 def _render_page(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
     """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
     words = section(lang, "common", "page", "census page")
-    source = script("viewer/static/census/page.js")
-    html = template("viewer/static/census/census.html").render(
+    source = bundle_script("viewer/static/census/page.js")
+    html = load_template("viewer/static/census/census.html").render(
         title=data["title"],
         lang=lang,
         words=words,
         lead=words["lead two" if len(runs) > 1 else "lead"],
         two=len(runs) > 1,
         kinds=any(run["kinds"] for run in data["runs"]),
-        facts=_facts_of_runs(runs, data["kept"], lang),
-        style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
+        facts=_labelled_facts(runs, data["kept"], lang),
+        style=Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
         script=Markup(source),
         script_hash=hash_of_script(source),
         texts=Markup(json_in_script(words)),
         data=Markup(json_in_script(data)),
-        foot=text("census page.foot", lang, version=version()),
+        foot=text("census page.foot", lang, version=installed_version()),
     )
     return html.encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""The statistics of every head as columns of a page, in the page's language."""
+"""Describe the columns and the legend of a page, with labels in the page's language."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Column(TypedDict):
     format: str
 
 
-def column(shown: Statistic, lang: str) -> Column:
+def describe_column(shown: Statistic, lang: str) -> Column:
     """Describe the column of a statistic.
 
-    >>> column(Statistic("late_mass", label="late", number_format="share"), "en")
+    >>> describe_column(Statistic("late_mass", label="late", number_format="share"), "en")
     {'id': 'late_mass', 'label': 'late', 'unit': '%', 'format': 'share'}
     """
     return Column(
@@ -44,14 +44,14 @@ def column(shown: Statistic, lang: str) -> Column:
 
 
 def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
-    """List the built-in statistics that would be columns and are not among these: name and label."""
+    """List the id and label of the built-in statistics that have columns in a page and are not among `names`."""
     known = {*names, "largest_key"}  # an index has no mean
     built_in = [probe.shown() for probe in PROBES.values() if probe.axes == "queries"]
     missing = (each for each in (*built_in, *map(statistic, REPEATED)) if each.name not in known)
-    return [{"id": each["id"], "label": each["label"]} for each in (column(one, lang) for one in missing)]
+    return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
 
 
-class KindOfPage(TypedDict):
+class KindInLegend(TypedDict):
     """One kind of head in the legend of a page; see `multihead.kinds.Kind`."""
 
     id: str
@@ -64,13 +64,13 @@ class KindOfPage(TypedDict):
     measured: bool
 
 
-def legend(
+def legend_of_kinds(
     kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str, *, bound: bool = False
-) -> list[KindOfPage]:
-    """Describe the kinds of a page, in the order of its legend; `bound` if q and k were not kept."""
+) -> list[KindInLegend]:
+    """Describe the kinds of heads in a page's legend; `bound`: use the definitions for a record without q and k."""
     profiles = list(profiles)
     return [
-        KindOfPage(
+        KindInLegend(
             id=kind.name,
             label=visible(kind.label(lang)),
             about=visible(kind.definition(lang, bound=bound)),
@@ -84,8 +84,8 @@ def legend(
     ]
 
 
-def names_of(profiles: Iterable[LayerKinds]) -> list[str]:
-    """List the statistics of some layers in the order of their columns; separators come after special tokens."""
+def names_of_statistics(profiles: Iterable[LayerKinds]) -> list[str]:
+    """List the names of the layers' statistics in the order of their columns; separators come after special tokens."""
     names = list(dict.fromkeys(name for one in profiles for name in one.means))
     if SEPARATOR.name in names:
         names.remove(SEPARATOR.name)

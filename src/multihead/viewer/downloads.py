@@ -1,4 +1,4 @@
-"""Downloads: the table of all heads and a part of a map as CSV and JSON, streamed as they are computed."""
+"""Write the table of all heads, or a part of a map, as CSV or JSON, in parts that are streamed as they are computed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def escape_for_spreadsheet(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.lstrip(" ").startswith(_OPENS_A_FORMULA) else value
 
 
-def check_size(queries: slice, keys: slice) -> None:
+def check_download_size(queries: slice, keys: slice) -> None:
     """Reject a download of too many weights.
 
     Raises:
@@ -48,24 +48,24 @@ def check_size(queries: slice, keys: slice) -> None:
         )
 
 
-def _safe_cell(value: object) -> object:
-    """Escape text for a spreadsheet, see `escape_for_spreadsheet`, and its characters that act on a terminal."""
+def _escape_cell(value: object) -> object:
+    """Escape text for a spreadsheet, see `escape_for_spreadsheet`, and escape characters that act on a terminal."""
     return escape_for_spreadsheet(visible(value)) if isinstance(value, str) else value
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a header line and one line per head; characters that act on a terminal are escaped."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    # A shell's tools expect lines to end like this; no cell holds a character that needs the other ending.
-    yield from _csv_bytes([[_safe_cell(name) for name in names]], end="\n")
-    yield from _csv_bytes(([_safe_cell(row.get(name, "")) for name in names] for row in rows), end="\n")
+    # Unix tools expect lines to end with \n; no cell contains a line break that would need \r\n.
+    yield from _csv_bytes([[_escape_cell(name) for name in names]], end="\n")
+    yield from _csv_bytes(([_escape_cell(row.get(name, "")) for name in names] for row in rows), end="\n")
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a list of objects, one per head; NaN and infinities become null."""
-    plain = [{name: _number_or_empty(value) for name, value in row.items()} for row in rows]
+    plain = [{name: _none_if_not_finite(value) for name, value in row.items()} for row in rows]
     text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
-    # In a JSON string an escape means the same character, and a terminal does not interpret it.
+    # A JSON reader decodes an escape to the same character, and a terminal does not act on an escape.
     escaped = ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
     yield escaped.encode() + b"\n"
 
@@ -91,9 +91,9 @@ def weights_csv(
     """
     names = ["query", "key", *(["query_token"] if query_tokens else []), *(["key_token"] if key_tokens else [])]
     yield from _csv_bytes([[*names, "weight"]])
-    ends = [_safe_cell(each) for each in key_tokens[keys]] if key_tokens else None
-    for query, row in _rows_of_map(sample, head, queries, keys):
-        begins = [_safe_cell(query_tokens[query])] if query_tokens else []
+    ends = [_escape_cell(each) for each in key_tokens[keys]] if key_tokens else None
+    for query, row in _formatted_rows_of_weights(sample, head, queries, keys):
+        begins = [_escape_cell(query_tokens[query])] if query_tokens else []
         yield from _csv_bytes(
             [query, key, *begins, *([ends[place]] if ends else []), weight]
             for place, (key, weight) in enumerate(zip(range(keys.start, keys.stop), row, strict=True))
@@ -123,14 +123,16 @@ def weights_json(
     }
     yield json.dumps(header).encode()[:-1] + b', "weights": ['
     separator = b"\n"
-    for _, row in _rows_of_map(sample, head, queries, keys):
+    for _, row in _formatted_rows_of_weights(sample, head, queries, keys):
         yield separator + b"[" + ",".join(weight or "null" for weight in row).encode() + b"]"
         separator = b",\n"
     yield b"\n]}\n"
 
 
-def _rows_of_map(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Iterator[tuple[int, list[str]]]:
-    """Compute part of a map block by block: (query, its weights with all their digits; "" for a masked one)."""
+def _formatted_rows_of_weights(
+    sample: SampleRecord, head: int, queries: slice, keys: slice
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (query, its weights as text with all digits) for part of a map; the text of a masked weight is ""."""
     step = max(1, _BLOCK_CELLS // max(1, keys.stop - keys.start))
     digits = 17 if sample.dtype == torch.float64 else 9
     for first in range(queries.start, queries.stop, step):
@@ -139,7 +141,7 @@ def _rows_of_map(sample: SampleRecord, head: int, queries: slice, keys: slice) -
         shown = shown if shown.dim() == 2 else shown[head]
         weights = sample.weights(head, queries=some, keys=keys)
         for place, (row, seen) in enumerate(zip(weights.tolist(), shown.tolist(), strict=True)):
-            # A weight that is NaN in the model is written as a masked one.
+            # A NaN weight is written like a masked one, as "".
             known = (math.isfinite(weight) and one for weight, one in zip(row, seen, strict=True))
             yield (
                 first + place,
@@ -153,7 +155,7 @@ def _csv_bytes(rows: Iterable[Sequence[object]], *, end: str = "\r\n") -> Iterat
     yield written.getvalue().encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate
 
 
-def _number_or_empty(value: Any) -> Any:
+def _none_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

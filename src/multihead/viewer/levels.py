@@ -60,7 +60,7 @@ def cells_per_side(length: int, level: int) -> int:
     return -(-length // (1 << level))
 
 
-class LayerLevels:
+class LayerMapLevels:
     """The levels from `BASE` on of all heads of one layer, for one sample.
 
     Stored per block are the sum of its weights without the first key, and the number of its visible cells. The first
@@ -69,35 +69,37 @@ class LayerLevels:
     Args:
         sample: one text in one layer, which kept q and k.
         file: the file of the levels; None keeps them in memory.
-        of: the metadata that the file must carry, above all the record's id; a file with other metadata is replaced.
-        room: the bytes left for levels in memory; None gives these levels their own.
+        of: the metadata of the file, such as the record's id; a file with other metadata is replaced.
+        room: the bytes left for levels in memory, shared with other layers; None gives this layer its own.
     """
 
-    def __init__(self, sample: SampleRecord, file: Path | None, of: dict[str, str], room: Room | None = None) -> None:
+    def __init__(
+        self, sample: SampleRecord, file: Path | None, of: dict[str, str], room: MemoryBudget | None = None
+    ) -> None:
         self.sample = sample
         self.count = number_of_levels(sample.num_queries, sample.num_keys)
-        self._layout = _layout_of_arrays(sample, self.count)
+        self._layout = _layout_of_stored_arrays(sample, self.count)
         self._file: Parts | None = None
-        self._room = room or Room(IN_MEMORY)
+        self._room = room or MemoryBudget(IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
-            header = _header_of_layout(self._layout, of)
+            header = _safetensors_header(self._layout, of)
             place = len(header)
             self._starts: dict[str, int] = {}
             for name, (kind, shape) in self._layout.items():
                 self._starts[name] = place
-                place += _bytes_of_array(kind, shape)
+                place += _size_in_bytes(kind, shape)
             opened = _open_levels_file(file, header, place, sample.num_heads)
             if opened is not None:
                 self._file, self._done = opened
 
     @property
-    def kept(self) -> bool:
-        """Whether they are in a file; else they are in memory."""
+    def is_in_file(self) -> bool:
+        """Whether the levels are in a file; else they are in memory."""
         return self._file is not None
 
-    def has(self, head: int) -> bool:
+    def is_built(self, head: int) -> bool:
         """Return whether a head's levels are built."""
         return bool(self._done[head])
 
@@ -107,11 +109,11 @@ class LayerLevels:
         Raises:
             InputError: they are kept in memory, which has no more room for them; or their file was truncated.
         """
-        if self.has(head):
+        if self.is_built(head):
             return
         made = {name: np.zeros(shape[1:], kind) for name, (kind, shape) in self._layout.items() if name != "done"}
         if self._file is None:
-            self._room.take(sum(each.nbytes for each in made.values()))
+            self._room.reserve(sum(each.nbytes for each in made.values()))
         queries, keys = self.sample.num_queries, self.sample.num_keys
         sums, counts, alone, seen = (made[f"{name}.{BASE}"] for name in _NAMES)
         rows, side = len(sums), 1 << BASE
@@ -130,12 +132,12 @@ class LayerLevels:
         if self._file is None:
             self._held[head] = made
         else:
-            # Written after the data it marks as complete, in case the machine stops in between.
-            self._file.write({self._offset_of_head(name, head): _memory_of(each) for name, each in made.items()})
+            # The flag "done" is written after the data, in case the machine stops in between.
+            self._file.write({self._offset_of_head(name, head): _view_as_bytes(each) for name, each in made.items()})
             self._file.write({self._offset_of_head("done", head): memoryview(b"\1")})
         self._done[head] = 1
 
-    def means(
+    def block_means(
         self, head: int, level: int, rows: slice = slice(None), columns: slice = slice(None), *, sink: bool = True
     ) -> Array:
         """Read the cells of a level: (rows, columns) float32, NaN for a block without visible cells.
@@ -159,35 +161,35 @@ class LayerLevels:
         return means
 
     def tile(self, head: int, level: int, row: int, column: int, *, sink: bool = True) -> Array:
-        """Read a tile: (rows, columns) float32, at most `TILE` a side, NaN = absent; see `means`."""
+        """Read a tile: (rows, columns) float32, at most `TILE` a side, NaN for a masked block; see `block_means`."""
         rows, columns = (slice(each * TILE, (each + 1) * TILE) for each in (row, column))
-        return self.means(head, level, rows, columns, sink=sink)
+        return self.block_means(head, level, rows, columns, sink=sink)
 
     def _offset_of_head(self, name: str, head: int) -> int:
-        """Return the offset of a head's numbers in the file."""
+        """Return the offset in the file, in bytes, of a head's part of the array `name`."""
         kind, shape = self._layout[name]
-        return self._starts[name] + head * _bytes_of_array(kind, shape[1:])
+        return self._starts[name] + head * _size_in_bytes(kind, shape[1:])
 
     def _read_cells(self, name: str, head: int, rows: slice = slice(None)) -> Array:
-        """Read some rows of a level of a head."""
+        """Read rows of a head's part of the array `name`, from memory or from the file."""
         if self._file is None:
             return self._held[head][name][rows]
         kind, (_, *sides) = self._layout[name]
         first, stop, _ = rows.indices(sides[0])
         found = np.empty((max(stop - first, 0), *sides[1:]), kind)
         self._file.read_into(
-            self._offset_of_head(name, head) + first * _bytes_of_array(kind, tuple(sides[1:])), _memory_of(found)
+            self._offset_of_head(name, head) + first * _size_in_bytes(kind, tuple(sides[1:])), _view_as_bytes(found)
         )
         return found
 
 
-class Room:
+class MemoryBudget:
     """The bytes left for levels in memory."""
 
     def __init__(self, size: int) -> None:
         self.size = self.left = size
 
-    def take(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Reserve some bytes.
 
         Raises:
@@ -202,15 +204,15 @@ class Room:
         self.left -= size
 
 
-def _memory_of(numbers: Array) -> memoryview:
+def _view_as_bytes(numbers: Array) -> memoryview:
     return numbers.reshape(-1).view(np.uint8).data
 
 
 _NAMES = ("sums", "counts", "first_sums", "first_counts")
 
 
-def _layout_of_arrays(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Lay out the stored arrays: name -> (type, shape), wide types first, so that each is aligned to its size."""
+def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the (type, shape) of each stored array by name, wide types first, so that every array is aligned."""
     real = "<f8" if sample.dtype == torch.float64 else "<f4"
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for sums, counts, whole in (("sums", "counts", True), ("first_sums", "first_counts", False)):
@@ -222,17 +224,17 @@ def _layout_of_arrays(sample: SampleRecord, levels: int) -> dict[str, tuple[str,
     return dict(sorted(found.items(), key=lambda item: -np.dtype(item[1][0]).itemsize))
 
 
-def _bytes_of_array(kind: str, shape: tuple[int, ...]) -> int:
+def _size_in_bytes(kind: str, shape: tuple[int, ...]) -> int:
     return np.dtype(kind).itemsize * math.prod(shape)
 
 
-def _header_of_layout(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) -> bytes:
+def _safetensors_header(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) -> bytes:
     """Write the header of a safetensors file: its length in eight bytes, then type, shape and offsets as JSON."""
     names = {"<f8": "F64", "<f4": "F32", "<i4": "I32", "|u1": "U8"}
     entries: dict[str, Any] = {"__metadata__": {"format": "multihead levels", "version": "1", **of}}
     place = 0
     for name, (kind, shape) in layout.items():
-        stop = place + _bytes_of_array(kind, shape)
+        stop = place + _size_in_bytes(kind, shape)
         entries[name] = {"dtype": names[kind], "shape": list(shape), "data_offsets": [place, stop]}
         place = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -241,7 +243,7 @@ def _header_of_layout(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[s
 
 
 def _sum_to_next_level(fine: Array, coarse: Array) -> None:
-    """Sum 2 x 2 cells (2 in a single column) of one level into one cell of the next, some rows at a time."""
+    """Sum blocks of 2 x 2 cells of `fine` (2 cells, if it has one dimension) into the cells of `coarse`."""
     for first in range(0, len(coarse), 256):
         rows = np.asarray(fine[2 * first : 2 * (first + 256)], np.float64)
         rows = np.add.reduceat(rows, np.arange(0, len(rows), 2), 0)
@@ -251,18 +253,18 @@ def _sum_to_next_level(fine: Array, coarse: Array) -> None:
 
 
 def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Array] | None:
-    """Open a file of levels, created anew unless it belongs to this record.
+    """Open a file of levels; create it anew unless it has the expected header and size.
 
     Returns:
         The file and the flags of the built heads, (heads,) uint8; None if it can be neither read nor written.
     """
     done = np.zeros(heads, np.uint8)
     try:
-        if not _file_fits(file, header, size):
-            _lay_out(file, header, size)
+        if not _has_expected_header(file, header, size):
+            _create_levels_file(file, header, size)
         writable = _is_writable(file)
         opened = Parts(file)
-        opened.read_into(size - heads, _memory_of(done))  # one byte each, after the wider numbers
+        opened.read_into(size - heads, _view_as_bytes(done))  # the flags are the last array, one byte per head
     except (OSError, InputError):
         return None
     # A finished file is usable even if it is not writable.
@@ -273,7 +275,7 @@ def _is_writable(file: Path) -> bool:
     return os.access(file, os.W_OK)
 
 
-def _file_fits(file: Path, header: bytes, size: int) -> bool:
+def _has_expected_header(file: Path, header: bytes, size: int) -> bool:
     """Return whether a file has the expected size and exactly the expected header."""
     if not file.is_file() or file.stat().st_size != size:
         return False
@@ -281,8 +283,8 @@ def _file_fits(file: Path, header: bytes, size: int) -> bool:
         return read.read(len(header)) == header
 
 
-def _lay_out(file: Path, header: bytes, size: int) -> None:
-    """Create a file without built heads; it gets its name only once it is complete."""
+def _create_levels_file(file: Path, header: bytes, size: int) -> None:
+    """Create a levels file in which no head is built; it gets its name only once it has its full size."""
     file.parent.mkdir(exist_ok=True)
     with writing(file) as made:
         made.write(header)

@@ -42,18 +42,18 @@ __all__ = ["look"]
 OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
 
 Show = Callable[..., None]
-"""Called with the step that runs, and where it has parts with (step, parts done, total parts or None)."""
+"""A function called with the step that runs, or with (step, parts done, total parts or None)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """What a model reads.
+class ModelInputs:
+    """The inputs of a model.
 
     Attributes:
-        text: the text it reads; None for audio.
-        decoder: of an encoder-decoder model, the text of its decoder; else None.
-        generated: whether the model generated that.
-        arguments: those of its forward.
+        text: the text that the model reads; None for audio.
+        decoder: the text of the decoder of an encoder-decoder model; else None.
+        generated: whether the model generated the text of the decoder.
+        arguments: the keyword arguments of the model's forward.
     """
 
     text: Encoded | None
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def texts(self) -> list[Encoded]:
-        """All texts, that of the page first."""
+        """All texts; the first is the main text of the page."""
         return [each for each in (self.text, self.decoder) if each is not None]
 
 
@@ -120,7 +120,7 @@ def look(
     check_language(lang)
     check_text(text)
     check_kinds((*KINDS, *kinds))
-    in_notebook = show and notebook() is not None
+    in_notebook = show and kind_of_notebook() is not None
     if in_notebook:
         import_module("multihead.viewer.widget")  # checks its packages before the model runs
     elif show:
@@ -131,14 +131,14 @@ def look(
     if tokens is not None and encoded.stop:
         text = text[: encoded.stop]
     with _in_evaluation_mode(loaded.model):
-        repeated = measured_repeats(loaded, _no_progress, lang, kinds) if textbook else {}
-        run = prepared(loaded, encoded, None, decoder_text, _no_progress, lang)
+        repeated = measure_textbook_heads(loaded, _no_progress, lang, kinds) if textbook else {}
+        run = prepare_inputs(loaded, encoded, None, decoder_text, _no_progress, lang)
         record = run_and_record(loaded, run, layers, _no_progress, lang, kinds)
     add_repeated(record, repeated)
     if in_notebook:
         _display_in_cell(record.view(lang=lang))
     elif show:
-        summary = written_page(record, None, run, text=text, out=out, lang=lang)
+        summary = write_page_of_run(record, None, run, text=text, out=out, lang=lang)
         _open_in_browser(Path(summary.path))
         sys.stdout.write(f"{summary}\n")
     return record
@@ -168,7 +168,7 @@ def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str)
 
 @contextmanager
 def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model without dropout, and restore the mode of each of its modules."""
+    """Put a model in evaluation mode within the block; then restore the mode of each of its modules."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -178,7 +178,7 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def notebook() -> str | None:
+def kind_of_notebook() -> str | None:
     """Return the kind of notebook that runs this code: "jupyter", "marimo", or None outside of notebooks."""
     if "marimo" in sys.modules and sys.modules["marimo"].running_in_notebook():
         return "marimo"
@@ -190,8 +190,8 @@ def notebook() -> str | None:
 
 
 def _display_in_cell(view: Any) -> None:
-    """Show a widget in the cell that runs."""
-    if notebook() == "marimo":
+    """Show a widget in the notebook cell that is running."""
+    if kind_of_notebook() == "marimo":
         sys.modules["marimo"].output.append(view)
         return
     from IPython.display import display
@@ -209,15 +209,15 @@ def _open_in_browser(page: Path) -> bool:
         return False
 
 
-def prepared(
+def prepare_inputs(
     loaded: LoadedModel,
     encoded: Encoded | None,
     sound: tuple[NDArray[np.float32], int] | None,
     decoder_text: str | None,
     show: Show,
     lang: str,
-) -> Run:
-    """Prepare the inputs of a model; for an encoder-decoder model its decoder's text is generated if there is none.
+) -> ModelInputs:
+    """Prepare the inputs of a model; without a text for the decoder, an encoder-decoder model generates one.
 
     Args:
         loaded: the model.
@@ -244,13 +244,13 @@ def prepared(
         assert encoded is not None
         arguments = loaded.arguments(encoded)
     if not loaded.has_decoder:
-        return Run(encoded, None, generated=False, arguments=arguments)
+        return ModelInputs(encoded, None, generated=False, arguments=arguments)
     if decoder_text is None:
         show(locale("look.doing.generating", lang))
-    with text_alone(loaded):
+    with explain_missing_inputs(loaded):
         decoder = decoder_input(loaded, arguments, decoder_text)
     ids = decoder.ids.to(next(loaded.model.parameters()).device)
-    return Run(
+    return ModelInputs(
         encoded,
         decoder,
         generated=decoder_text is None,
@@ -260,7 +260,7 @@ def prepared(
 
 def run_and_record(
     loaded: LoadedModel,
-    run: Run,
+    run: ModelInputs,
     layers: Sequence[int] | None,
     show: Show,
     lang: str,
@@ -276,8 +276,8 @@ def run_and_record(
             special_ids=sorted({id_ for each in run.texts for id_ in each.special_ids}),
             kinds=kinds,
         ) as record,
-        _counted_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
-        text_alone(loaded),
+        _count_attention_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
+        explain_missing_inputs(loaded),
     ):
         loaded.model(**run.arguments)
     record.title = loaded.title
@@ -287,11 +287,11 @@ def run_and_record(
 
 
 @contextmanager
-def _counted_calls(show: Show, step: str, total: int | None) -> Iterator[None]:
-    """Count the attention calls of a model as the parts of a step."""
+def _count_attention_calls(show: Show, step: str, total: int | None) -> Iterator[None]:
+    """Report each attention call of a model in the block as a finished part of a step."""
     done = 0
 
-    class Counter:
+    class CallCounter:
         wanted: frozenset[Any] = frozenset()
 
         def hear(self, call: Any) -> None:
@@ -300,28 +300,28 @@ def _counted_calls(show: Show, step: str, total: int | None) -> Iterator[None]:
             show(step, done, total)
 
     show(step, 0, total)
-    with listen(Counter()):
+    with listen(CallCounter()):
         yield
 
 
-def written_page(
+def write_page_of_run(
     record: Record,
     profiles: Sequence[LayerProfile] | None,
-    run: Run,
+    run: ModelInputs,
     *,
     text: str,
     out: str | os.PathLike[str],
     lang: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReportSummary:
-    """Write the page of a run.
+    """Write the page of a record, with the tokens and the text that the model read.
 
     Args:
         record: the record of the run.
         profiles: the result of `layer_profiles`; None computes it.
-        run: what the model read.
-        text: its text.
-        out: the file.
+        run: the inputs of the model.
+        text: the text that the model read.
+        out: the file to write.
         lang: the language of the page.
         progress: called with (heads done, total heads) while maps are stored.
     """
@@ -348,12 +348,12 @@ def written_page(
     )
 
 
-def measured_repeats(
+def measure_textbook_heads(
     loaded: LoadedModel, show: Show, lang: str, kinds: Sequence[Kind] = ()
 ) -> dict[str, RepeatedTokens]:
-    """Measure the heads that read the text on repeated random tokens, by the layers' names in the whole model."""
+    """Run the part of the model that reads text on repeated random tokens; returns the result of each layer by name."""
     total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
-    with _counted_calls(show, locale("look.doing.textbook", lang), total), text_alone(loaded):
+    with _count_attention_calls(show, locale("look.doing.textbook", lang), total), explain_missing_inputs(loaded):
         words, start = words_of(loaded.tokenizer), start_of(loaded.tokenizer)
         found = measure_repeated(loaded.reader, words, start=start, kinds=(*KINDS, *kinds))
     part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
@@ -361,8 +361,8 @@ def measured_repeats(
 
 
 @contextmanager
-def text_alone(loaded: LoadedModel) -> Iterator[None]:
-    """Explain the failure of a model that needs other inputs than the tokens of a text.
+def explain_missing_inputs(loaded: LoadedModel) -> Iterator[None]:
+    """Explain the failure of a model in the block, if the model takes inputs other than the tokens of a text.
 
     Raises:
         ModelError: the model failed, and its forward has parameters for images, audio or the like.
@@ -393,7 +393,7 @@ def num_layers(loaded: LoadedModel) -> int | None:
 
 
 def check_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
-    """Reject layers that the model does not have before it reads the text; `observe` checks those that ran.
+    """Reject layers that the model does not have, before the model reads the text.
 
     Raises:
         ArgumentError: a layer beyond the last.

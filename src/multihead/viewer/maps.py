@@ -22,19 +22,19 @@ HIDDEN = 0
 
 
 @dataclass
-class Rounding:
+class LargestRoundingError:
     """The largest difference between a weight and its decoded value, measured while encoding."""
 
     largest: float = 0.0
 
     def update(self, weights: Tensor, decoded: Tensor) -> None:
-        """Include one tile; masked cells, NaN and infinities do not count."""
+        """Include the errors of one tile; NaN, as at masked cells, and infinities do not count."""
         difference = (weights - decoded).abs()
         known = difference[difference.isfinite()]
         self.largest = max(self.largest, float(known.max()) if known.numel() else 0.0)
 
 
-def encode(weights: Tensor, *, bits: int, rounding: Rounding) -> Tensor:
+def encode_weights(weights: Tensor, *, bits: int, rounding: LargestRoundingError) -> Tensor:
     """Encode weights on a square-root scale, which keeps the precision of small ones.
 
     A share w becomes 1 + round(sqrt(w) * (2^bits - 2)); NaN becomes `HIDDEN`.
@@ -42,7 +42,7 @@ def encode(weights: Tensor, *, bits: int, rounding: Rounding) -> Tensor:
     Returns:
         int32, the shape of `weights`.
 
-    >>> encode(torch.tensor([0.0, 0.25, 1.0, float("nan")]), bits=12, rounding=Rounding()).tolist()
+    >>> encode_weights(torch.tensor([0.0, 0.25, 1.0, float("nan")]), bits=12, rounding=LargestRoundingError()).tolist()
     [1, 2048, 4095, 0]
     """
     steps = (1 << bits) - 2
@@ -52,7 +52,7 @@ def encode(weights: Tensor, *, bits: int, rounding: Rounding) -> Tensor:
     return torch.where(wide.isnan(), float(HIDDEN), code + 1).int()
 
 
-def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> str:
+def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: LargestRoundingError) -> str:
     """Encode every weight of a head as base64: planes of bytes, high bytes first, deflated.
 
     Planes compress better than pairs of bytes: the high bytes of a map repeat, the low ones are noise.
@@ -65,18 +65,18 @@ def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: 
     """
     codes = torch.empty(sample.num_queries, sample.num_keys, dtype=torch.int32)
     for block in query_blocks(sample.num_queries, sample.num_keys):
-        codes[block] = encode(_hidden_as_nan(sample, head, block), bits=bits, rounding=rounding)
+        codes[block] = encode_weights(_weights_with_masked_nan(sample, head, block), bits=bits, rounding=rounding)
     flat = codes.flatten()
     if bits == 16:
-        return pack_planes(flat >> 8, flat & 255, strategy=zlib.Z_RLE)
+        return compress_planes(flat >> 8, flat & 255, strategy=zlib.Z_RLE)
     low = torch.nn.functional.pad(flat & 15, (0, flat.numel() % 2))
-    return pack_planes(flat >> 4, (low[0::2] << 4) | low[1::2], strategy=zlib.Z_RLE)
+    return compress_planes(flat >> 4, (low[0::2] << 4) | low[1::2], strategy=zlib.Z_RLE)
 
 
 def encode_largest_weights(
-    sample: SampleRecord, *, number: int, rounding: Rounding, head: int | None = None
+    sample: SampleRecord, *, number: int, rounding: LargestRoundingError, head: int | None = None
 ) -> list[str]:
-    """Encode each query's largest weights as base64: two planes of codes, then planes of steps from key to key.
+    """Encode each query's largest weights as base64: two planes of codes, then planes of differences between keys.
 
     The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the unused entries.
 
@@ -84,7 +84,7 @@ def encode_largest_weights(
         sample: one text in one layer.
         number: weights stored per query.
         rounding: updated with the rounding errors.
-        head: one head, or None for all, whose tiles are then read together.
+        head: index of one head, or None for all heads.
 
     Returns:
         One string per head.
@@ -93,22 +93,23 @@ def encode_largest_weights(
     heads = sample.num_heads if head is None else 1
     codes, steps = [], []
     for block in query_blocks(sample.num_queries, heads * sample.num_keys):
-        tile = _hidden_as_nan(sample, head, block).nan_to_num_(nan=-1.0).view(heads, -1, sample.num_keys)
+        tile = _weights_with_masked_nan(sample, head, block).nan_to_num_(nan=-1.0).view(heads, -1, sample.num_keys)
         found, key = tile.topk(number, dim=-1, sorted=False)
         key = torch.where(found < 0, sample.num_keys, key)
         key, order = key.sort(dim=-1)
         found = found.gather(-1, order)
-        codes.append(encode(torch.where(found < 0, torch.nan, found), bits=16, rounding=rounding))
+        codes.append(encode_weights(torch.where(found < 0, torch.nan, found), bits=16, rounding=rounding))
         steps.append(key.diff(dim=-1, prepend=torch.zeros_like(key[..., :1])).int())
     code, step = torch.cat(codes, 1), torch.cat(steps, 1)  # (heads, queries, number)
-    shifts = _shifts_of_bytes(sample.num_keys)
+    shifts = _byte_shifts_of_key(sample.num_keys)
     return [
-        pack_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)
+        compress_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts))
+        for c, s in zip(code, step, strict=True)
     ]
 
 
-def encode_largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[str]:
-    """Encode each query's largest weight from the statistics without a map: `encode_largest_weights(number=1)`.
+def encode_recorded_largest_weights(sample: SampleRecord, *, rounding: LargestRoundingError) -> list[str]:
+    """Encode each query's largest weight from the recorded statistics, as `encode_largest_weights(number=1)` does.
 
     Returns:
         One string per head.
@@ -123,27 +124,28 @@ def encode_largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[s
         )
     weight, key = found["largest_weight"], found["largest_key"]  # (heads, queries)
     blind = key < 0
-    code = encode(weight.double().masked_fill(blind, torch.nan), bits=16, rounding=rounding)
+    code = encode_weights(weight.double().masked_fill(blind, torch.nan), bits=16, rounding=rounding)
     step = key.masked_fill(blind, sample.num_keys).int()
-    shifts = _shifts_of_bytes(sample.num_keys)
+    shifts = _byte_shifts_of_key(sample.num_keys)
     return [
-        pack_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)
+        compress_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts))
+        for c, s in zip(code, step, strict=True)
     ]
 
 
-def pack_maps(maps: Tensor, rounding: Rounding) -> str:
+def pack_maps(maps: Tensor, rounding: LargestRoundingError) -> str:
     """Encode small maps (heads, rows, columns) as base64: two planes of 16-bit codes, deflated."""
-    codes = encode(maps, bits=16, rounding=rounding).flatten()
-    return pack_planes(codes >> 8, codes & 255)
+    codes = encode_weights(maps, bits=16, rounding=rounding).flatten()
+    return compress_planes(codes >> 8, codes & 255)
 
 
-def strip_codes(values: Tensor, top: float) -> Tensor:
-    """Encode margin strips (heads, bins) of numbers from 0 to `top` as linear 16-bit codes, (heads * bins,) int32."""
+def encode_margin_strips(values: Tensor, top: float) -> Tensor:
+    """Encode numbers from 0 to `top`, (heads, bins), as linear 16-bit codes, (heads * bins,) int32."""
     return (values.double().nan_to_num(nan=0.0) / (top or 1.0)).clamp(0, 1).mul(65535).round().int().flatten()
 
 
 def average_bins(values: Tensor, number: int) -> Tensor:
-    """Average at most `number` runs of equal length along the last axis.
+    """Average runs of equal length along the last axis, so that at most `number` means are left; NaN does not count.
 
     >>> average_bins(torch.tensor([[1.0, 3.0, 5.0]]), 2)
     tensor([[2., 5.]])
@@ -156,7 +158,7 @@ def average_bins(values: Tensor, number: int) -> Tensor:
     return means
 
 
-def pack_planes(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str:
+def compress_planes(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str:
     """Compress planes of numbers below 256, one after the other, as raw deflate in base64.
 
     Args:
@@ -172,12 +174,12 @@ def pack_planes(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str
     return base64.b64encode(b"".join((*parts, squeeze.flush()))).decode("ascii")
 
 
-def _hidden_as_nan(sample: SampleRecord, head: int | None, block: slice) -> Tensor:
+def _weights_with_masked_nan(sample: SampleRecord, head: int | None, block: slice) -> Tensor:
     """Compute weights of some queries, NaN at masked keys: (queries, keys); (heads, queries, keys) if head is None."""
     tile = sample.weights(head, queries=block)
     seen = sample.visible(queries=block)
     return torch.where(seen if seen.dim() == 2 or head is None else seen[head], tile, torch.nan)
 
 
-def _shifts_of_bytes(keys: int) -> tuple[int, ...]:
+def _byte_shifts_of_key(keys: int) -> tuple[int, ...]:
     return (16, 8, 0) if keys > 0xFFFF else (8, 0)

@@ -33,15 +33,16 @@ def json_in_script(data: Mapping[str, Any]) -> str:
 
 
 def hash_of_script(source: str) -> str:
-    """Return the hash that allows this script, and no other, in a page's Content-Security-Policy."""
+    """Return the hash by which a page's Content-Security-Policy allows this script and no other."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
 @cache
-def static(path: str) -> str:
-    """Read a file of the library, such as "viewer/static/page.css"; that of another package begins with its name.
+def read_package_file(path: str) -> str:
+    """Read a text file of the package multihead, or of another package, whose name its path then begins with.
 
-    >>> static("viewer/static/shared/numbers.js") == static("multihead/viewer/static/shared/numbers.js")
+    >>> colours = read_package_file("multihead/viewer/static/shared/base.css")
+    >>> colours == read_package_file("viewer/static/shared/base.css")
     True
     """
     root, _, rest = path.partition("/")
@@ -50,57 +51,59 @@ def static(path: str) -> str:
 
 
 @cache
-def template(path: str) -> jinja2.Template:
-    """Compile a template that escapes its values and rejects missing ones; it may extend another by its path."""
+def load_template(path: str) -> jinja2.Template:
+    """Compile a Jinja template, which escapes its values and rejects missing ones; it may extend another by path."""
     require("jinja2", purpose="Writing a page", extra="view")
     import jinja2
 
-    loader = jinja2.FunctionLoader(static)
+    loader = jinja2.FunctionLoader(read_package_file)
     return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(path)
 
 
 @cache
-def script(path: str, given: tuple[tuple[str, str], ...] = ()) -> str:
+def bundle_script(path: str, given: tuple[tuple[str, str], ...] = ()) -> str:
     """Bundle a JavaScript module and the modules it imports into one script, for a page that is a single file.
 
     Each module becomes a function that runs after the modules it imports and returns its exports.
 
     Args:
-        path: the module that is imported by no other.
-        given: (module, expression) for modules that are not bundled: the value of the expression has their exports.
+        path: the entry module, which no other module imports.
+        given: (module, expression) for modules that are not bundled; the value of the JavaScript expression has the
+            module's exports.
 
     Raises:
         ValueError: a module uses a form of import or export that cannot be bundled.
     """
     replaced = dict(given)
     lines = [
-        f"modules['{each}'] = {replaced[each]};" if each in replaced else _bundle_module(each) for each in modules(path)
+        f"modules['{each}'] = {replaced[each]};" if each in replaced else _bundle_module(each)
+        for each in list_bundled_modules(path)
     ]
     return "\n".join(["'use strict';", "const modules = {};", *lines])
 
 
-def modules(path: str) -> list[str]:
+def list_bundled_modules(path: str) -> list[str]:
     """List a JavaScript module and all modules it imports, dependencies first."""
     found: list[str] = []
 
-    def visit(path: str) -> None:
+    def add_after_imports(path: str) -> None:
         if path not in found:
-            for imported in _IMPORT.finditer(static(path)):
-                visit(_path_of_import(path, imported["path"]))
+            for imported in _IMPORT.finditer(read_package_file(path)):
+                add_after_imports(_resolve_import(path, imported["path"]))
             found.append(path)
 
-    visit(path)
+    add_after_imports(path)
     return found
 
 
-def _path_of_import(path: str, relative: str) -> str:
+def _resolve_import(path: str, relative: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), relative))
 
 
 def _bundle_module(path: str) -> str:
-    source = static(path)
+    source = read_package_file(path)
     body = _IMPORT.sub(
-        lambda found: f"const {found['names']} = modules['{_path_of_import(path, found['path'])}'];", source
+        lambda found: f"const {found['names']} = modules['{_resolve_import(path, found['path'])}'];", source
     )
     names = ", ".join(found["name"] for found in _EXPORT.finditer(source))
     body = _EXPORT.sub("", body)
@@ -112,8 +115,8 @@ def _bundle_module(path: str) -> str:
     return f"modules['{path}'] = (() => {{\n{body}return {{ {names} }};\n}})();"
 
 
-def version() -> str:
-    """Return the installed version, for the foot of a page."""
+def installed_version() -> str:
+    """Return the installed version of multihead, for the foot of a page."""
     try:
         return metadata.version("multihead")
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed

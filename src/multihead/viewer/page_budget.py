@@ -21,7 +21,7 @@ MAP_SIZE = 64
 """Blocks per side of a pooled map, if they fit."""
 
 DIRECT_SIZE = 96
-"""Up to this many queries and keys the grid draws every weight; above, pooled maps."""
+"""Up to this many queries and keys, the grid of heads draws every weight; beyond, it draws pooled maps."""
 
 STRIP_BINS = 256
 """Maximum number of bars in a margin strip."""
@@ -30,14 +30,14 @@ MAX_WEIGHTS_PER_QUERY = 512
 """Maximum number of largest weights stored per query if not all weights fit."""
 
 MAX_CELLS = 1 << 30
-"""Up to this many heads x queries x keys every weight is read to find each query's largest: half a minute."""
+"""Up to this many weights (heads x queries x keys), all are read to find each query's largest: half a minute."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass
-class LayerStore:
-    """The layout of one layer in the page: the size of its small maps, their blocks, and its strips."""
+class StoredLayerMaps:
+    """The maps of one layer in the page: the size of the pooled maps, the weights per cell, and the margin strips."""
 
     direct: bool = False
     rows: int = 0
@@ -48,7 +48,7 @@ class LayerStore:
 
 
 @dataclass
-class Store:
+class StoredMaps:
     """The part of the maps that a page stores.
 
     Attributes:
@@ -58,8 +58,8 @@ class Store:
         bits: bits per weight, in mode "whole".
         number: largest weights stored per query, in mode "largest".
         rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
-        packs: (id of the script tag, base64) in the order of the page.
-        layers: one per layer.
+        packs: (id of a script tag, the base64 data in it), in the order of the page.
+        layers: the maps of each layer.
     """
 
     mode: str = "none"
@@ -68,7 +68,7 @@ class Store:
     number: int = 0
     rounding: float = 0.0
     packs: list[tuple[str, str]] = field(default_factory=list)
-    layers: list[LayerStore] = field(default_factory=list)
+    layers: list[StoredLayerMaps] = field(default_factory=list)
 
     @property
     def map_size(self) -> tuple[int, int]:
@@ -76,21 +76,21 @@ class Store:
         return max((one.rows for one in self.layers), default=0), max((one.cols for one in self.layers), default=0)
 
 
-class _FullError(Exception):
+class _PageFullError(Exception):
     """The page has no more room."""
 
 
-class _Room:
+class _PageBudget:
     """The bytes left in a page."""
 
     def __init__(self, size: int) -> None:
         self.left = size
 
-    def take(self, packs: list[tuple[str, str]], name: str, content: str) -> None:
-        """Append a pack, or raise `_FullError`; the tag around it takes about 60 bytes."""
+    def add_pack(self, packs: list[tuple[str, str]], name: str, content: str) -> None:
+        """Append a pack, or raise `_PageFullError`; the script tag around a pack takes about 60 bytes."""
         self.left -= len(content) + 60
         if self.left < 0:
-            raise _FullError
+            raise _PageFullError
         packs.append((name, content))
 
 
@@ -103,7 +103,7 @@ def keeps_weights(record: Record, sample: int) -> bool:
     return True
 
 
-def fill_page(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> Store:
+def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> StoredMaps:
     """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
@@ -117,29 +117,33 @@ def fill_page(record: Record, *, sample: int, room: int, progress: Progress | No
         # No map of a model compresses below a tenth of a byte per weight, so larger ones are not tried.
         for bits in (16, 12) if cells <= min(room * 10, MAX_CELLS) else ():
             try:
-                return _whole_maps(record, sample, bits, room, report)
-            except _FullError:
+                return _encode_whole_maps(record, sample, bits, room, report)
+            except _PageFullError:
                 continue
     size = MAP_SIZE
     while size >= 8:
         try:
-            return _pooled_maps(record, sample, size, room, report, has_weights=has_weights)
-        except _FullError:
+            return _encode_pooled_maps(record, sample, size, room, report, has_weights=has_weights)
+        except _PageFullError:
             size //= 2
-    return Store(reason="room", layers=[LayerStore() for _ in record.layers])
+    return StoredMaps(reason="room", layers=[StoredLayerMaps() for _ in record.layers])
 
 
-def _whole_maps(record: Record, sample: int, bits: int, size: int, report: Progress) -> Store:
-    room, rounding = _Room(size), maps.Rounding()
-    store = Store(mode="whole", bits=bits)
+def _encode_whole_maps(record: Record, sample: int, bits: int, size: int, report: Progress) -> StoredMaps:
+    room, rounding = _PageBudget(size), maps.LargestRoundingError()
+    store = StoredMaps(mode="whole", bits=bits)
     total, done = sum(layer.num_heads for layer in record.layers), 0
     for index, one in enumerate(_sample_of_each_layer(record, sample)):
-        kept = LayerStore(direct=max(one.num_queries, one.num_keys) <= DIRECT_SIZE)
+        kept = StoredLayerMaps(direct=max(one.num_queries, one.num_keys) <= DIRECT_SIZE)
         if not kept.direct:
-            _put_maps(store, room, kept, index, _small_maps(one, MAP_SIZE), one, maps.Rounding())
-        _put_strips(store, room, kept, index, one)
+            _add_pooled_maps(
+                store, room, kept, index, _pooled_maps_of_layer(one, MAP_SIZE), one, maps.LargestRoundingError()
+            )
+        _add_margin_strips(store, room, kept, index, one)
         for head in range(one.num_heads):
-            room.take(store.packs, f"w{index}.{head}", maps.encode_all_weights(one, head, bits=bits, rounding=rounding))
+            room.add_pack(
+                store.packs, f"w{index}.{head}", maps.encode_all_weights(one, head, bits=bits, rounding=rounding)
+            )
             done += 1
             report(done, total)
         store.layers.append(kept)
@@ -147,95 +151,105 @@ def _whole_maps(record: Record, sample: int, bits: int, size: int, report: Progr
     return store
 
 
-def _pooled_maps(
+def _encode_pooled_maps(
     record: Record, sample: int, map_size: int, size: int, report: Progress, *, has_weights: bool
-) -> Store:
-    room, rounding = _Room(size), maps.Rounding()
-    store = Store(mode="pooled", reason="room" if has_weights else "statistics")
+) -> StoredMaps:
+    room, rounding = _PageBudget(size), maps.LargestRoundingError()
+    store = StoredMaps(mode="pooled", reason="room" if has_weights else "statistics")
     any_map = False
     for index, one in enumerate(_sample_of_each_layer(record, sample)):
-        kept = LayerStore()
-        small = _small_maps(one, map_size)
+        kept = StoredLayerMaps()
+        small = _pooled_maps_of_layer(one, map_size)
         if small is not None:
             any_map = True
-            _put_maps(store, room, kept, index, small, one, rounding)
+            _add_pooled_maps(store, room, kept, index, small, one, rounding)
         store.layers.append(kept)
     if not any_map:
-        return Store(reason="statistics", layers=store.layers)
+        return StoredMaps(reason="statistics", layers=store.layers)
     for index, one in enumerate(_sample_of_each_layer(record, sample)):
         try:
-            _put_strips(store, room, store.layers[index], index, one)
-        except _FullError:
+            _add_margin_strips(store, room, store.layers[index], index, one)
+        except _PageFullError:
             return store
     if has_weights:
-        _put_largest(record, sample, store, room, rounding, report)
+        _add_largest_weights(record, sample, store, room, rounding, report)
     store.rounding = rounding.largest
     return store
 
 
-def _put_largest(
-    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, report: Progress
+def _add_largest_weights(
+    record: Record,
+    sample: int,
+    store: StoredMaps,
+    room: _PageBudget,
+    rounding: maps.LargestRoundingError,
+    report: Progress,
 ) -> None:
-    """Encode each query's largest weights, as many per query as fit; none if not even one fits."""
+    """Add each query's largest weights, as many per query as fit; none if not even one per query fits."""
     if _count_cells(record, sample) > MAX_CELLS:
-        _put_single_largest(record, sample, store, room, rounding, report)
+        _add_single_largest_weights(record, sample, store, room, rounding, report)
         return
     queries = sum(one.num_heads * one.num_queries for one in _sample_of_each_layer(record, sample))
     total = sum(layer.num_heads for layer in record.layers)
     number = int(room.left / (queries * 3))  # about three bytes each, fewer if many are stored per query
     for _ in range(2):
-        each = _bytes_per_entry(record, sample, max(1, min(number, MAX_WEIGHTS_PER_QUERY)))
+        each = _bytes_per_stored_weight(record, sample, max(1, min(number, MAX_WEIGHTS_PER_QUERY)))
         number = min(int(0.97 * room.left / (queries * each)), MAX_WEIGHTS_PER_QUERY)
     while number >= 1:
         packs: list[tuple[str, str]] = []
-        trial, done = _Room(room.left), 0
+        trial, done = _PageBudget(room.left), 0
         try:
             for index, one in enumerate(_sample_of_each_layer(record, sample)):
                 for head, content in enumerate(maps.encode_largest_weights(one, number=number, rounding=rounding)):
-                    trial.take(packs, f"k{index}.{head}", content)
+                    trial.add_pack(packs, f"k{index}.{head}", content)
                 done += one.num_heads
                 report(done, total)
-        except _FullError:
-            number = int(number * 0.85)  # the heads of the estimate compress better than the rest
+        except _PageFullError:
+            number = int(number * 0.85)  # the estimate was too low: its heads compress better than the others
             continue
         store.mode, store.number = "largest", number
         store.packs += packs
         return
 
 
-def _put_single_largest(
-    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, report: Progress
+def _add_single_largest_weights(
+    record: Record,
+    sample: int,
+    store: StoredMaps,
+    room: _PageBudget,
+    rounding: maps.LargestRoundingError,
+    report: Progress,
 ) -> None:
-    """Encode each query's largest weight from the statistics; none if not all fit or none were recorded."""
+    """Add each query's largest weight from the statistics; none if they do not all fit or were not recorded."""
     total, done = sum(layer.num_heads for layer in record.layers), 0
     packs: list[tuple[str, str]] = []
-    trial = _Room(room.left)
+    trial = _PageBudget(room.left)
     try:
         for index, one in enumerate(_sample_of_each_layer(record, sample)):
-            for head, content in enumerate(maps.encode_largest_of_all(one, rounding=rounding)):
-                trial.take(packs, f"k{index}.{head}", content)
+            for head, content in enumerate(maps.encode_recorded_largest_weights(one, rounding=rounding)):
+                trial.add_pack(packs, f"k{index}.{head}", content)
             done += one.num_heads
             report(done, total)
-    except (_FullError, ProbeError):
+    except (_PageFullError, ProbeError):
         return
     store.mode, store.number = "largest", 1
     store.packs += packs
 
 
-def _bytes_per_entry(record: Record, sample: int, number: int) -> float:
+def _bytes_per_stored_weight(record: Record, sample: int, number: int) -> float:
     """Estimate the bytes of one stored weight and its key from at most eight heads spread over the record."""
     places = [(index, head) for index, layer in enumerate(record.layers) for head in range(layer.num_heads)]
     size, entries = 0, 0
     for index, head in places[len(places) // 16 :: max(1, len(places) // 8)]:
         one = record.layers[index].sample(sample)
-        (content,) = maps.encode_largest_weights(one, number=number, rounding=maps.Rounding(), head=head)
+        (content,) = maps.encode_largest_weights(one, number=number, rounding=maps.LargestRoundingError(), head=head)
         size += len(content) + 60
         entries += one.num_queries * min(number, one.num_keys)
     return size / max(1, entries)
 
 
-def _small_maps(one: SampleRecord, size: int) -> Tensor | None:
-    """Return the pooled maps of a layer, from its statistics if they have the wanted size, else from the weights."""
+def _pooled_maps_of_layer(one: SampleRecord, size: int) -> Tensor | None:
+    """Return the pooled maps of a layer, (heads, rows, columns), of the record if the size fits, else from q and k."""
     found = one.statistics.get("pooled_map")
     # A record pools a padded batch in blocks of the longest sample, which are too wide for a shorter one.
     wanted = tuple(-(-length // max(1, -(-length // size))) for length in (one.num_queries, one.num_keys))
@@ -247,24 +261,26 @@ def _small_maps(one: SampleRecord, size: int) -> Tensor | None:
         return found if size == MAP_SIZE else None
 
 
-def _put_maps(
-    store: Store,
-    room: _Room,
-    kept: LayerStore,
+def _add_pooled_maps(
+    store: StoredMaps,
+    room: _PageBudget,
+    kept: StoredLayerMaps,
     index: int,
     small: Tensor | None,
     one: SampleRecord,
-    rounding: maps.Rounding,
+    rounding: maps.LargestRoundingError,
 ) -> None:
     if small is None:
         return
     kept.rows, kept.cols = small.shape[-2:]
     kept.row_block, kept.col_block = -(-one.num_queries // max(1, kept.rows)), -(-one.num_keys // max(1, kept.cols))
-    room.take(store.packs, f"m{index}", maps.pack_maps(small, rounding))
+    room.add_pack(store.packs, f"m{index}", maps.pack_maps(small, rounding))
 
 
-def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: SampleRecord) -> None:
-    """Encode the strips next to the map: what each key receives and each query's entropy."""
+def _add_margin_strips(
+    store: StoredMaps, room: _PageBudget, kept: StoredLayerMaps, index: int, one: SampleRecord
+) -> None:
+    """Add the strips at the margins of a map: the mean weight on each key, and each query's entropy."""
     found: list[tuple[str, Tensor, float]] = []
     if "received" in one.statistics:
         share = maps.average_bins(one.statistics["received"].double() / max(1, one.num_queries), STRIP_BINS)
@@ -274,8 +290,8 @@ def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: Sa
         found.append(("entropy", entropy, math.log(max(2, one.num_keys))))
     if not found:
         return
-    codes = torch.cat([maps.strip_codes(values, top) for _, values, top in found])
-    room.take(store.packs, f"s{index}", maps.pack_planes(codes >> 8, codes & 255))
+    codes = torch.cat([maps.encode_margin_strips(values, top) for _, values, top in found])
+    room.add_pack(store.packs, f"s{index}", maps.compress_planes(codes >> 8, codes & 255))
     kept.strips = [{"id": name, "bins": values.shape[-1], "top": top} for name, values, top in found]
 
 

@@ -1,4 +1,4 @@
-"""The data of a record and of a sample for the viewer's page: texts, layers, every head's numbers and kind."""
+"""The data of the viewer's page: texts, layers, and the numbers and kinds of every head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multihead.record.analysis.highlights import LayerProfile, findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
 from multihead.record.texts import Text
-from multihead.viewer.columns import column, columns_not_recorded, legend, names_of
+from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
 from multihead.viewer.levels import SIDE, number_of_levels
 from multihead.viewer.tokens import SPECIAL, layout_of_tokens
 
@@ -28,7 +28,7 @@ OPENING = 12  # tokens
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RecordedRun:
     """One record shown in the viewer.
 
     Attributes:
@@ -46,18 +46,18 @@ class Run:
         """Number of texts that all layers recorded."""
         return min((len(layer.samples) for layer in self.record.layers), default=0)
 
-    def keeps(self, sample: int) -> bool:
+    def keeps_weights(self, sample: int) -> bool:
         """Return whether q and k of a sample were kept, so that its maps can be computed."""
         return all(layer.sample(sample).keeps_weights for layer in self.record.layers)
 
 
-def describe_run(run: Run) -> dict[str, Any]:
+def describe_run(run: RecordedRun) -> dict[str, Any]:
     """Describe a run: its name, what was kept, and the lengths of its texts."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
         "name": visible(run.name),
         "title": visible(run.record.title),
-        "keep": "all" if all(run.keeps(index) for index in range(run.num_samples)) else "statistics",
+        "keep": "all" if all(run.keeps_weights(index) for index in range(run.num_samples)) else "statistics",
         "samples": [
             {"queries": one.num_queries, "keys": one.num_keys, "opening": _first_words(run.record, index)}
             for index, one in enumerate(samples)
@@ -66,7 +66,7 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def _first_words(record: Record, sample: int) -> str:
-    """Return the first words of a text, which name it in a list; "" if its tokens are unknown."""
+    """Return the first words of a text, for a list of texts; "" if its tokens are unknown."""
     text = main_sample(record, sample).text.part(0, OPENING)
     if text.tokens is None:
         return ""
@@ -79,18 +79,18 @@ def _first_words(record: Record, sample: int) -> str:
     return " ".join(opening.split())[:40]
 
 
-def sample_description(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
+def describe_sample(run: RecordedRun, sample: int, lang: str = "en") -> dict[str, Any]:
     """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head."""
     main = main_sample(run.record, sample).text
     profiles = run.record.profiles(sample=sample, special=main.special)
     texts: list[Text] = [main]
     named = roles(run.record.layers, sample=sample)
-    layers = [_layer_of_run(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
+    layers = [_describe_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
     layers = [layer | {"role": role} for layer, role in zip(layers, named, strict=True)]
-    names = names_of(profiles)
-    columns = [column(run.record.statistic(name), lang) for name in names]
-    # Of two texts, a first token has no name.
-    tokens = None if main.tokens is None or other_text(run.record, sample, main.tokens) else main.tokens
+    names = names_of_statistics(profiles)
+    columns = [describe_column(run.record.statistic(name), lang) for name in names]
+    # With two texts, "the first token" is not one token.
+    tokens = None if main.tokens is None or cross_attention_text(run.record, sample, main.tokens) else main.tokens
     found = findings(
         run.record.layers,
         sample=sample,
@@ -109,24 +109,23 @@ def sample_description(run: Run, sample: int, lang: str = "en") -> dict[str, Any
         "layers": layers,
         "kinds": [kinds for one in profiles for kinds in one.kinds],
         "metrics": {
-            one["id"]: _number_of_each_head([profile.means for profile in profiles], heads, one["id"])
-            for one in columns
+            one["id"]: _statistic_per_head([profile.means for profile in profiles], heads, one["id"]) for one in columns
         },
         "chance": {
-            one["id"]: _number_of_each_head([profile.chance for profile in profiles], heads, one["id"])
+            one["id"]: _statistic_per_head([profile.chance for profile in profiles], heads, one["id"])
             for one in columns
             if any(one["id"] in profile.chance for profile in profiles)
         },
         "columns": columns,
         "unrecorded": columns_not_recorded(names, lang),
         "findings": [asdict(one) for one in found],
-        # The largest possible entropy of each head; None where its mask is not defined here.
-        "full": _number_of_each_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
-        "legend": legend(run.record.all_kinds, profiles, lang),
+        # The largest possible entropy of each head; None where the class of its mask is unknown.
+        "full": _statistic_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
+        "legend": legend_of_kinds(run.record.all_kinds, profiles, lang),
     }
 
 
-def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
+def table_rows_of_heads(run: RecordedRun, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kinds, and the mean and the chance of each statistic."""
     profiles = run.record.profiles(sample=sample, special=main_sample(run.record, sample).text.special)
     rows = [
@@ -139,7 +138,7 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     return rows_with_roles(run.record.layers, rows, sample=sample)
 
 
-def nearest_heads(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
+def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
     """List the heads whose weights are most similar to those of one head, nearest first; see `Record.nearest`.
 
     The divergence is None where no query has finite weights in both heads: JSON has no NaN.
@@ -156,7 +155,7 @@ def nearest_heads(run: Run, sample: int, layer: int, head: int, top: int) -> lis
 
 
 def changed_heads(
-    before: Run, after: Run, sample: int, top: int, *, lang: str, progress: Callable[[], None]
+    before: RecordedRun, after: RecordedRun, sample: int, top: int, *, lang: str, progress: Callable[[], None]
 ) -> dict[str, Any]:
     """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
 
@@ -189,23 +188,25 @@ def has_maps(one: SampleRecord) -> bool:
 
 
 def main_sample(record: Record, sample: int) -> SampleRecord:
-    """Return the sample whose keys are the main text of a page: of the first self-attention layer that has tokens."""
+    """Return the sample of the first self-attention layer that has tokens; its keys are the main text of a page."""
     ones = [layer.sample(sample) for layer in record.layers]
     alone = [one for one in ones if not one.crosses] or ones
     return next((one for one in alone if one.text.tokens is not None), alone[0])
 
 
-def other_text(record: Record, sample: int, tokens: Sequence[str]) -> Text | None:
-    """Return the text that cross-attention relates to the main one; None without one, or if its tokens are unknown."""
+def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> Text | None:
+    """Return the other text of the cross-attention layers, beside `tokens`; None if there is none with tokens."""
     crossing = [one for one in (layer.sample(sample) for layer in record.layers) if one.crosses]
     texts = [text for one in crossing for text in (one.query_text, one.text) if text.tokens is not None]
     return next((text for text in texts if text.tokens != list(tokens)), None)
 
 
-def _layer_of_run(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:
+def _describe_layer(
+    run: RecordedRun, index: int, sample: int, reading: LayerProfile, texts: list[Text]
+) -> dict[str, Any]:
     one = run.record.layers[index].sample(sample)
     crosses = one.crosses or reading.crosses
-    # In cross-attention the record may or may not have the text of the queries.
+    # In cross-attention, the queries are of another text than the keys; its tokens may be unknown.
     of_queries = one.text if not crosses else one.query_text if one.crosses else Text()
     return {
         "number": reading.number,
@@ -219,13 +220,13 @@ def _layer_of_run(run: Run, index: int, sample: int, reading: LayerProfile, text
         "aligned": run.record.layers[index].alignment_heads,
         "pattern": reading.visibility.pattern,
         "levels": number_of_levels(one.num_queries, one.num_keys) if one.keeps_weights else 0,
-        "queryText": _index_of_text(of_queries, texts),
-        "keyText": _index_of_text(one.text, texts),
+        "queryText": _find_or_append_text(of_queries, texts),
+        "keyText": _find_or_append_text(one.text, texts),
     }
 
 
-def _index_of_text(text: Text, texts: list[Text]) -> int:
-    """Return the index of a text in the list; append it if it is missing."""
+def _find_or_append_text(text: Text, texts: list[Text]) -> int:
+    """Return the index of a text in `texts`; append the text if it is missing."""
     for index, each in enumerate(texts):
         if (each.length, each.tokens, each.special) == (text.length, text.tokens, text.special):
             return index
@@ -233,8 +234,8 @@ def _index_of_text(text: Text, texts: list[Text]) -> int:
     return len(texts) - 1
 
 
-def _number_of_each_head(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
-    """Return every head's number of a statistic, layer after layer; None if there is none."""
+def _statistic_per_head(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
+    """Return a statistic of every head, layer after layer; None where it is missing or not finite."""
     found: list[float | None] = []
     for of_layer, number in zip(values, heads, strict=True):
         numbers = of_layer[name].tolist() if name in of_layer else [math.nan] * number

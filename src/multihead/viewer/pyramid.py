@@ -7,16 +7,16 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multihead.viewer.levels import BASE, IN_MEMORY, LayerLevels, Room, number_of_levels
+from multihead.viewer.levels import BASE, IN_MEMORY, LayerMapLevels, MemoryBudget, number_of_levels
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
 
 Place = tuple[int, int]
-"""A layer's index and the index of a head in it."""
+"""The index of a layer, and the index of a head in that layer."""
 
 
-class Pyramid:
+class SampleMapLevels:
     """The levels of all heads of one sample of a record.
 
     Args:
@@ -26,12 +26,12 @@ class Pyramid:
         room: the bytes left for levels in memory; None gives this sample its own.
     """
 
-    def __init__(self, record: Record, sample: int, folder: Path | None, room: Room | None = None) -> None:
+    def __init__(self, record: Record, sample: int, folder: Path | None, room: MemoryBudget | None = None) -> None:
         self._record = record
         self._sample = sample
         self._folder = folder
-        self._room = room or Room(IN_MEMORY)
-        self._opened: dict[int, LayerLevels] = {}
+        self._room = room or MemoryBudget(IN_MEMORY)
+        self._opened: dict[int, LayerMapLevels] = {}
         self._lock = threading.Lock()
         self._started: dict[Place, tuple[Iterator[float], float]] = {}
         self._wanted: list[Place] = []  # the newest last
@@ -43,7 +43,7 @@ class Pyramid:
         for layer in deep:
             if folder is not None and self._file_of_layer(layer).exists():
                 for head in range(samples[layer].num_heads):
-                    if self.layer(layer).has(head):
+                    if self.levels_of_layer(layer).is_built(head):
                         del self._left[layer, head]
 
     @property
@@ -52,42 +52,42 @@ class Pyramid:
         return not self._left
 
     @property
-    def done(self) -> float:
+    def heads_done(self) -> float:
         """Number of heads built, counting unfinished ones by their share."""
         return self.total - len(self._left) + sum(share for _, share in list(self._started.values()))
 
     @property
     def in_memory(self) -> bool:
-        """Whether levels are in memory because they could not be kept in a file."""
-        return any(not each.kept for each in list(self._opened.values()))
+        """Whether some levels are in memory because there is no file for them."""
+        return any(not each.is_in_file for each in list(self._opened.values()))
 
-    def layer(self, index: int) -> LayerLevels:
+    def levels_of_layer(self, index: int) -> LayerMapLevels:
         """Open a layer's levels."""
         with self._lock:
             if index not in self._opened:
                 file = None if self._folder is None else self._file_of_layer(index)
                 of = {"record": self._record.id, "layer": str(index), "sample": str(self._sample)}
                 one = self._record.layers[index].sample(self._sample)
-                self._opened[index] = LayerLevels(one, file, of, self._room)
+                self._opened[index] = LayerMapLevels(one, file, of, self._room)
             return self._opened[index]
 
-    def has(self, layer: int, head: int) -> bool:
+    def is_built(self, layer: int, head: int) -> bool:
         """Return whether a head's levels are built."""
         return (layer, head) not in self._left
 
-    def want(self, *places: Place) -> None:
+    def move_to_front(self, *places: Place) -> None:
         """Move heads to the front of the queue, before those requested earlier."""
         left = [place for place in places if place in self._left]
         with self._lock:
             self._wanted = [*(place for place in self._wanted[-256:] if place not in left), *reversed(left)]
 
-    def step(self) -> bool:
-        """Build one strip; returns whether anything is left to build."""
-        place = self._next_step()
+    def build_strip(self) -> bool:
+        """Build one strip of one head; returns whether anything is left to build."""
+        place = self._next_head()
         if place is None:
             return False
         layer, head = place
-        steps, _ = self._started.get(place) or (self.layer(layer).build(head), 0.0)
+        steps, _ = self._started.get(place) or (self.levels_of_layer(layer).build(head), 0.0)
         share = next(steps, None)
         if share is None:
             self._started.pop(place, None)
@@ -100,7 +100,7 @@ class Pyramid:
         assert self._folder is not None
         return self._folder / f"layer-{layer}.sample-{self._sample}.safetensors"
 
-    def _next_step(self) -> Place | None:
+    def _next_head(self) -> Place | None:
         with self._lock:
             while self._wanted:
                 if self._wanted[-1] in self._left:
@@ -110,55 +110,55 @@ class Pyramid:
         return next(iter(self._started), None) or next(iter(self._left), None)
 
 
-class Builder:
-    """Builds the levels of the samples that were opened, one strip at a time.
+class LevelBuilder:
+    """Builds the coarse levels of the opened samples, one strip at a time.
 
     Args:
         progress: called after each strip with (heads done, total heads), over all opened samples.
     """
 
     def __init__(self, progress: Callable[[float, int], None] = lambda done, total: None) -> None:
-        self._pyramids: dict[Hashable, Pyramid] = {}
+        self._pyramids: dict[Hashable, SampleMapLevels] = {}
         self._progress = progress
         self._failed: dict[Hashable, Exception] = {}
         self._newest: Hashable = None
 
-    def look(self, key: Hashable, make: Callable[[], Pyramid]) -> Pyramid:
+    def queue_sample(self, key: Hashable, make: Callable[[], SampleMapLevels]) -> SampleMapLevels:
         """Return a sample's levels and queue them for building; the sample opened last comes first."""
         if key not in self._pyramids:
             self._pyramids[key] = make()
         self._newest = key
         return self._pyramids[key]
 
-    def failure(self, key: Hashable) -> Exception | None:
+    def building_error(self, key: Hashable) -> Exception | None:
         """Return the error that stopped the building of a sample's levels, or None."""
         return self._failed.get(key)
 
-    def step(self) -> bool:
+    def build_strip(self) -> bool:
         """Build one strip of one sample; returns whether there was one to build."""
         for key in [self._newest, *list(self._pyramids)]:
             pyramid = self._pyramids.get(key)
             if pyramid is None or key in self._failed or pyramid.finished:
                 continue
             try:
-                pyramid.step()
+                pyramid.build_strip()
             except Exception as error:  # noqa: BLE001 - the page shows it; the other samples continue
                 self._failed[key] = error
-            self._progress(*self.share())
+            self._progress(*self.count_built_heads())
             return True
         return False
 
-    def share(self) -> tuple[float, int]:
+    def count_built_heads(self) -> tuple[float, int]:
         """Return (heads built, total heads) over all opened samples."""
         pyramids = list(self._pyramids.values())
-        return sum(each.done for each in pyramids), sum(each.total for each in pyramids)
+        return sum(each.heads_done for each in pyramids), sum(each.total for each in pyramids)
 
 
-def state_of_building(pyramid: Pyramid | None, failure: Exception | None = None) -> dict[str, Any]:
+def describe_building_progress(pyramid: SampleMapLevels | None, failure: Exception | None = None) -> dict[str, Any]:
     """Describe the progress of a sample's levels for the page."""
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}
-    done = round(pyramid.done, 2)
+    done = round(pyramid.heads_done, 2)
     progress = {"state": "ready" if pyramid.finished else "building", "done": done, "total": pyramid.total}
     if failure is not None:
         progress |= {"state": "none", "error": f"The coarse levels could not be built: {failure}"}

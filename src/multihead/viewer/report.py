@@ -16,9 +16,16 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text
 from multihead.record.analysis.highlights import LayerProfile, findings
 from multihead.viewer import report_data
-from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
-from multihead.viewer.page_budget import Progress, Store, fill_page
-from multihead.viewer.payload import main_sample, other_text
+from multihead.viewer.page import (
+    bundle_script,
+    hash_of_script,
+    installed_version,
+    json_in_script,
+    load_template,
+    read_package_file,
+)
+from multihead.viewer.page_budget import Progress, StoredMaps, encode_fitting_maps
+from multihead.viewer.payload import cross_attention_text, main_sample
 from multihead.viewer.tokens import layout_of_tokens
 
 if TYPE_CHECKING:
@@ -140,7 +147,7 @@ def write_report(
     if key_tokens is not None:
         texts["keys"] = layout_of_tokens(key_tokens)
     else:
-        other = other_text(record, sample, tokens)
+        other = cross_attention_text(record, sample, tokens)
         if other is not None and other.tokens is not None:
             texts["other"] = layout_of_tokens(other.tokens, special=other.special, gaps=other.gaps)
     data = report_data.page_data(
@@ -163,17 +170,17 @@ def write_report(
         "lang": lang,
         "words": section(lang, "common", "page", "report"),
         "lead": report_data.lead_sentence(record, read, len(tokens), sample=sample, lang=lang),
-        "facts": [*report_data.facts(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
+        "facts": [*report_data.facts_of_record(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
         "ends": "previous_mass" in data["metrics"] and "next_mass" in data["metrics"],
     }
     # The maps get what the rest of the page leaves; some bytes are reserved for the sentences about them.
-    bare = len(_render_page(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)
+    bare = len(_render_page(data, shell, StoredMaps(), max_bytes)) + 1000 + 400 * len(read)
     if bare > max_bytes:
         raise ArgumentError(
             f"max_bytes is {max_bytes:,}, and this page needs {bare:,} bytes without any map.",
             "Increase max_bytes, or use a shorter text.",
         )
-    store = fill_page(record, sample=sample, room=max_bytes - bare, progress=progress)
+    store = encode_fitting_maps(record, sample=sample, room=max_bytes - bare, progress=progress)
     page = _render_page(data, shell, store, max_bytes)
     write_whole(path, page)
     return ReportSummary(
@@ -183,7 +190,9 @@ def write_report(
         bits=store.bits if store.mode == "whole" else 0,
         largest_per_query=store.number,
         rounding=store.rounding,
-        left_out="" if store.mode == "whole" else report_data.sentence_on_store(store, max_bytes=max_bytes, lang=lang),
+        left_out=""
+        if store.mode == "whole"
+        else report_data.sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
         lang=lang,
     )
 
@@ -209,7 +218,7 @@ def _check_arguments(record: Record, path: Path, sample: int, max_bytes: int, la
 
 
 def _check_tokens(record: Record, tokens: Sequence[str], sample: int) -> None:
-    """Reject tokens of another number than the positions of every layer."""
+    """Reject tokens whose number is neither the number of queries nor of keys of any layer."""
     ones = [layer.sample(sample) for layer in record.layers]
     lengths = sorted({length for one in ones for length in (one.num_queries, one.num_keys)})
     if len(tokens) not in lengths:
@@ -219,22 +228,23 @@ def _check_tokens(record: Record, tokens: Sequence[str], sample: int) -> None:
         )
 
 
-def _render_page(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes: int) -> bytes:
+def _render_page(data: dict[str, Any], shell: dict[str, Any], store: StoredMaps, max_bytes: int) -> bytes:
     """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
     words, lang = shell["words"], shell["lang"]
     layers = [
-        layer | kept for layer, kept in zip(data["layers"], _layer_stores(store, len(data["layers"])), strict=True)
+        layer | kept
+        for layer, kept in zip(data["layers"], _stored_maps_as_json(store, len(data["layers"])), strict=True)
     ]
     reason = {"room": "no room", "statistics": "no maps", "": ""}[store.reason]
     store_data = {"mode": store.mode, "bits": store.bits, "number": store.number, "reason": reason}
     foot = (
-        text("report.foot", lang, version=version()),
-        report_data.sentence_on_store(store, max_bytes=max_bytes, lang=lang),
+        text("report.foot", lang, version=installed_version()),
+        report_data.sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
     )
-    source = script("viewer/static/report/page.js")
-    html = template("viewer/static/report/report.html").render(
+    source = bundle_script("viewer/static/report/page.js")
+    html = load_template("viewer/static/report/report.html").render(
         **shell,
-        style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
+        style=Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
         script=Markup(source),
         script_hash=hash_of_script(source),
         texts=Markup(json_in_script(words)),
@@ -245,7 +255,7 @@ def _render_page(data: dict[str, Any], shell: dict[str, Any], store: Store, max_
     return html.encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate in a title
 
 
-def _layer_stores(store: Store, layers: int) -> list[dict[str, Any]]:
+def _stored_maps_as_json(store: StoredMaps, layers: int) -> list[dict[str, Any]]:
     names = {"row_block": "rowBlock", "col_block": "colBlock"}
     kept = [{names.get(key, key): value for key, value in asdict(one).items()} for one in store.layers]
     return kept or [{}] * layers

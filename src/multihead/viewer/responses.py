@@ -13,9 +13,9 @@ from starlette.responses import Response, StreamingResponse
 
 from multihead.errors import InputError
 from multihead.locale.texts import section
-from multihead.viewer.page import json_in_script, template
-from multihead.viewer.query_params import AbsentError, LaterError
-from multihead.viewer.security import HEADERS, refusal
+from multihead.viewer.page import json_in_script, load_template
+from multihead.viewer.query_params import NotFoundError, NotReadyError
+from multihead.viewer.security import HEADERS, json_error_response
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -39,9 +39,9 @@ STYLES = ("shared/base.css", "shared/heads.css", "view/view.css")
 
 
 def page_response(lang: str) -> Response:
-    """Return the page in a language, with its texts."""
+    """Return the HTML page of the viewer in a language."""
     texts = section(lang, "common", "page", "viewer")
-    html = template("viewer/static/view/index.html").render(
+    html = load_template("viewer/static/view/index.html").render(
         lang="zh-CN" if lang == "zh" else lang,
         words=texts,
         texts=Markup(json_in_script(texts)),
@@ -51,26 +51,26 @@ def page_response(lang: str) -> Response:
     return Response(html, media_type="text/html; charset=utf-8")
 
 
-def page_file(folder: str, name: str) -> Response:
-    """Return a file of the page; only names listed in its folder are served.
+def file_response(folder: str, name: str) -> Response:
+    """Return a script or style sheet of the page; only files that are listed in the folder are served.
 
     Raises:
-        AbsentError: there is no such file, or its type is not served.
+        NotFoundError: there is no such file, or its type is not served.
     """
     files = resources.files(__package__) / "static" / folder
     listed = {each.name: each for each in files.iterdir()} if folder in FOLDERS else {}
     kind = TYPES.get(PurePosixPath(name).suffix)
     if name not in listed or kind is None:
-        raise AbsentError("The page has no such file.", "Open the address that `multihead view` printed.")
+        raise NotFoundError("The page has no such file.", "Open the address that `multihead view` printed.")
     return Response(listed[name].read_bytes(), media_type=kind)
 
 
 def floats_response(values: Array, block: tuple[int, int] | None = None) -> Response:
-    """Return numbers as little-endian float32, with their shape in the X-Shape header; NaN = absent.
+    """Return an array as little-endian float32, with its shape in the X-Shape header; NaN marks a masked cell.
 
     Args:
         values: the numbers.
-        block: rows and columns of weights per number, for the X-Block header.
+        block: the rows and columns of weights that each number averages, for the X-Block header.
     """
     headers = {"X-Shape": ",".join(map(str, values.shape))}
     if block is not None:
@@ -79,12 +79,12 @@ def floats_response(values: Array, block: tuple[int, int] | None = None) -> Resp
 
 
 def download_response(parts: Iterator[bytes], name: str, form: str) -> Response:
-    """Return a file to be saved, streamed as it is computed."""
+    """Return a download of the file `name.form`, streamed as its parts are computed."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
     return StreamingResponse(parts, headers=headers, media_type=FORMS[form])
 
 
-async def until_gone(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -92,26 +92,30 @@ async def until_gone(request: Request) -> None:
 
 async def error_response(request: Request, error: Exception) -> Response:
     """Return the sentence of an error: status 400, 404, 500 or 503."""
-    if isinstance(error, LaterError):
-        return refusal(503, str(error), {"Retry-After": "1"})
+    if isinstance(error, NotReadyError):
+        return json_error_response(503, str(error), {"Retry-After": "1"})
     # A file that is unreadable or truncated is not the fault of the request.
-    status = 404 if isinstance(error, AbsentError) else 500 if isinstance(error, InputError) else 400
-    return refusal(status, str(error))
+    status = 404 if isinstance(error, NotFoundError) else 500 if isinstance(error, InputError) else 400
+    return json_error_response(status, str(error))
 
 
-async def gone(request: Request, error: Exception) -> Response:
-    """Return the response to a cancelled computation, which nobody reads."""
+async def cancelled_response(request: Request, error: Exception) -> Response:
+    """Return an empty response for a cancelled computation, whose client has disconnected."""
     return Response(status_code=GONE)
 
 
-async def no_such_address(request: Request, error: Exception) -> Response:
+async def unknown_address_response(request: Request, error: Exception) -> Response:
     """Return the response to an address without a route."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     if status == 404:
-        return refusal(404, "The viewer has nothing at this address. Open the address that `multihead view` printed.")
+        return json_error_response(
+            404, "The viewer has nothing at this address. Open the address that `multihead view` printed."
+        )
     return Response(status_code=status)
 
 
-async def failed(request: Request, error: Exception) -> Response:
+async def failure_response(request: Request, error: Exception) -> Response:
     """Return the response to an unexpected failure; the server prints the traceback."""
-    return refusal(500, "The viewer failed on this request. Please report the error that its terminal shows.", HEADERS)
+    return json_error_response(
+        500, "The viewer failed on this request. Please report the error that its terminal shows.", HEADERS
+    )

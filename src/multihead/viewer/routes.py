@@ -13,15 +13,36 @@ from starlette.routing import Route
 from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import numbers_in_words
 from multihead.viewer import downloads
-from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, number_of_levels
-from multihead.viewer.page import version
-from multihead.viewer.payload import Run, changed_heads, describe_run, nearest_heads, rows_of, sample_description
-from multihead.viewer.pyramid import Builder, Pyramid, state_of_building
-from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
-from multihead.viewer.responses import GONE, download_response, floats_response, page_file, page_response, until_gone
+from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, MemoryBudget, number_of_levels
+from multihead.viewer.page import installed_version
+from multihead.viewer.payload import (
+    RecordedRun,
+    changed_heads,
+    describe_run,
+    describe_sample,
+    nearest_heads,
+    table_rows_of_heads,
+)
+from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_building_progress
+from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
+from multihead.viewer.responses import (
+    GONE,
+    download_response,
+    file_response,
+    floats_response,
+    page_response,
+    wait_for_disconnect,
+)
 from multihead.viewer.security import json_response
-from multihead.viewer.share import SharedHead, file_name, shared_page
-from multihead.viewer.tiles import Cache, Workers, fine_tile, row_of, tiles_of, whole_maps
+from multihead.viewer.share import SharedHead, name_shared_file, shared_page
+from multihead.viewer.tiles import (
+    ArrayCache,
+    WorkerThreads,
+    fine_tile,
+    maps_of_all_heads,
+    tiles_per_side,
+    weights_of_query,
+)
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -43,14 +64,14 @@ class Viewer:
         progress: called with (heads done, total heads) while coarse levels are built.
     """
 
-    def __init__(self, runs: Sequence[Run], *, lang: str, progress: Callable[[float, int], None]) -> None:
+    def __init__(self, runs: Sequence[RecordedRun], *, lang: str, progress: Callable[[float, int], None]) -> None:
         self.runs = runs
         self.lang = lang
-        self.builder = Builder(progress)
-        self.workers = Workers(idle=self.builder.step)
-        self.slow = Workers(1)  # a separate thread for computations of seconds, so that no tile waits for them
-        self.cache = Cache()
-        self.room = Room(IN_MEMORY)
+        self.builder = LevelBuilder(progress)
+        self.workers = WorkerThreads(idle=self.builder.build_strip)
+        self.slow = WorkerThreads(1)  # a separate thread for computations of seconds, so that no tile waits for them
+        self.cache = ArrayCache()
+        self.room = MemoryBudget(IN_MEMORY)
         self.closing = asyncio.Event()
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
@@ -61,17 +82,17 @@ class Viewer:
         return [
             Route("/", self.index),
             Route("/static/{folder}/{name}", self.static),
-            Route("/api/view", self.view),
+            Route("/api/view", self.list_records),
             Route(sample, self.sample),
             Route(f"{sample}/levels", self.levels),
             Route(f"{sample}/layers/{{layer}}/maps", self.maps),
             Route(f"{sample}/table.{{form}}", self.table),
-            Route(f"{sample}/changed/{{other}}", self.changed),
+            Route(f"{sample}/changed/{{other}}", self.list_changed_heads),
             Route(f"{sample}/share", self.share),
             Route(f"{head}/tile", self.tile),
-            Route(f"{head}/row", self.row),
+            Route(f"{head}/row", self.weights_of_query),
             Route(f"{head}/weights.{{form}}", self.weights),
-            Route(f"{head}/nearest", self.nearest),
+            Route(f"{head}/nearest", self.list_nearest_heads),
         ]
 
     def close(self) -> None:
@@ -86,12 +107,12 @@ class Viewer:
 
     async def static(self, request: Request) -> Response:
         """Return a file of the page."""
-        return page_file(request.path_params["folder"], request.path_params["name"])
+        return file_response(request.path_params["folder"], request.path_params["name"])
 
-    async def view(self, request: Request) -> Response:
-        """List the records."""
+    async def list_records(self, request: Request) -> Response:
+        """List the records, with the version and the language of the viewer."""
         return json_response(
-            {"version": version(), "lang": self.lang, "runs": [describe_run(run) for run in self.runs]}
+            {"version": installed_version(), "lang": self.lang, "runs": [describe_run(run) for run in self.runs]}
         )
 
     async def sample(self, request: Request) -> Response:
@@ -101,32 +122,36 @@ class Viewer:
 
         if place not in self._described:
             await self._compute_in_worker(
-                request, ("sample", *place), lambda _: self._description(run, sample), by=self.slow
+                request, ("sample", *place), lambda _: self._cached_description(run, sample), by=self.slow
             )
         return json_response(self._described[place])
 
-    def _description(self, run: int, sample: int) -> dict[str, Any]:
-        # Stored even if the request was cancelled: loading the page again is then faster.
+    def _cached_description(self, run: int, sample: int) -> dict[str, Any]:
+        # The description is stored even if the request was cancelled, so that loading the page again is faster.
         if (run, sample) not in self._described:
-            self._described[run, sample] = sample_description(self.runs[run], sample, self.lang)
+            self._described[run, sample] = describe_sample(self.runs[run], sample, self.lang)
         return self._described[run, sample]
 
     async def levels(self, request: Request) -> Response:
         """Return the progress of a sample's coarse levels."""
         place = self._requested_sample(request)
-        return json_response(state_of_building(self._start_building_levels(*place), self.builder.failure(place)))
+        return json_response(
+            describe_building_progress(self._start_building_levels(*place), self.builder.building_error(place))
+        )
 
     async def maps(self, request: Request) -> Response:
         """Return small maps of all heads of a layer."""
         place = run, sample, layer, one = self._requested_layer(request)
 
-        def compute(cancelled: Callable[[], bool]) -> Array:
+        def compute_maps(cancelled: Callable[[], bool]) -> Array:
             return self._small_maps(run, sample, layer, cancelled)
 
-        return floats_response(await self._cached_or_computed(request, ("maps", *place[:3]), compute), _block_of(one))
+        return floats_response(
+            await self._cached_or_computed(request, ("maps", *place[:3]), compute_maps), _weights_per_cell(one)
+        )
 
     def _small_maps(self, run: int, sample: int, layer: int, cancelled: Callable[[], bool]) -> Array:
-        """Return small maps of all heads of a layer, given its index."""
+        """Return the small maps of a layer, (heads, rows, columns), given the layer's index in the record."""
         one = self.runs[run].record.layers[layer].sample(sample)
         pooled, level = _stored_small_maps(one), number_of_levels(one.num_queries, one.num_keys) - 1
         if pooled is not None:
@@ -134,29 +159,29 @@ class Viewer:
             return values
         _require_map(one)
         if level < BASE:
-            return whole_maps(one, level, cancelled=cancelled)
-        pyramid = self._built_levels(run, sample)
-        if not all(pyramid.has(layer, head) for head in range(one.num_heads)):
-            raise self._error_while_building(run, sample)
-        levels = pyramid.layer(layer)
-        return np.stack([levels.means(head, level) for head in range(one.num_heads)])
+            return maps_of_all_heads(one, level, cancelled=cancelled)
+        pyramid = self._require_levels(run, sample)
+        if not all(pyramid.is_built(layer, head) for head in range(one.num_heads)):
+            raise self._missing_levels_error(run, sample)
+        levels = pyramid.levels_of_layer(layer)
+        return np.stack([levels.block_means(head, level) for head in range(one.num_heads)])
 
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
         run, sample, layer, head, one = self._requested_head(request)
         _require_map(one)
         params = request.query_params
-        level = number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
-        row = number("row of tiles", params.get("row"), below=tiles_of(one.num_queries, level))
-        column = number("column of tiles", params.get("column"), below=tiles_of(one.num_keys, level))
-        sink = flag("sink", params.get("sink"), default=True)
+        level = parse_number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
+        row = parse_number("row of tiles", params.get("row"), below=tiles_per_side(one.num_queries, level))
+        column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
+        sink = parse_flag("sink", params.get("sink"), default=True)
         if number_of_levels(one.num_queries, one.num_keys) > BASE:
-            self._built_levels(run, sample).want((layer, head))
+            self._require_levels(run, sample).move_to_front((layer, head))
         if level >= BASE:
-            pyramid = self._built_levels(run, sample)
-            if not pyramid.has(layer, head):
-                raise self._error_while_building(run, sample)
-            return floats_response(pyramid.layer(layer).tile(head, level, row, column, sink=sink))
+            pyramid = self._require_levels(run, sample)
+            if not pyramid.is_built(layer, head):
+                raise self._missing_levels_error(run, sample)
+            return floats_response(pyramid.levels_of_layer(layer).tile(head, level, row, column, sink=sink))
         return floats_response(
             await self._cached_or_computed(
                 request,
@@ -165,60 +190,64 @@ class Viewer:
             )
         )
 
-    async def row(self, request: Request) -> Response:
+    async def weights_of_query(self, request: Request) -> Response:
         """Return one query's weights."""
         *place, one = self._requested_head(request)
         _require_map(one)
-        query = number("query", request.query_params.get("query"), below=one.num_queries)
+        query = parse_number("query", request.query_params.get("query"), below=one.num_queries)
         return floats_response(
-            await self._compute_in_worker(request, ("row", *place, query), lambda _: row_of(one, place[-1], query))
+            await self._compute_in_worker(
+                request, ("row", *place, query), lambda _: weights_of_query(one, place[-1], query)
+            )
         )
 
     async def table(self, request: Request) -> Response:
         """Return every head's numbers as a file."""
         run, sample = self._requested_sample(request)
-        form, write = _form_of_download(request, downloads.TABLES)
+        form, write = _requested_format(request, downloads.TABLES)
         rows = await self._compute_in_worker(
-            request, ("table", run, sample), lambda _: rows_of(self.runs[run], sample), by=self.slow
+            request, ("table", run, sample), lambda _: table_rows_of_heads(self.runs[run], sample), by=self.slow
         )
         return download_response(write(rows), f"heads-{sample}", form)
 
-    async def changed(self, request: Request) -> Response:
+    async def list_changed_heads(self, request: Request) -> Response:
         """Return the heads that differ most from those of another record."""
         run, sample = self._requested_sample(request)
-        other = number("record", request.path_params["other"], below=len(self.runs))
-        number("sample", str(sample), below=self.runs[other].num_samples)
-        top = number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
+        other = parse_number("record", request.path_params["other"], below=len(self.runs))
+        parse_number("sample", str(sample), below=self.runs[other].num_samples)
+        top = parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
 
-        def compute(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            def check() -> None:
+        def rank_heads(cancelled: Callable[[], bool]) -> dict[str, Any]:
+            def raise_if_cancelled() -> None:
                 if cancelled():
                     raise CancelledError
 
-            return changed_heads(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=check)
+            return changed_heads(
+                self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=raise_if_cancelled
+            )
 
         return json_response(
-            await self._compute_in_worker(request, ("changed", run, sample, other, top), compute, by=self.slow)
+            await self._compute_in_worker(request, ("changed", run, sample, other, top), rank_heads, by=self.slow)
         )
 
     async def weights(self, request: Request) -> Response:
         """Return a part of a head's map as a file."""
         run, sample, layer, head, one = self._requested_head(request)
-        form, write = _form_of_download(request, downloads.WEIGHTS)
+        form, write = _requested_format(request, downloads.WEIGHTS)
         _require_map(one)
-        queries = span("queries", request.query_params.get("queries"), one.num_queries)
-        keys = span("keys", request.query_params.get("keys"), one.num_keys)
-        downloads.check_size(queries, keys)
+        queries = parse_range("queries", request.query_params.get("queries"), one.num_queries)
+        keys = parse_range("keys", request.query_params.get("keys"), one.num_keys)
+        downloads.check_download_size(queries, keys)
         text = write(
             one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
         )
         return download_response(text, f"weights-{sample}-L{self._number_of_layer(run, layer)}H{head}", form)
 
-    async def nearest(self, request: Request) -> Response:
+    async def list_nearest_heads(self, request: Request) -> Response:
         """Return the heads whose weights are most similar to those of one head."""
         run, sample, layer, head, one = self._requested_head(request)
         _require_map(one)
-        top = number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=5)
+        top = parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=5)
         found = await self._compute_in_worker(
             request,
             ("nearest", run, sample, layer, head, top),
@@ -231,76 +260,82 @@ class Viewer:
         """Return a view as one file: a head, or two that are compared, with the place in view."""
         run, sample = self._requested_sample(request)
         params = request.query_params
-        other = number("record", params.get("run"), below=len(self.runs), default=run)
-        number("sample", str(sample), below=self.runs[other].num_samples)
+        other = parse_number("record", params.get("run"), below=len(self.runs), default=run)
+        parse_number("sample", str(sample), below=self.runs[other].num_samples)
         shown = [run] if other == run else [run, other]
 
-        def compute(cancelled: Callable[[], bool]) -> tuple[str, bytes]:
+        def write_page(cancelled: Callable[[], bool]) -> tuple[str, bytes]:
             heads = [self._find_shared_head(run, sample, 0, params.get("a"), cancelled)]
             if params.get("b"):
                 heads.append(self._find_shared_head(other, sample, len(shown) - 1, params.get("b"), cancelled))
 
-            def maps(place: int, layer: int) -> tuple[Array, tuple[int, int]] | None:
-                index = self._index_by_number(shown[place])[layer]
-                block = _block_of(self.runs[shown[place]].record.layers[index].sample(sample))
+            def maps_if_built(place: int, layer: int) -> tuple[Array, tuple[int, int]] | None:
+                index = self._layer_index_by_number(shown[place])[layer]
+                block = _weights_per_cell(self.runs[shown[place]].record.layers[index].sample(sample))
                 try:
                     return self._small_maps(shown[place], sample, index, cancelled), block
-                except LaterError:
+                except NotReadyError:
                     return None  # not built yet: the file shows glyphs
 
             runs = [describe_run(self.runs[each]) for each in shown]
             page = shared_page(
                 heads,
                 runs=[one | {"samples": [one["samples"][sample]]} for one in runs],
-                samples=[self._description(each, sample) for each in shown],
-                small=maps,
+                samples=[self._cached_description(each, sample) for each in shown],
+                small=maps_if_built,
                 place=params.get("place", ""),
                 lang=self.lang,
             )
-            return file_name(str(runs[0]["title"] or runs[0]["name"]), heads), page
+            return name_shared_file(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
-        name, page = await self._compute_in_worker(request, ("share", run, sample, str(params)), compute, by=self.slow)
+        name, page = await self._compute_in_worker(
+            request, ("share", run, sample, str(params)), write_page, by=self.slow
+        )
         return download_response(iter([page]), name, "html")
 
     def _find_shared_head(
         self, run: int, sample: int, place: int, given: str | None, cancelled: Callable[[], bool]
     ) -> SharedHead:
-        """Find a head given as "layer.head", for a file in which its record has the index `place`."""
+        """Find a head given as "layer.head", for a file in which the head's record has the index `place`."""
         layer, _, head = (given or "").partition(".")
-        numbers = self._index_by_number(run)
-        chosen = number("layer", layer, below=max(numbers) + 1)
+        numbers = self._layer_index_by_number(run)
+        chosen = parse_number("layer", layer, below=max(numbers) + 1)
         if chosen not in numbers:
-            raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(numbers))}.")
+            raise NotFoundError(
+                f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(numbers))}."
+            )
         index = numbers[chosen]
         one = self.runs[run].record.layers[index].sample(sample)
         _require_map(one)
-        which = number("head", head, below=one.num_heads)
+        which = parse_number("head", head, below=one.num_heads)
 
-        def tile(level: int, row: int, column: int, *, sink: bool) -> Array:
+        def compute_tile(level: int, row: int, column: int, *, sink: bool) -> Array:
             if level < BASE:
                 return fine_tile(one, which, level, row=row, column=column, sink=sink, cancelled=cancelled)
-            pyramid = self._built_levels(run, sample)
-            if not pyramid.has(index, which):
-                raise self._error_while_building(run, sample)
-            return pyramid.layer(index).tile(which, level, row, column, sink=sink)
+            pyramid = self._require_levels(run, sample)
+            if not pyramid.is_built(index, which):
+                raise self._missing_levels_error(run, sample)
+            return pyramid.levels_of_layer(index).tile(which, level, row, column, sink=sink)
 
-        return SharedHead(place, chosen, which, one, tile)
+        return SharedHead(place, chosen, which, one, compute_tile)
 
-    def _index_by_number(self, run: int) -> dict[int, int]:
+    def _layer_index_by_number(self, run: int) -> dict[int, int]:
         """Return the index of each layer in the record, by its number."""
         return {layer.number: index for index, layer in enumerate(self.runs[run].record.layers)}
 
     def _requested_sample(self, request: Request) -> tuple[int, int]:
-        run = number("run", request.path_params["run"], below=len(self.runs))
-        return run, number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
+        run = parse_number("run", request.path_params["run"], below=len(self.runs))
+        return run, parse_number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
 
     def _requested_layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
-        """Find the layer of a number: indices of its run, sample and layer in the record, and the sample's record."""
+        """Return the requested indices of run, sample and layer, and the layer's record of the sample."""
         run, sample = self._requested_sample(request)
-        layers, places = self.runs[run].record.layers, self._index_by_number(run)
-        chosen = number("layer", request.path_params["layer"], below=max(places) + 1)
+        layers, places = self.runs[run].record.layers, self._layer_index_by_number(run)
+        chosen = parse_number("layer", request.path_params["layer"], below=max(places) + 1)
         if chosen not in places:
-            raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(places))}.")
+            raise NotFoundError(
+                f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(places))}."
+            )
         return run, sample, places[chosen], layers[places[chosen]].sample(sample)
 
     def _number_of_layer(self, run: int, place: int) -> int:
@@ -308,31 +343,33 @@ class Viewer:
 
     def _requested_head(self, request: Request) -> tuple[int, int, int, int, SampleRecord]:
         run, sample, layer, one = self._requested_layer(request)
-        return run, sample, layer, number("head", request.path_params["head"], below=one.num_heads), one
+        return run, sample, layer, parse_number("head", request.path_params["head"], below=one.num_heads), one
 
-    def _start_building_levels(self, run: int, sample: int) -> Pyramid | None:
+    def _start_building_levels(self, run: int, sample: int) -> SampleMapLevels | None:
         """Return a sample's levels and start building them; None if q and k were not kept."""
         shown = self.runs[run]
-        if not shown.keeps(sample):
+        if not shown.keeps_weights(sample):
             return None
-        pyramid = self.builder.look((run, sample), lambda: Pyramid(shown.record, sample, shown.folder, self.room))
-        self.workers.wake()
+        pyramid = self.builder.queue_sample(
+            (run, sample), lambda: SampleMapLevels(shown.record, sample, shown.folder, self.room)
+        )
+        self.workers.announce_background_work()
         return pyramid
 
-    def _built_levels(self, run: int, sample: int) -> Pyramid:
+    def _require_levels(self, run: int, sample: int) -> SampleMapLevels:
         pyramid = self._start_building_levels(run, sample)
         assert pyramid is not None  # callers check that q and k were kept
         return pyramid
 
-    def _error_while_building(self, run: int, sample: int) -> MultiheadError:
-        failure = self.builder.failure((run, sample))
+    def _missing_levels_error(self, run: int, sample: int) -> MultiheadError:
+        failure = self.builder.building_error((run, sample))
         if failure is not None:
-            return AbsentError(
+            return NotFoundError(
                 f"The coarse levels could not be built: {failure}", "Zoom in: finer levels do not need them."
             )
-        progress = state_of_building(self._start_building_levels(run, sample))
+        progress = describe_building_progress(self._start_building_levels(run, sample))
         share = int(100 * progress["done"] / max(1, progress["total"]))
-        return LaterError(f"The coarse levels are being built, {share} % are done.", "Try again in a second.")
+        return NotReadyError(f"The coarse levels are being built, {share} % are done.", "Try again in a second.")
 
     async def _cached_or_computed(
         self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]
@@ -357,14 +394,14 @@ class Viewer:
         key: Hashable,
         compute: Callable[[Callable[[], bool]], object],
         *,
-        by: Workers | None = None,
+        by: WorkerThreads | None = None,
     ) -> Any:
         """Compute something in a worker; cancelled when the client disconnects."""
         workers = by or self.workers
         job = workers.submit(key, compute)
         done: asyncio.Future[Any] = asyncio.wrap_future(job.result)
         ends: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(until_gone(request)),
+            asyncio.ensure_future(wait_for_disconnect(request)),
             asyncio.ensure_future(self.closing.wait()),
         ]
         try:
@@ -375,7 +412,7 @@ class Viewer:
         finally:
             for each in ends:
                 each.cancel()
-            workers.leave(job)
+            workers.stop_waiting(job)
             # Retrieve the exception of an abandoned job, or asyncio logs it as never retrieved.
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
 
@@ -386,8 +423,8 @@ def _stored_small_maps(sample: SampleRecord) -> Tensor | None:
     return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
 
 
-def _block_of(sample: SampleRecord) -> tuple[int, int]:
-    """Return the rows and columns of weights per cell of the small maps."""
+def _weights_per_cell(sample: SampleRecord) -> tuple[int, int]:
+    """Return how many rows and columns of weights each cell of the small maps averages."""
     if _stored_small_maps(sample) is not None:
         return -(-sample.num_queries // sample.map_size), -(-sample.num_keys // sample.map_size)
     block = 1 << (number_of_levels(sample.num_queries, sample.num_keys) - 1)
@@ -396,13 +433,13 @@ def _block_of(sample: SampleRecord) -> tuple[int, int]:
 
 def _require_map(sample: SampleRecord) -> None:
     if not sample.keeps_weights:
-        raise AbsentError(
+        raise NotFoundError(
             "The record has no q and k, so there is no map.", 'Save the record with keep="all" to see its maps.'
         )
 
 
-def _form_of_download(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
+def _requested_format(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
     form = request.path_params["form"]
     if form not in forms:
-        raise AbsentError(f"There is no export in the format {form[:40]!r}.", f"Request {' or '.join(forms)}.")
+        raise NotFoundError(f"There is no export in the format {form[:40]!r}.", f"Request {' or '.join(forms)}.")
     return form, forms[form]

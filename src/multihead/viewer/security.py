@@ -28,27 +28,27 @@ HEADERS = {
 }
 
 
-def hosts_of(port: int) -> frozenset[str]:
+def allowed_hosts(port: int) -> frozenset[str]:
     """List the values of a browser's Host header that mean this machine.
 
-    >>> sorted(hosts_of(8000))
+    >>> sorted(allowed_hosts(8000))
     ['127.0.0.1:8000', '[::1]:8000', 'localhost:8000']
     """
     return frozenset(f"{host}:{port}" for host in ("127.0.0.1", "localhost", "[::1]"))
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return JSON in ASCII, which keeps a lone surrogate in a token intact."""
+    """Return a JSON response in ASCII, because UTF-8 cannot encode a lone surrogate in a token."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return Response(text, status, headers, media_type="application/json")
 
 
-def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an error sentence as JSON."""
+def json_error_response(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response whose JSON body is {"error": sentence}."""
     return json_response({"error": sentence}, status, headers)
 
 
-class Guard:
+class AccessGuard:
     """Middleware that passes requests to this machine with the token, and adds the headers to every response.
 
     Checking the Host header blocks web pages whose host name was made to resolve to this machine (DNS rebinding);
@@ -72,34 +72,34 @@ class Guard:
         if scope["type"] != "http":
             return  # the viewer has no web sockets
 
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 present = {name.lower() for name, _ in message["headers"]}
                 more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
                 message["headers"] = [*message["headers"], *(each for each in more if each[0] not in present)]
             await send(message)
 
-        refused = self._refused(scope)
-        await (self.app if refused is None else refused)(scope, receive, with_headers)
+        refused = self._response_if_refused(scope)
+        await (self.app if refused is None else refused)(scope, receive, send_with_headers)
 
-    def _refused(self, scope: Scope) -> Response | None:
+    def _response_if_refused(self, scope: Scope) -> Response | None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             host = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-            return refusal(
+            return json_error_response(
                 403,
                 f"The request is for {host!r}, and this viewer serves only {', '.join(sorted(self.hosts))}. "
                 "Open the address that `multihead view` printed.",
             )
         if scope["method"] not in ("GET", "HEAD"):
-            return refusal(
+            return json_error_response(
                 405,
                 f"The method is {scope['method']}, and the viewer is read-only. Use GET.",
                 {"Allow": "GET, HEAD"},
             )
         first = scope["path"].lstrip("/").split("/", 1)[0].encode()
         if not secrets.compare_digest(first, self.token):
-            return refusal(
+            return json_error_response(
                 403,
                 "The address has no token, or not the token of this viewer. "
                 "Open the address that `multihead view` printed.",

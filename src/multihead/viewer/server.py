@@ -18,19 +18,19 @@ from starlette.routing import Mount, Route
 
 from multihead.errors import InputError, MultiheadError
 from multihead.probes.blocks import CancelledError
-from multihead.viewer.responses import error_response, failed, gone, no_such_address
+from multihead.viewer.responses import cancelled_response, error_response, failure_response, unknown_address_response
 from multihead.viewer.routes import Viewer
-from multihead.viewer.security import Guard, hosts_of
+from multihead.viewer.security import AccessGuard, allowed_hosts
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from multihead.viewer.payload import Run
+    from multihead.viewer.payload import RecordedRun
 
 
-def application(
-    runs: Sequence[Run],
+def build_application(
+    runs: Sequence[RecordedRun],
     *,
     token: str,
     hosts: Collection[str],
@@ -49,33 +49,33 @@ def application(
     viewer = Viewer(runs, lang=lang, progress=progress)
 
     @asynccontextmanager
-    async def working(app: Starlette) -> AsyncIterator[None]:
+    async def close_viewer_at_end(app: Starlette) -> AsyncIterator[None]:
         yield
         viewer.close()
 
-    async def to_the_page(request: Request) -> Response:
+    async def redirect_to_page(request: Request) -> Response:
         return RedirectResponse(f"/{token}/")
 
-    return _application_of_viewer(
+    return _build_starlette_application(
         viewer,
-        routes=[Route(f"/{token}", to_the_page), Mount(f"/{token}", routes=viewer.routes())],
-        middleware=[Middleware(Guard, token=token, hosts=hosts)],
-        lifespan=working,
+        routes=[Route(f"/{token}", redirect_to_page), Mount(f"/{token}", routes=viewer.routes())],
+        middleware=[Middleware(AccessGuard, token=token, hosts=hosts)],
+        lifespan=close_viewer_at_end,
     )
 
 
-def in_process(viewer: Viewer) -> Starlette:
+def build_application_in_process(viewer: Viewer) -> Starlette:
     """Build the same application without a port and without a token, for callers in this process."""
-    return _application_of_viewer(viewer, routes=viewer.routes())
+    return _build_starlette_application(viewer, routes=viewer.routes())
 
 
-def _application_of_viewer(viewer: Viewer, **options: Any) -> Starlette:
+def _build_starlette_application(viewer: Viewer, **options: Any) -> Starlette:
     made = Starlette(
         exception_handlers={
             MultiheadError: error_response,
-            CancelledError: gone,
-            HTTPException: no_such_address,
-            Exception: failed,
+            CancelledError: cancelled_response,
+            HTTPException: unknown_address_response,
+            Exception: failure_response,
         },
         **options,
     )
@@ -84,7 +84,7 @@ def _application_of_viewer(viewer: Viewer, **options: Any) -> Starlette:
 
 
 def serve(
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     *,
     token: str,
     port: int = 0,
@@ -118,17 +118,17 @@ def serve(
                 f"Port {port} {reason}.", "Give another --port, or leave it out to use a free one."
             ) from None
         port = taken.getsockname()[1]
-        app = application(runs, token=token, hosts=hosts_of(port), lang=lang, progress=progress)
+        app = build_application(runs, token=token, hosts=allowed_hosts(port), lang=lang, progress=progress)
         options: dict[str, Any] = {"server_header": False, "date_header": False, "proxy_headers": False, "ws": "none"}
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **options)
         ready(f"http://127.0.0.1:{port}/{token}/")
         try:
-            _Server(config, app.state.viewer).run(sockets=[taken])
+            _CancellingServer(config, app.state.viewer).run(sockets=[taken])
         except KeyboardInterrupt:
             return  # the server has shut down already
 
 
-class _Server(uvicorn.Server):
+class _CancellingServer(uvicorn.Server):
     """A server that stops at once: it cancels running computations before it waits for open requests."""
 
     def __init__(self, config: uvicorn.Config, viewer: Viewer) -> None:

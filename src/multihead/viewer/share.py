@@ -15,11 +15,18 @@ from markupsafe import Markup
 from multihead.errors import ArgumentError
 from multihead.locale.texts import section, text
 from multihead.viewer.levels import TILE, number_of_levels
-from multihead.viewer.maps import pack_planes
-from multihead.viewer.page import hash_of_script, json_in_script, script, static, template, version
+from multihead.viewer.maps import compress_planes
+from multihead.viewer.page import (
+    bundle_script,
+    hash_of_script,
+    installed_version,
+    json_in_script,
+    load_template,
+    read_package_file,
+)
 from multihead.viewer.report_data import readable_size
 from multihead.viewer.responses import STYLES
-from multihead.viewer.tiles import rows_of, tiles_of
+from multihead.viewer.tiles import tiles_per_side, weights_of_queries
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -37,10 +44,10 @@ _NUMBERS = ("x", "y", "n", "q")
 
 @dataclass(frozen=True, eq=False)
 class SharedHead:
-    """One head of the file.
+    """A head whose map is in the shared file.
 
     Attributes:
-        run: index of its record in the file: 0, or 1 for that of the second head.
+        run: index of the head's record in the file: 0, or 1 for a second record.
         layer: the number of its layer.
         head: its index in the layer.
         sample: the layer's record of the text.
@@ -60,7 +67,7 @@ class SharedHead:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceInView:
     """The place in view: keys from x, queries from y, n keys across (0: the whole map), and the chosen query."""
 
     x: float = 0
@@ -70,15 +77,15 @@ class Place:
 
 
 @dataclass(eq=False)
-class _Held:
-    """The arrays of a file and their size in it."""
+class _ArraysOfFile:
+    """The packed arrays of a shared file, by name, and their total size."""
 
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def put(self, packed: Mapping[str, dict[str, Any]]) -> None:
+    def add(self, packed: Mapping[str, dict[str, Any]]) -> None:
         self.arrays |= packed
-        self.num_bytes += _size_of_arrays(packed)
+        self.num_bytes += _size_of_packed_arrays(packed)
 
 
 def shared_page(
@@ -91,16 +98,16 @@ def shared_page(
     lang: str,
     max_bytes: int = MAX_BYTES,
 ) -> bytes:
-    """Write the file.
+    """Write a view as one HTML file.
 
-    It holds every number of all heads, and of the chosen ones the whole map down to the finest level that fits, the
-    tiles in view down to single weights, and the weights of the queries near the chosen one. All values are those
+    The file holds every number of all heads, and of the chosen ones the whole map down to the finest level that fits,
+    the tiles in view down to single weights, and the weights of the queries near the chosen one. All values are those
     that the viewer shows, bit for bit.
 
     Args:
         heads: the head in view, and the one it is compared with.
-        runs: the description of each record, see `payload.listed`.
-        samples: the description of its text, see `payload.described`.
+        runs: the description of each record, see `payload.describe_run`.
+        samples: the description of each record's text, see `payload.describe_sample`.
         small: returns the small maps of a layer of a record (heads, rows, columns), and the rows and columns of weights
             per cell; None if they are not ready.
         place: the part of the page's address after "#", which the file opens with.
@@ -111,17 +118,19 @@ def shared_page(
         ArgumentError: the view does not fit into max_bytes, even without any finer level.
     """
     place, view = _renumbered_place(place, second_run=len(runs) > 1)
-    held = _Held()
-    plain: dict[str, Any] = {"view": {"version": version(), "lang": lang, "runs": list(runs)}}
+    held = _ArraysOfFile()
+    plain: dict[str, Any] = {"view": {"version": installed_version(), "lang": lang, "runs": list(runs)}}
     for run, described in enumerate(samples):
         plain[f"runs/{run}/samples/0"] = described
         plain[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
-    bare = len(json_in_script(plain)) + sum(len(static(f"viewer/static/{name}")) for name in STYLES) + 200_000
+    bare = (
+        len(json_in_script(plain)) + sum(len(read_package_file(f"viewer/static/{name}")) for name in STYLES) + 200_000
+    )
     room = max_bytes - bare
     for one in heads:
-        held.put(_pack_rows(one, view.q))
+        held.add(_pack_rows_near_query(one, view.q))
         for level in range(number_of_levels(one.sample.num_queries, one.sample.num_keys)):
-            held.put(_pack_tiles(one, level, _tiles_in_view(one.sample, level, view)))
+            held.add(_pack_tiles(one, level, _tiles_in_view(one.sample, level, view)))
     if held.num_bytes > room:
         raise ArgumentError(
             f"This view needs {readable_size(held.num_bytes + bare, 'en')}, and a shared file holds at most "
@@ -130,9 +139,9 @@ def shared_page(
         )
     for run, layer, maps in _small_maps(heads, samples, small):
         packed = {f"runs/{run}/samples/0/layers/{layer}/maps": maps}
-        if held.num_bytes + _size_of_arrays(packed) < room / 2:
-            held.put(packed)
-    level = _finer_levels(heads, held, room)
+        if held.num_bytes + _size_of_packed_arrays(packed) < room / 2:
+            held.add(packed)
+    level = _add_whole_levels(heads, held, room)
     names = [f"L{one.layer} H{one.head}" for one in heads]
     depth = text("viewer.share level all" if level == 0 else "viewer.share level", lang, n=1 << level)
     note = text("viewer.share file", lang, heads=text("common.join.comma", lang).join(names), level=depth)
@@ -147,56 +156,56 @@ def shared_page(
     return _render_page(data, note, str(runs[0]["title"] or runs[0]["name"]), lang)
 
 
-def file_name(title: str, heads: Sequence[SharedHead]) -> str:
+def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
     """Name a shared file after its record and its heads.
 
-    >>> file_name("a model/of mine", [])
+    >>> name_shared_file("a model/of mine", [])
     'a-model-of-mine'
     """
     plain = re.sub(r"[^\w.-]+", "-", title, flags=re.ASCII).strip("-.")[:60] or "view"
     return "-".join([plain, *(f"L{one.layer}H{one.head}" for one in heads)])
 
 
-def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, Place]:
-    """Return the address of the place in the file, whose records and texts are numbered anew, and the place."""
+def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView]:
+    """Return the place in view, and its address in the file, where records and texts are numbered anew."""
     kept = {name: value for name, value in parse_qsl(given.removeprefix("#")) if name in {"a", "b", "v", "c", "s"}}
     numbers: dict[str, float] = {}
     for name, value in parse_qsl(given.removeprefix("#")):
         if name in _NUMBERS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value):
             numbers[name] = float(value)
     address = kept | {name: f"{value:.0f}" for name, value in numbers.items()} | ({"rb": "1"} if second_run else {})
-    view = Place(numbers.get("x", 0), numbers.get("y", 0), numbers.get("n", 0), int(numbers.get("q", -1)))
+    view = PlaceInView(numbers.get("x", 0), numbers.get("y", 0), numbers.get("n", 0), int(numbers.get("q", -1)))
     return f"#{urlencode(address)}", view
 
 
-def _tiles_in_view(one: SampleRecord, level: int, view: Place) -> list[tuple[int, int]]:
-    """List the tiles of a level in view, row and column; none where they are too many."""
+def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tuple[int, int]]:
+    """List the (row, column) of a level's tiles in view; none if there are more than `MOST_TILES`."""
     width = TILE << level
-    rows, columns = tiles_of(one.num_queries, level), tiles_of(one.num_keys, level)
+    rows, columns = tiles_per_side(one.num_queries, level), tiles_per_side(one.num_keys, level)
     n = view.n or max(one.num_keys, one.num_queries)
 
-    def across(start: float, tiles: int) -> range:
+    def tiles_across(start: float, tiles: int) -> range:
         return range(max(0, int(start // width)), min(tiles, int((start + n) // width) + 1))
 
-    found = [(row, column) for row in across(view.y, rows) for column in across(view.x, columns)]
+    found = [(row, column) for row in tiles_across(view.y, rows) for column in tiles_across(view.x, columns)]
     return found if len(found) <= MOST_TILES else []
 
 
 def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
-    """Pack tiles of a head. Without the first key only means in the tiles of the first column differ."""
+    """Pack tiles of a head; those in the first column also without the first key, if their cells are means."""
     return {
-        f"{one.name} {level} {row} {column} {int(sink)}": _pack_exactly(one.tile(level, row, column, sink=sink))
+        f"{one.name} {level} {row} {column} {int(sink)}": _pack_float32(one.tile(level, row, column, sink=sink))
         for row, column in places
         for sink in ((True, False) if column == 0 and level > 0 else (True,))
     }
 
 
-def _pack_rows(one: SharedHead, query: int) -> dict[str, dict[str, Any]]:
-    """Pack the weights of the queries around the chosen one: `{head} rows`, with the first query."""
+def _pack_rows_near_query(one: SharedHead, query: int) -> dict[str, dict[str, Any]]:
+    """Pack the weights of the queries around the chosen one, and the index of the first, as `{head} rows`."""
     chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
     first = max(0, chosen - ROWS // 2)
     queries = slice(first, min(first + ROWS, one.sample.num_queries))
-    return {f"{one.name} rows": _pack_exactly(rows_of(one.sample, one.head, queries)) | {"first": first}}
+    return {f"{one.name} rows": _pack_float32(weights_of_queries(one.sample, one.head, queries)) | {"first": first}}
 
 
 def _small_maps(
@@ -211,10 +220,10 @@ def _small_maps(
         found = small(run, layer)
         if found is not None:
             maps, block = found
-            yield run, layer, _pack_exactly(maps) | {"block": list(block)}
+            yield run, layer, _pack_float32(maps) | {"block": list(block)}
 
 
-def _finer_levels(heads: Sequence[SharedHead], held: _Held, room: int) -> int:
+def _add_whole_levels(heads: Sequence[SharedHead], held: _ArraysOfFile, room: int) -> int:
     """Add whole levels, the coarsest first, as long as they fit; returns the finest level that all heads have."""
     deepest = [number_of_levels(one.sample.num_queries, one.sample.num_keys) for one in heads]
     for level in reversed(range(max(deepest))):
@@ -225,32 +234,32 @@ def _finer_levels(heads: Sequence[SharedHead], held: _Held, room: int) -> int:
             # An exact float32 takes about three bytes as base64 of deflated planes; more is not even computed.
             if 3 * (one.sample.num_queries >> level) * (one.sample.num_keys >> level) > 2 * room:
                 return level + 1
-            rows, columns = (tiles_of(length, level) for length in (one.sample.num_queries, one.sample.num_keys))
+            rows, columns = (tiles_per_side(length, level) for length in (one.sample.num_queries, one.sample.num_keys))
             places = [(row, column) for row in range(rows) for column in range(columns)]
             added |= _pack_tiles(
                 one, level, [at for at in places if f"{one.name} {level} {at[0]} {at[1]} 1" not in held.arrays]
             )
-        if held.num_bytes + _size_of_arrays(added) > room:
+        if held.num_bytes + _size_of_packed_arrays(added) > room:
             return level + 1
-        held.put(added)
+        held.add(added)
     return 0
 
 
-def _pack_exactly(values: Array) -> dict[str, Any]:
-    """Pack float32 exactly: one plane per byte, the exponents first, deflated."""
+def _pack_float32(values: Array) -> dict[str, Any]:
+    """Pack an array of float32 exactly: four planes of bytes, the byte with the exponent first, deflated."""
     octets = torch.from_numpy(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4))
-    return {"shape": list(values.shape), "data": pack_planes(*(octets[:, place] for place in (3, 2, 1, 0)))}
+    return {"shape": list(values.shape), "data": compress_planes(*(octets[:, place] for place in (3, 2, 1, 0)))}
 
 
-def _size_of_arrays(packed: Mapping[str, dict[str, Any]]) -> int:
+def _size_of_packed_arrays(packed: Mapping[str, dict[str, Any]]) -> int:
     return sum(len(name) + len(each["data"]) + 60 for name, each in packed.items())
 
 
 def _render_page(data: Mapping[str, Any], note: str, title: str, lang: str) -> bytes:
     words = section(lang, "common", "page", "viewer")
     # Two bundles, each in a block of its own: the first answers the requests of the second.
-    source = "".join(f"{{\n{script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
-    html = template("viewer/static/view/index.html").render(
+    source = "".join(f"{{\n{bundle_script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
+    html = load_template("viewer/static/view/index.html").render(
         lang="zh-CN" if lang == "zh" else lang,
         words=words,
         texts=Markup(json_in_script(words)),
@@ -258,7 +267,7 @@ def _render_page(data: Mapping[str, Any], note: str, title: str, lang: str) -> b
         shared={
             "title": title,
             "note": note,
-            "style": Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
+            "style": Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
             "script": Markup(source),
             "script_hash": hash_of_script(source),
             "data": Markup(json_in_script(data)),

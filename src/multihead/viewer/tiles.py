@@ -34,12 +34,12 @@ def fine_tile(
     sink: bool = True,
     cancelled: Callable[[], bool] | None = None,
 ) -> Array:
-    """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE` a side, NaN = absent.
+    """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE` a side, NaN = masked.
 
     Args:
         sample: one text in one layer, which kept q and k.
         head: index of the head.
-        level: a cell is the mean over the visible weights of a 2^level x 2^level block.
+        level: the level; each of its cells is the mean of the visible weights in a 2^level x 2^level block.
         row: index of the tile, down.
         column: index of the tile, across.
         sink: whether to include the first key.
@@ -58,20 +58,20 @@ def fine_tile(
     return means
 
 
-def whole_maps(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | None = None) -> Array:
-    """Compute the whole maps of all heads at a level: (heads, rows, columns) float32, NaN = absent."""
+def maps_of_all_heads(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | None = None) -> Array:
+    """Compute the maps of all heads at a level: (heads, rows, columns) float32, NaN for a masked cell."""
     found = sample.blocks(None, queries=slice(None), keys=slice(None), block=1 << level, cancelled=cancelled)
     means: Array = found.means().float().numpy()
     return means
 
 
-def row_of(sample: SampleRecord, head: int, query: int) -> Array:
+def weights_of_query(sample: SampleRecord, head: int, query: int) -> Array:
     """Compute one query's weights: (keys,) float32, NaN = masked."""
-    row: Array = rows_of(sample, head, slice(query, query + 1))[0]
+    row: Array = weights_of_queries(sample, head, slice(query, query + 1))[0]
     return row
 
 
-def rows_of(sample: SampleRecord, head: int, queries: slice) -> Array:
+def weights_of_queries(sample: SampleRecord, head: int, queries: slice) -> Array:
     """Compute the weights of some queries: (queries, keys) float32, NaN = masked."""
     weights = sample.weights(head, queries=queries)
     shown = sample.visible(queries=queries)
@@ -80,16 +80,16 @@ def rows_of(sample: SampleRecord, head: int, queries: slice) -> Array:
     return values
 
 
-def tiles_of(length: int, level: int) -> int:
+def tiles_per_side(length: int, level: int) -> int:
     """Count the tiles of a level along a side of the given length.
 
-    >>> tiles_of(100, 0), tiles_of(8192, 0), tiles_of(8192, 5)
+    >>> tiles_per_side(100, 0), tiles_per_side(8192, 0), tiles_per_side(8192, 5)
     (1, 32, 1)
     """
     return -(-cells_per_side(length, level) // TILE)
 
 
-class Cache:
+class ArrayCache:
     """A least recently used cache of arrays, limited in bytes."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
@@ -133,20 +133,20 @@ class Job:
     result: Future[object] = field(default_factory=Future)
     waiting: int = 0
 
-    def cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Return whether no request waits any more."""
         return self.waiting == 0
 
 
-class Workers:
-    """Threads that run the newest job first, and a step of background work when there is no job.
+class WorkerThreads:
+    """Threads that run the newest job first, and background work when there is no job.
 
     A computation uses all the threads that PyTorch is set to, so there are (cores / PyTorch's threads) workers: with
     PyTorch's default setting, one.
 
     Args:
-        number: number of threads; None computes it as above.
-        idle: does one step of background work; returns whether more is left.
+        number: number of threads; None: the number of cores divided by PyTorch's threads.
+        idle: a function that does one step of background work and returns whether more is left.
     """
 
     def __init__(self, number: int | None = None, *, idle: Callable[[], bool] = lambda: False) -> None:
@@ -182,7 +182,7 @@ class Workers:
             self._changed.notify()
         return job
 
-    def leave(self, job: Job) -> None:
+    def stop_waiting(self, job: Job) -> None:
         """Stop waiting for a job; a job without waiting requests is cancelled."""
         with self._changed:
             job.waiting -= 1
@@ -192,8 +192,8 @@ class Workers:
                 if job in self._stack:
                     self._stack.remove(job)
 
-    def wake(self) -> None:
-        """Announce that there is background work."""
+    def announce_background_work(self) -> None:
+        """Tell the threads that there is background work."""
         with self._changed:
             self._more = True
             self._changed.notify()
@@ -228,11 +228,11 @@ class Workers:
                 finally:
                     self._idling.release()
                 if more:
-                    self.wake()
+                    self.announce_background_work()
 
     def _run_job(self, job: Job) -> None:
         try:
-            job.result.set_result(job.compute(job.cancelled))
+            job.result.set_result(job.compute(job.is_cancelled))
         except BaseException as error:  # noqa: BLE001 - passed on to the waiting requests
             job.result.set_exception(error)
         finally:

@@ -22,7 +22,7 @@ _ACTING = re.compile(
 )
 _CLOSING = re.compile("[.,;:!?)\\]}’”%。，、；：！？）】」』]+")
 _OPENING = re.compile("[(\\[{“‘«¿¡$#@]+")
-_BETWEEN = re.compile("['’-]")  # joins the words at both sides
+_BETWEEN = re.compile("['’-]")  # apostrophe or hyphen: no space on either side
 _CJK = re.compile("[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 
 
@@ -50,7 +50,7 @@ def layout_of_tokens(
 
     Returns:
         gaps (the text before each token), shown, labels and flags, one per token, and the tail of the text after the
-        last token. Slices are made here because a page counts offsets in UTF-16 units.
+        last token. The text is sliced here because a page's script would count offsets in UTF-16 units.
 
     Raises:
         ShapeError: special, unknown, offsets or gaps do not have one entry per token.
@@ -72,23 +72,23 @@ def layout_of_tokens(
         for i in range(len(tokens))
     ]
     if text is not None and offsets is not None:
-        before, shown, tail = _from_text(tokens, flags, text, offsets)
+        before, shown, tail = _slice_text(tokens, flags, text, offsets)
     else:
-        before, shown, tail = _from_tokens(tokens, flags, gaps)
+        before, shown, tail = _split_tokens(tokens, flags, gaps)
         tokens = [CONTINUED if flag & PART and not each else each for flag, each in zip(flags, shown, strict=True)]
     return {
-        "gaps": [_without_acting_characters(each) for each in before],
-        "shown": [_without_acting_characters(each) for each in shown],
-        "labels": [_label_of_token(_without_acting_characters(token)) for token in tokens],
+        "gaps": [_escape_invisible_characters(each) for each in before],
+        "shown": [_escape_invisible_characters(each) for each in shown],
+        "labels": [_label_of_token(_escape_invisible_characters(token)) for token in tokens],
         "flags": flags,
-        "tail": _without_acting_characters(tail),
+        "tail": _escape_invisible_characters(tail),
     }
 
 
-def _from_tokens(
+def _split_tokens(
     tokens: Sequence[str], flags: list[int], known: Sequence[str | None] | None
 ) -> tuple[list[str], list[str], str]:
-    """Split each token into the gap before it and its text: the known gap, or by the convention of its tokenizer."""
+    """Return the gap before each token, the text of each token, and ""; gaps are known or follow from the tokenizer."""
     byte_level = any(token.startswith(("Ġ", "Ċ")) for token in tokens)
     sentencepiece = any(token.startswith("▁") for token in tokens)
     word_pieces = any(len(token) > 2 and token.startswith("##") for token in tokens)
@@ -132,7 +132,7 @@ def _from_tokens(
 
 
 def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
-    """Decode byte-level tokens; of several tokens that share one character, the first shows it."""
+    """Decode byte-level tokens to text; if several tokens share one character, only the first one gets it."""
     pieces: list[str] = []
     for first, token in enumerate(tokens):
         if len(pieces) > first:
@@ -159,23 +159,23 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
 
 def _decode_byte_token(token: str) -> str:
     """Decode a byte-level token, in which each byte is a printable character."""
-    codes = [_byte_of_characters().get(letter) for letter in token]
+    codes = [_byte_of_each_character().get(letter) for letter in token]
     known = [code for code in codes if code is not None]
     return bytes(known).decode("utf-8", "replace") if len(known) == len(codes) else token
 
 
 @cache
-def _byte_of_characters() -> dict[str, int]:
+def _byte_of_each_character() -> dict[str, int]:
     """Return the byte of each printable character of byte-level tokenizers (GPT-2)."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-def _from_text(
+def _slice_text(
     tokens: Sequence[str], flags: list[int], text: str, offsets: Sequence[tuple[int, int]]
 ) -> tuple[list[str], list[str], str]:
-    """Slice the text at the offsets: the gap before each token, its text, and the tail."""
+    """Slice the text at the offsets: returns the gap before each token, the text of each token, and the tail."""
     gaps, shown = [], []
     at = 0
     after_mark = False
@@ -185,7 +185,7 @@ def _from_text(
             shown.append(tokens[i])
             after_mark = True
             continue
-        if stop <= at:  # several tokens may share one character: the first shows it
+        if stop <= at:  # several tokens may share one character, and the first one has shown it
             flags[i] |= PART
             gaps.append("")
             shown.append("")
@@ -200,12 +200,12 @@ def _from_text(
     return [gaps[0].strip() if gaps else "", *gaps[1:]], shown, text[at:]
 
 
-def _without_acting_characters(text: str) -> str:
-    """Replace each character that would act on the page by its code point."""
+def _escape_invisible_characters(text: str) -> str:
+    """Replace each control or invisible character by its code point, such as U+200B."""
     return _ACTING.sub(lambda found: f"U+{ord(found[0]):04X}", text)
 
 
 def _label_of_token(token: str) -> str:
-    """Return a token's label on a ruler: without surrounding spaces, or those spaces made visible."""
+    """Return a token's label on a ruler: without surrounding spaces, or visible signs if it is only spaces."""
     bare = token.strip()
     return bare or "".join(_VISIBLE.get(letter, letter) for letter in token) or "∅"

@@ -15,9 +15,9 @@ import pytest
 
 from multihead.probes.blocks import CancelledError as Cancelled
 from multihead.viewer import routes
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from multihead.viewer.widget import requests
-from multihead.viewer.widget.requests import MAX_BYTES, Requests, shared
+from multihead.viewer.widget.requests import MAX_BYTES, InProcessServer, shared_server
 from tests.viewer.serving import serving
 from tests.viewer.widget.records import long, small
 
@@ -37,20 +37,20 @@ PATHS = (
 )
 
 
-def answer(running: Requests, path: str) -> list[tuple[dict[str, Any], bytes]]:
+def answer(running: InProcessServer, path: str) -> list[tuple[dict[str, Any], bytes]]:
     """Return all parts of the answer to a request."""
     parts: list[tuple[dict[str, Any], bytes]] = []
-    running.start(path, lambda head, body: parts.append((head, body))).result(60)
+    running.start_answer(path, lambda head, body: parts.append((head, body))).result(60)
     return parts
 
 
 @pytest.fixture(scope="module")
-def of_long() -> Requests:
-    return Requests([Run("long.safetensors", long())], "en")
+def of_long() -> InProcessServer:
+    return InProcessServer([RecordedRun("long.safetensors", long())], "en")
 
 
-def test_every_answer_is_that_of_the_server(of_long: Requests) -> None:
-    with serving(Run("long.safetensors", long())) as served:
+def test_every_answer_is_that_of_the_server(of_long: InProcessServer) -> None:
+    with serving(RecordedRun("long.safetensors", long())) as served:
         for path in PATHS:
             expected, parts = served.get(path), answer(of_long, path)
             assert b"".join(body for _, body in parts) == expected.body, path
@@ -59,7 +59,7 @@ def test_every_answer_is_that_of_the_server(of_long: Requests) -> None:
             assert all(expected.headers[name] == value for name, value in head["headers"].items()), path
 
 
-def test_no_message_exceeds_the_limit_and_only_the_last_one_is_marked(of_long: Requests) -> None:
+def test_no_message_exceeds_the_limit_and_only_the_last_one_is_marked(of_long: InProcessServer) -> None:
     assert MAX_BYTES < 1_000_000
     parts = answer(of_long, "api/runs/0/samples/0/heads/0/1/weights.csv?queries=0:600&keys=0:600")
     assert len(parts) > 2
@@ -69,7 +69,7 @@ def test_no_message_exceeds_the_limit_and_only_the_last_one_is_marked(of_long: R
         assert all(len(body) <= MAX_BYTES for _, body in answer(of_long, path)), path
 
 
-def test_a_tile_arrives_as_its_numbers(of_long: Requests) -> None:
+def test_a_tile_arrives_as_its_numbers(of_long: InProcessServer) -> None:
     ((head, body),) = answer(of_long, "api/runs/0/samples/0/heads/0/1/tile?level=0&row=0&column=0")
     shape = [int(each) for each in head["headers"]["x-shape"].split(",")]
     tile = np.frombuffer(body, "<f4").reshape(shape)
@@ -82,14 +82,16 @@ def test_a_tile_arrives_as_its_numbers(of_long: Requests) -> None:
 def test_a_cancelled_request_ends_its_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     began, ended = threading.Event(), threading.Event()
 
-    def endless(run: Run, sample: int, lang: str) -> None:
+    def endless(run: RecordedRun, sample: int, lang: str) -> None:
         began.set()
         ended.wait(60)
         raise Cancelled
 
-    monkeypatch.setattr(routes, "sample_description", endless)
+    monkeypatch.setattr(routes, "describe_sample", endless)
     parts: list[object] = []
-    pending = Requests([Run("small", small())], "en").start("api/runs/0/samples/0", lambda *part: parts.append(part))
+    pending = InProcessServer([RecordedRun("small", small())], "en").start_answer(
+        "api/runs/0/samples/0", lambda *part: parts.append(part)
+    )
     assert began.wait(60)
     assert pending.cancel()
     with pytest.raises(CancelledError):
@@ -99,7 +101,7 @@ def test_a_cancelled_request_ends_its_computation(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failure_is_answered_and_its_traceback_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(run: Run) -> None:
+    def broken(run: RecordedRun) -> None:
         raise ZeroDivisionError("no such thing")
 
     def noted() -> None:
@@ -111,8 +113,8 @@ def test_a_failure_is_answered_and_its_traceback_is_printed(monkeypatch: pytest.
     monkeypatch.setattr(routes, "describe_run", broken)
     monkeypatch.setattr(requests.traceback, "print_exc", noted)
     parts: list[tuple[dict[str, Any], bytes]] = []
-    running = Requests([Run("small", small())], "en")
-    running.start("api/view", lambda *part: parts.append(part))
+    running = InProcessServer([RecordedRun("small", small())], "en")
+    running.start_answer("api/view", lambda *part: parts.append(part))
     assert printed.wait(60)
     assert [str(each) for each in failures] == ["no such thing"]
     assert parts[-1][0]["status"] == 500
@@ -120,17 +122,17 @@ def test_a_failure_is_answered_and_its_traceback_is_printed(monkeypatch: pytest.
 
 
 def test_widgets_of_the_same_records_share_the_computed_tiles() -> None:
-    runs = [Run("small", small())]
-    first = shared(runs, "en")
-    assert shared([Run("small", small())], "en") is first
-    assert shared(runs, "zh") is not first
-    assert shared([*runs, Run("long", long())], "en") is not first
+    runs = [RecordedRun("small", small())]
+    first = shared_server(runs, "en")
+    assert shared_server([RecordedRun("small", small())], "en") is first
+    assert shared_server(runs, "zh") is not first
+    assert shared_server([*runs, RecordedRun("long", long())], "en") is not first
 
 
 def test_the_threads_end_with_the_last_widget(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = threading.Event()
     monkeypatch.setattr(routes.Viewer, "close", lambda self: closed.set())
-    made = Requests([Run("small", small())], "en")
+    made = InProcessServer([RecordedRun("small", small())], "en")
     gone = weakref.ref(made)
     del made
     gc.collect()

@@ -16,7 +16,7 @@ from matplotlib import image
 
 from multihead import masks
 from multihead.viewer.widget import static_output
-from multihead.viewer.widget.static_output import picture_of_map, static_html
+from multihead.viewer.widget.static_output import picture_of_heads, static_html
 from tests.viewer.watching import watch
 from tests.viewer.widget.records import long, small, statistics_only
 
@@ -26,7 +26,7 @@ def pixels(png: bytes) -> Any:
 
 
 def test_the_picture_has_a_map_of_every_head() -> None:
-    png, caption = picture_of_map(small())
+    png, caption = picture_of_heads(small())
     assert caption.startswith("Maps of all 6 heads: one row per layer, one column per head;")
     found = pixels(png)
     hidden = np.isclose(found, np.array([0xE4, 0xE2, 0xDC]) / 255, atol=0.01).all(axis=-1)
@@ -38,24 +38,24 @@ def test_the_picture_has_a_map_of_every_head() -> None:
 def test_of_a_long_text_the_most_focused_heads_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     record = watch(40, mask=masks.Causal(), layers=6)
     monkeypatch.setattr(static_output, "MAX_WEIGHTS", 8 * 40 * 40)
-    assert picture_of_map(record)[1].startswith("Maps of the 8 most focused heads:")
+    assert picture_of_heads(record)[1].startswith("Maps of the 8 most focused heads:")
     monkeypatch.setattr(static_output, "MAX_WEIGHTS", 3 * 40 * 40)
-    assert picture_of_map(record)[1] == "Of every head: entropy."
+    assert picture_of_heads(record)[1] == "Of every head: entropy."
 
 
 def test_recorded_maps_are_drawn_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_output, "MAX_WEIGHTS", 0)
     record = watch(40, mask=masks.Causal(), probes=("entropy", "pooled_map"))
-    assert picture_of_map(record)[1].startswith("Maps of all 2 heads:")
+    assert picture_of_heads(record)[1].startswith("Maps of all 2 heads:")
 
 
 def test_without_maps_the_picture_is_the_entropy() -> None:
-    assert picture_of_map(statistics_only())[1] == "Of every head: entropy."
-    assert picture_of_map(statistics_only(), lang="zh")[1] == "每个注意力头的熵。"
+    assert picture_of_heads(statistics_only())[1] == "Of every head: entropy."
+    assert picture_of_heads(statistics_only(), lang="zh")[1] == "每个注意力头的熵。"
 
 
 def test_the_scale_of_means_ends_near_the_largest() -> None:
-    end = re.search(r"The darkest tone is ([\d.]+) %", picture_of_map(long())[1])
+    end = re.search(r"The darkest tone is ([\d.]+) %", picture_of_heads(long())[1])
     assert end is not None
     assert 0 < float(end[1]) < 100
 

@@ -12,44 +12,45 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from multihead.viewer.routes import Viewer
-from multihead.viewer.server import in_process
+from multihead.viewer.server import build_application_in_process
 
 if TYPE_CHECKING:
-    from multihead.viewer.payload import Run
+    from multihead.viewer.payload import RecordedRun
 
 MAX_BYTES = 512 << 10
-"""The most bytes of a body in one message."""
+"""Maximum number of bytes of an answer's body in one message."""
 
 HEADERS = ("content-type", "content-disposition", "x-shape", "x-block")
-"""The headers of an answer that its page reads."""
+"""The headers of an answer that the page's script reads."""
 
 Send = Callable[[dict[str, Any], bytes], None]
 """Sends a part of an answer: {"status", "headers", "last"} and the next bytes of its body."""
 
 
-class Requests:
+class InProcessServer:
     """Answers requests for some records with the routes of the viewer's server.
 
-    It has a thread with an event loop, because kernels differ in the thread and the loop in which messages arrive.
-    Widgets of the same records share one object, so that they share its tiles. Its threads end when it is deleted.
+    It has a thread with an event loop of its own, because Jupyter kernels deliver messages in different threads.
+    Widgets of the same records share one object, so that they share its cache of tiles. Its threads end
+    when it is deleted.
 
     Args:
         runs: the records.
         lang: the language of the page, "en" or "zh".
     """
 
-    def __init__(self, runs: Sequence[Run], lang: str) -> None:
+    def __init__(self, runs: Sequence[RecordedRun], lang: str) -> None:
         viewer = Viewer(runs, lang=lang, progress=lambda done, total: None)
-        self._app = in_process(viewer)
+        self._app = build_application_in_process(viewer)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run_loop, args=(self._loop,), name="multihead widget", daemon=True).start()
         weakref.finalize(self, _stop_loop, viewer, self._loop).atexit = False
 
-    def start(self, path: str, send: Send) -> Future[None]:
+    def start_answer(self, path: str, send: Send) -> Future[None]:
         """Answer a request; cancelling the result cancels the computation.
 
         Args:
-            path: the address below the page's, such as "api/view".
+            path: the address relative to the page, such as "api/view".
             send: called with each part of the answer, in the thread of this object.
         """
         pending = asyncio.run_coroutine_threadsafe(self._answer(path, send), self._loop)
@@ -81,7 +82,7 @@ class Requests:
             received = True
             return {"type": "http.request", "body": b"", "more_body": False}
 
-        async def part(message: MutableMapping[str, Any]) -> None:
+        async def send_part(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 found = {name.decode().lower(): value.decode() for name, value in message["headers"]}
                 head["status"] = message["status"]
@@ -94,18 +95,18 @@ class Requests:
             if not message.get("more_body", False):
                 send({**head, "last": True}, bytes(body))
 
-        await self._app(scope, receive, part)
+        await self._app(scope, receive, send_part)
 
 
-_SHARED: weakref.WeakValueDictionary[tuple[object, ...], Requests] = weakref.WeakValueDictionary()
+_SHARED: weakref.WeakValueDictionary[tuple[object, ...], InProcessServer] = weakref.WeakValueDictionary()
 
 
-def shared(runs: Sequence[Run], lang: str) -> Requests:
-    """Return the object that answers for these records; a new one only if no widget shows the same records."""
+def shared_server(runs: Sequence[RecordedRun], lang: str) -> InProcessServer:
+    """Return the server of these records: an existing one if a widget shows the same records, else a new one."""
     key = (*(id(run.record) for run in runs), lang)  # the object keeps the records, so the ids are not reused
     found = _SHARED.get(key)
     if found is None:
-        found = _SHARED[key] = Requests(runs, lang)
+        found = _SHARED[key] = InProcessServer(runs, lang)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a notebook shows where the widget cannot run: a picture and a table, as HTML without scripts."""
+"""HTML without scripts for notebooks that cannot run the widget: a picture and a table."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _STYLE = (
     "<style>.jp-OutputArea-child:not(:has(.multihead-view)):has(+ .jp-OutputArea-child [data-multihead-static])"
     "{display:none}</style>"
 )
-_ACROSS = 8  # small maps in a row, where only some heads are shown
+_ACROSS = 8  # small maps side by side if only some heads are shown
 
 
 def static_html(record: Record, *, mark: str, lang: str) -> str:
-    """Return a picture of the heads and the table of their numbers.
+    """Return HTML with a picture of the heads and the table of their numbers.
 
     Args:
         record: the record.
         mark: a name by which the widget finds this output, to hide it as long as the widget is shown.
         lang: the language of the captions, "en" or "zh".
     """
-    shown, caption = picture_of_map(record, lang=lang)
+    shown, caption = picture_of_heads(record, lang=lang)
     source = base64.b64encode(shown).decode()
     return (
         f'<div data-multihead-static="{escape(mark)}">{_STYLE}'
@@ -47,7 +47,7 @@ def static_html(record: Record, *, mark: str, lang: str) -> str:
     )
 
 
-def picture_of_map(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
+def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     """Draw the small maps of all heads; of a long text those of the most focused heads; without maps, the entropy.
 
     Returns:
@@ -114,7 +114,7 @@ def _small_map(sample: Any, head: int) -> Any:
 
 
 def _png_in_few_colours(figure: Any) -> bytes:
-    """Return a picture in few colours, which takes a fifth of the bytes."""
+    """Return a figure as a PNG file with 48 colours, which takes a fifth of the bytes."""
     from PIL import Image  # matplotlib needs it
 
     drawn, written = io.BytesIO(), io.BytesIO()

@@ -14,10 +14,10 @@ from IPython.display import display
 from multihead.errors import ArgumentError
 from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text
-from multihead.viewer.payload import Run
+from multihead.viewer.payload import RecordedRun
 from multihead.viewer.widget import static_output
 from multihead.viewer.widget.page import javascript_module, markup_of_page, stylesheet
-from multihead.viewer.widget.requests import Requests, shared
+from multihead.viewer.widget.requests import InProcessServer, shared_server
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -44,14 +44,14 @@ class Selection(NamedTuple):
     query: int | None = None
 
 
-def _to_json(selection: Selection | None, widget: object) -> dict[str, Any] | None:
+def _selection_to_json(selection: Selection | None, widget: object) -> dict[str, Any] | None:
     if selection is None:
         return None
     found: dict[str, Any] = selection._asdict()
     return {name: [each.start, each.stop] if isinstance(each, slice) else each for name, each in found.items()}
 
 
-def _from_json(found: dict[str, Any] | None, widget: object) -> Selection | None:
+def _selection_from_json(found: dict[str, Any] | None, widget: object) -> Selection | None:
     if found is None:
         return None
     given: dict[str, Any] = {name: slice(*each) if isinstance(each, list) else each for name, each in found.items()}
@@ -80,12 +80,14 @@ class View(anywidget.AnyWidget):
 
     _esm = traitlets.Unicode().tag(sync=True)
     _page = traitlets.Dict().tag(sync=True)
-    selection = traitlets.Instance(Selection, allow_none=True).tag(sync=True, to_json=_to_json, from_json=_from_json)
+    selection = traitlets.Instance(Selection, allow_none=True).tag(
+        sync=True, to_json=_selection_to_json, from_json=_selection_from_json
+    )
 
     def __init__(
         self, *records: Record, lang: str = "en", height: int = 640, linked: View | None = None, **options: Any
     ) -> None:
-        self._requests: Requests | None = None
+        self._requests: InProcessServer | None = None
         self._pending: dict[str, Future[None]] = {}
         check_language(lang)
         if isinstance(height, bool) or not isinstance(height, int) or height < 240:
@@ -101,8 +103,8 @@ class View(anywidget.AnyWidget):
         self._records = records
         self._lang = lang
         self._mark = secrets.token_hex(8)
-        runs = [Run(name, record) for name, record in zip(_names_of_records(records), records, strict=True)]
-        self._requests = shared(runs, lang)
+        runs = [RecordedRun(name, record) for name, record in zip(_names_of_records(records), records, strict=True)]
+        self._requests = shared_server(runs, lang)
         texts = {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)}
         page = {
             "html": markup_of_page(lang),
@@ -126,14 +128,14 @@ class View(anywidget.AnyWidget):
         super().close()
 
     def __repr__(self) -> str:
-        """Return the sentence that is shown where the widget cannot run."""
+        """Return the sentence that a notebook shows if it cannot run the widget."""
         return text("widget.plain", self._lang, title=visible(self._records[0].title) or "a record")
 
     def _ipython_display_(self) -> None:
         if self._requests is None:
             return  # it was closed
-        # What the page requests first takes longest, and is computed while the page starts.
-        self._requests.start("api/runs/0/samples/0", lambda part, body: None)
+        # The page's first request takes longest, so its computation starts before the page has loaded.
+        self._requests.start_answer("api/runs/0/samples/0", lambda part, body: None)
         shown = self._repr_mimebundle_()
         bundle = shown[0] if isinstance(shown, tuple) else shown
         display(bundle, raw=True)
@@ -177,10 +179,10 @@ class View(anywidget.AnyWidget):
         if requests is None:
             return
 
-        def send(part: dict[str, Any], body: bytes) -> None:
+        def send_part(part: dict[str, Any], body: bytes) -> None:
             self.send({"id": key, **part}, [body])
 
-        pending = self._pending[key] = requests.start(content["path"], send)
+        pending = self._pending[key] = requests.start_answer(content["path"], send_part)
         pending.add_done_callback(lambda _: self._pending.pop(key, None))  # called at once if it has ended already
 
 
@@ -194,7 +196,11 @@ def _names_of_records(records: Sequence[Record]) -> list[str]:
 
 
 def _checked_slice(name: str, chosen: slice | None, length: int) -> slice | None:
-    """Return a slice without steps within a length."""
+    """Return a slice with its start and stop as numbers within `length`; None stays None.
+
+    Raises:
+        ArgumentError: the slice has steps or is empty.
+    """
     if chosen is None:
         return None
     start, stop, step = chosen.indices(length)
