@@ -29,10 +29,10 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.chance import Evidence, error_of_mean
 from multihead.record.analysis.find import FoundHead, Range, find
-from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds
+from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds_of_heads
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import SHARES, Of, check_summary
+from multihead.record.summaries import SHARES, Of, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 
 FLOOR = 2.0**-10
@@ -264,7 +264,7 @@ class Census:
         for layer in self.layers:
             assert isinstance(layer.running_summary, _CountedLayer)
             evidence = layer.running_summary.evidence()
-            named = kinds(evidence, heads=layer.num_heads, among=self.all_kinds)
+            named = kinds_of_heads(evidence, heads=layer.num_heads, among=self.all_kinds)
             chance = {name: each.chance for name, each in evidence.items()}
             means = layer.summary()
             found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, crosses=False))
@@ -356,7 +356,7 @@ class Census:
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is something else.
         """
-        check_summary(of)
+        check_summary_name(of)
         found = []
         read = self.profiles() if kinds else [None] * len(self.layers)
         for layer, each in zip(self.layers, read, strict=True):
@@ -547,7 +547,7 @@ class _CountedLayer(RunningSummary):
 
     def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic, or some: (heads,) float64 each; "mean" and "max" are exact, others within 1 %."""
-        check_summary(of)
+        check_summary_name(of)
         numbers, quantile = self.census.numbers, self.census.quantile_of_row
         found = {}
         for name, at in self.rows.items():

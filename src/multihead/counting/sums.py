@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multihead.counting.batches import Batch, Reading
 from multihead.probes.catalogue import PROBES
-from multihead.record.running_summary import RunningSummary, Sketch, value_of_bin
+from multihead.record.running_summary import RunningSummary, QuantileSketch, value_of_bin
 from multihead.record.summaries import Measured
 
 LARGEST_KEY = PROBES["largest_key"]
@@ -152,7 +152,7 @@ class LayerSums(RunningSummary):
     name: str = field(kw_only=True)
     examples: int = field(kw_only=True)
     reading: Reading = field(kw_only=True)
-    sums: Sketch = field(init=False)
+    sums: QuantileSketch = field(init=False)
     nonfinite: Tensor = field(init=False)
     mean: Tensor = field(init=False)
     squares: Tensor = field(init=False)
@@ -173,10 +173,10 @@ class LayerSums(RunningSummary):
 
     def _add_statistics(self, names: list[str]) -> None:
         heads, rows = self.num_heads, len(names) * self.num_heads
-        self.sums = Sketch.zero(rows)
+        self.sums = QuantileSketch.empty(rows)
         for at, name in enumerate(names):
             of_name = slice(at * heads, (at + 1) * heads)
-            self.statistics[name] = Sketch(
+            self.statistics[name] = QuantileSketch(
                 *(each[of_name] for each in (self.sums.total, self.sums.count, self.sums.bins))
             )
         self.nonfinite = torch.zeros(rows, dtype=torch.int64)
@@ -202,7 +202,7 @@ class LayerSums(RunningSummary):
             self.nonfinite += (taken & ~finite).sum(-1)
             taken &= finite
         total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        of_batch = Sketch(total, count, self.sums.bins)
+        of_batch = QuantileSketch(total, count, self.sums.bins)
         of_batch.add(flat[None], taken[None])
         left_out = ~taken
         levels = [self._flat_chance(measured[each], like=values[0]) for each in self.statistics]
@@ -223,7 +223,7 @@ class LayerSums(RunningSummary):
             return torch.full_like(like, torch.nan)
         return self.reading.batch.flat(measured.chance).expand_as(like)
 
-    def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: Sketch) -> None:
+    def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: QuantileSketch) -> None:
         """Merge the chance, and the texts' means of value - chance, with those of a batch, (rows, tokens)."""
         starts = self.reading.batch.starts.numpy()
         difference = torch.where(taken, flat.double() - level, 0.0)
@@ -240,7 +240,7 @@ class LayerSums(RunningSummary):
         of_texts = self.texts, self.excess, self.excess_squares
         self.texts, self.excess, self.excess_squares = merged_moments(of_texts, (texts, mean, squares))
 
-    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: Sketch) -> None:
+    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: QuantileSketch) -> None:
         """Merge the sums, the mean and the squares about it with those of a batch, (rows, tokens)."""
         count = of_batch.count.long()
         mean = of_batch.total / of_batch.count.clamp(min=1)
@@ -253,7 +253,7 @@ class LayerSums(RunningSummary):
 
     def _add_negative(self, flat: Tensor, taken: Tensor) -> None:
         """Count negative values in bins of their own; the sketch puts them into the first bin too."""
-        of_batch = Sketch.zero(len(flat))
+        of_batch = QuantileSketch.empty(len(flat))
         if self.negative_bins is not None:
             of_batch.bins = self.negative_bins
         of_batch.add(-flat[None], (taken & (flat < 0))[None])

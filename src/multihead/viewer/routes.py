@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from multihead.probes.blocks import CancelledError
-from multihead.record.analysis.similar import numbers_in_words
+from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, number_of_levels
 from multihead.viewer.page import version
@@ -270,7 +270,9 @@ class Viewer:
         numbers = self._index_by_number(run)
         chosen = number("layer", layer, below=max(numbers) + 1)
         if chosen not in numbers:
-            raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(numbers))}.")
+            raise AbsentError(
+                f"There is no layer {chosen} in this record.", f"Give {describe_layer_numbers(list(numbers))}."
+            )
         index = numbers[chosen]
         one = self.runs[run].record.layers[index].sample(sample)
         _require_map(one)
@@ -300,7 +302,9 @@ class Viewer:
         layers, places = self.runs[run].record.layers, self._index_by_number(run)
         chosen = number("layer", request.path_params["layer"], below=max(places) + 1)
         if chosen not in places:
-            raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(places))}.")
+            raise AbsentError(
+                f"There is no layer {chosen} in this record.", f"Give {describe_layer_numbers(list(places))}."
+            )
         return run, sample, places[chosen], layers[places[chosen]].sample(sample)
 
     def _number_of_layer(self, run: int, place: int) -> int:
