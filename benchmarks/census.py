@@ -27,7 +27,7 @@ from benchmarks.measure import Ratio
 from multihead.counting.batches import Batch, batches_by_length
 from multihead.counting.merge import HEADS
 from multihead.counting.run import BATCH_TOKENS, EXAMPLES
-from multihead.counting.tally import Tally, counted_probes, measured_model, run_batch
+from multihead.counting.tally import Tally, census_probes, replace_attention, run_batch
 from multihead.counting.work import Progress
 from multihead.models.loading import load
 
@@ -90,14 +90,14 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
         np.array(each, np.int64) for each in loaded.tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
     ]
     rows = list(batches_by_length(ids, range(texts), tokens=BATCH_TOKENS, packed=True))
-    padded = [Batch.of(ids[first : first + PADDED], range(PADDED)) for first in range(0, texts, PADDED)]
+    padded = [Batch.pad_texts(ids[first : first + PADDED], range(PADDED)) for first in range(0, texts, PADDED)]
     special = tuple(loaded.tokenizer.all_special_ids)
-    probes = counted_probes(None)
+    probes = census_probes(None)
 
     def counted() -> Tally:
-        with measured_model(model), Tally.of(model, probes, special, EXAMPLES) as tally:
+        with replace_attention(model), Tally.measure_model(model, probes, special, EXAMPLES) as tally:
             for batch in rows:
-                tally.add(batch)
+                tally.add_batch(batch)
         return tally
 
     def own() -> None:

@@ -26,10 +26,10 @@ def test_a_text_longer_than_a_batch_runs_alone() -> None:
 
 
 class TestPlacesOfTokens:
-    batch = Batch.of(IDS, [0, 1, 2, 3])
+    batch = Batch.pad_texts(IDS, [0, 1, 2, 3])
 
     def test_packed_rows_and_padded_batches_are_flattened_to_the_same_tokens(self) -> None:
         padded = torch.where(self.batch.mask, self.batch.ids, -1)[:, None]  # (texts, 1 head, length)
         row = self.batch.ids[self.batch.mask]
-        assert torch.equal(self.batch.flat(padded)[0], row)
-        assert torch.equal(self.batch.flat(row[None, None])[0], row)
+        assert torch.equal(self.batch.drop_padding(padded)[0], row)
+        assert torch.equal(self.batch.drop_padding(row[None, None])[0], row)

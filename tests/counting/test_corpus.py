@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from multihead.counting import corpus
-from multihead.counting.corpus import Shard, divide_into_shards, find_files, rows_of_shard, sizes_of
+from multihead.counting.corpus import Shard, divide_into_shards, file_sizes, find_files, rows_of_shard
 from multihead.errors import InputError
 from tests.counting.tiny import jsonl, random_texts
 
@@ -25,7 +25,7 @@ TEXTS = random_texts(60)
 
 def read(file: str, *, shard_bytes: int | None = None) -> tuple[list[Shard], list[str | None]]:
     """Return the shards of a file in the order of its rows, and the texts of all of them."""
-    shards = sorted(divide_into_shards(sizes_of([file]), "text", shard_bytes=shard_bytes))
+    shards = sorted(divide_into_shards(file_sizes([file]), "text", shard_bytes=shard_bytes))
     return shards, [row.text for shard in shards for row in rows_of_shard(shard, "text")]
 
 
@@ -64,7 +64,7 @@ class TestShards:
             file.write("\n".join(TEXTS))
         files = find_files(["memory://corpus/*.txt"])
         assert [
-            row.text for shard in divide_into_shards(sizes_of(files), "text") for row in rows_of_shard(shard, "text")
+            row.text for shard in divide_into_shards(file_sizes(files), "text") for row in rows_of_shard(shard, "text")
         ] == TEXTS
 
     @pytest.mark.parametrize("total", [1 << 16, 1 << 20, 1 << 25, 1 << 30, 1 << 40])
@@ -147,7 +147,7 @@ class TestFiles:
 
     def test_a_missing_file_is_one_shard_that_cannot_be_read(self, tmp_path: Path) -> None:
         there, gone = jsonl(tmp_path / "a.jsonl", TEXTS), str(tmp_path / "gone.parquet")
-        shards = divide_into_shards(sizes_of(find_files([there, gone])), "text")
+        shards = divide_into_shards(file_sizes(find_files([there, gone])), "text")
         assert [shard.file for shard in shards] == [there, gone]
         with pytest.raises(FileNotFoundError):
             list(rows_of_shard(shards[1], "text"))
@@ -201,7 +201,7 @@ class TestFiles:
     def test_a_file_that_is_no_parquet_is_an_error_where_it_is_read(self, tmp_path: Path) -> None:
         file = tmp_path / "texts.parquet"
         file.write_bytes(b"PAR1 but not really")
-        shards = divide_into_shards(sizes_of([str(file)]), "text")
+        shards = divide_into_shards(file_sizes([str(file)]), "text")
         assert shards == [Shard(str(file), "parquet", 0, 0, -1)]
         with pytest.raises(InputError, match=r"texts\.parquet cannot be read: .* Write it again\.$"):
             list(rows_of_shard(shards[0], "text"))

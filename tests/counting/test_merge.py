@@ -13,9 +13,9 @@ import pytest
 
 import multihead as mh
 from multihead.counting import merge
-from multihead.counting.merge import HEADS, SHARDS, Merged, merge_shards, missing_shards, write_merged
+from multihead.counting.merge import HEADS, SHARDS, MergedSums, merge_shards, missing_shards, write_merged_tables
 from multihead.counting.plan import read_plan
-from multihead.counting.shard import OF_CHANCE, parquet_of, read_metadata, schema, with_missing_columns
+from multihead.counting.shard import OF_CHANCE, add_missing_columns, heads_schema, read_metadata, table_to_parquet
 from multihead.errors import InputError
 
 
@@ -32,15 +32,15 @@ def one_row(
         "bin_value": [value], "bin_count": [count],
         "examples": [{**example, "start": 0, "tokens": [""], "values": [value]}],
     }  # fmt: skip
-    table = pa.Table.from_pylist([row], schema=schema())
+    table = pa.Table.from_pylist([row], schema=heads_schema())
     return table.replace_schema_metadata({b"multihead": b"{}"})
 
 
 def test_rows_of_two_shards_are_summed() -> None:
-    found = Merged(1)
+    found = MergedSums(1)
     for shard, (value, count) in enumerate([(1.0, 2), (4.0, 1)]):
-        found.add(one_row(value, shard=shard, count=count))
-    row = found.table().to_pylist()[0]
+        found.add_shard(one_row(value, shard=shard, count=count))
+    row = found.heads_table().to_pylist()[0]
     assert (row["count"], row["mean"], row["squares"]) == (3, 2.0, 6.0)
     assert (row["minimum"], row["maximum"]) == (1.0, 4.0)
     assert (row["bin_value"], row["bin_count"]) == ([1.0, 4.0], [2, 1])
@@ -48,10 +48,10 @@ def test_rows_of_two_shards_are_summed() -> None:
 
 
 def test_chance_is_weighted_by_queries_and_the_excess_by_texts() -> None:
-    found = Merged(1)
-    found.add(one_row(0.5, shard=0, count=3, chance=0.1, texts=3))
-    found.add(one_row(0.9, shard=1, count=1, chance=0.3, texts=1))
-    row = found.table().to_pylist()[0]
+    found = MergedSums(1)
+    found.add_shard(one_row(0.5, shard=0, count=3, chance=0.1, texts=3))
+    found.add_shard(one_row(0.9, shard=1, count=1, chance=0.3, texts=1))
+    row = found.heads_table().to_pylist()[0]
     assert row["chance"] == pytest.approx((3 * 0.1 + 0.3) / 4)
     assert (row["texts"], row["excess"]) == (4, pytest.approx((3 * 0.4 + 0.6) / 4))
     assert row["excess_squares"] == pytest.approx(3 * 0.05**2 + 0.15**2)
@@ -60,34 +60,34 @@ def test_chance_is_weighted_by_queries_and_the_excess_by_texts() -> None:
 def test_a_shard_of_an_earlier_version_makes_chance_unknown_and_nothing_else() -> None:
     old = one_row(4.0, shard=1).drop_columns(list(OF_CHANCE))
     for tables in ([one_row(1.0, shard=0), old], [old, one_row(1.0, shard=0)]):
-        found = Merged(1)
+        found = MergedSums(1)
         for table in tables:
-            found.add(with_missing_columns(table))
-        row = found.table().to_pylist()[0]
+            found.add_shard(add_missing_columns(table))
+        row = found.heads_table().to_pylist()[0]
         assert (row["count"], row["mean"]) == (2, 2.5)
         assert [row[name] for name in OF_CHANCE] == [None] * 4
 
 
 def test_a_shard_without_a_query_that_counts_leaves_chance_known() -> None:
-    found = Merged(1)
-    found.add(one_row(1.0, shard=0))
-    found.add(one_row(0.0, shard=1, count=0, chance=None, texts=None))
-    assert found.table()["chance"].to_pylist() == [0.25]
+    found = MergedSums(1)
+    found.add_shard(one_row(1.0, shard=0))
+    found.add_shard(one_row(0.0, shard=1, count=0, chance=None, texts=None))
+    assert found.heads_table()["chance"].to_pylist() == [0.25]
 
 
 def test_ties_go_to_the_earlier_shard() -> None:
-    found = Merged(2)
+    found = MergedSums(2)
     for shard in (0, 1, 2):
-        found.add(one_row(1.0, shard=shard))
-    assert [each["shard"] for each in found.table()["examples"][0].as_py()] == [0, 1]
+        found.add_shard(one_row(1.0, shard=shard))
+    assert [each["shard"] for each in found.heads_table()["examples"][0].as_py()] == [0, 1]
 
 
 def test_a_layer_that_a_shard_lacks_is_kept() -> None:
-    found = Merged(1)
-    found.add(one_row(1.0, shard=0, layer=1))
-    found.add(one_row(2.0, shard=1, layer=0))
-    assert found.table()["layer"].to_pylist() == [0, 1]
-    assert found.table()["mean"].to_pylist() == [2.0, 1.0]
+    found = MergedSums(1)
+    found.add_shard(one_row(1.0, shard=0, layer=1))
+    found.add_shard(one_row(2.0, shard=1, layer=0))
+    assert found.heads_table()["layer"].to_pylist() == [0, 1]
+    assert found.heads_table()["mean"].to_pylist() == [2.0, 1.0]
 
 
 class TestAFolder:
@@ -97,19 +97,19 @@ class TestAFolder:
 
     def test_a_table_is_written_where_it_is_not_there_with_the_same_bytes(self, copy: Path, folder: Path) -> None:
         (copy / HEADS).unlink()
-        write_merged(copy, read_plan(copy))
+        write_merged_tables(copy, read_plan(copy))
         assert (copy / HEADS).read_bytes() == (folder / HEADS).read_bytes()
         os.utime(copy / HEADS, ns=(0, 0))
-        write_merged(copy, read_plan(copy))
+        write_merged_tables(copy, read_plan(copy))
         assert (copy / HEADS).stat().st_mtime_ns == 0
 
     def test_shards_of_an_earlier_version_are_merged_with_those_of_this_one(self, copy: Path, folder: Path) -> None:
         plan = read_plan(copy)
         file = plan.shard_file(copy, 1)
         table = pq.read_table(file)
-        file.write_bytes(parquet_of(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
+        file.write_bytes(table_to_parquet(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
         (copy / HEADS).unlink()
-        write_merged(copy, plan)
+        write_merged_tables(copy, plan)
         found, expected = pq.read_table(copy / HEADS), pq.read_table(folder / HEADS)
         others = [name for name in expected.column_names if name not in (*OF_CHANCE, "examples")]  # which hold NaN
         assert found.schema == expected.schema
@@ -120,9 +120,9 @@ class TestAFolder:
         plan = read_plan(copy)
         for file in (copy / HEADS, copy / SHARDS, plan.shard_file(copy, 1)):
             file.unlink()
-        write_merged(copy, plan)
+        write_merged_tables(copy, plan)
         assert not (copy / HEADS).exists()
-        write_merged(copy, plan, left_out=(1,))
+        write_merged_tables(copy, plan, left_out=(1,))
         assert (copy / HEADS).exists()
 
     def test_a_table_without_a_shard_that_another_process_counts_meanwhile_is_replaced(
@@ -132,7 +132,7 @@ class TestAFolder:
         plan, calls = read_plan(copy), []
         plan.shard_file(copy, 1).unlink()
 
-        def merged_slowly(*args: Any) -> Merged:
+        def merged_slowly(*args: Any) -> MergedSums:
             calls.append(merge_shards(*args))
             if len(calls) == 1:
                 for file in (plan.shard_file(Path(), 1), HEADS, SHARDS):
@@ -140,7 +140,7 @@ class TestAFolder:
             return calls[-1]
 
         monkeypatch.setattr(merge, "merge_shards", merged_slowly)
-        write_merged(copy, plan, left_out=(1,))
+        write_merged_tables(copy, plan, left_out=(1,))
         assert len(calls) == 2
         for file in (HEADS, SHARDS):
             assert (copy / file).read_bytes() == (folder / file).read_bytes()
@@ -154,7 +154,7 @@ class TestAFolder:
     def test_a_shard_of_another_census_is_an_error(self, copy: Path) -> None:
         plan = read_plan(copy)
         file = plan.shard_file(copy, 1)
-        file.write_bytes(parquet_of(pq.read_table(file), {"plan": "other"}))
+        file.write_bytes(table_to_parquet(pq.read_table(file), {"plan": "other"}))
         with pytest.raises(InputError, match=r"000001\.parquet' is not a shard of this census\. Delete it and run"):
             merge_shards(copy, plan)
 

@@ -23,14 +23,14 @@ def plan(folder: Path) -> Plan:
 
 
 def test_it_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
-    assert plan.write(tmp_path) == plan == read_plan(tmp_path)
+    assert plan.write_or_check(tmp_path) == plan == read_plan(tmp_path)
     assert plan.statistics["entropy"].heading == "entropy (nats)"
 
 
 def test_the_plan_that_is_there_is_kept(plan: Plan, tmp_path: Path) -> None:
-    plan.write(tmp_path)
+    plan.write_or_check(tmp_path)
     before = (tmp_path / FILE).read_bytes()
-    plan.write(tmp_path)
+    plan.write_or_check(tmp_path)
     assert (tmp_path / FILE).read_bytes() == before
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
 
@@ -40,7 +40,7 @@ def test_a_file_system_without_links_is_enough(plan: Plan, tmp_path: Path, monke
         raise PermissionError
 
     monkeypatch.setattr("os.link", refuse)
-    assert plan.write(tmp_path) == plan
+    assert plan.write_or_check(tmp_path) == plan
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
 
 
@@ -50,7 +50,7 @@ def test_the_name_of_the_model_and_its_device_do_not_change_the_result(plan: Pla
 
 
 def test_a_plan_that_was_changed_is_an_error(plan: Plan, tmp_path: Path) -> None:
-    plan.write(tmp_path)
+    plan.write_or_check(tmp_path)
     content = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
     (tmp_path / FILE).write_text(json.dumps({**content, "seed": 5}), encoding="utf-8")
     sentence = f"'{tmp_path / FILE}' was changed after it was written. Delete the directory and run again."

@@ -15,7 +15,7 @@ import torch
 
 import multihead as mh
 from multihead.counting.merge import HEADS
-from multihead.counting.shard import OF_CHANCE, parquet_of, read_metadata
+from multihead.counting.shard import OF_CHANCE, read_metadata, table_to_parquet
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.models.loading import load
 from tests.counting.tiny import jsonl, random_texts
@@ -145,7 +145,7 @@ def test_tables_of_an_earlier_version_are_read_without_chance(folder: Path, coun
     out = Path(shutil.copytree(folder, tmp_path / "out"))
     for file in (out / HEADS, *(out / "shards").iterdir()):
         table = pq.read_table(file)
-        file.write_bytes(parquet_of(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
+        file.write_bytes(table_to_parquet(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
     sentence = (
         "The chance of every statistic is unknown, so no kind can be told from it. Count the corpus again: shards of "
         "earlier versions lack it, and so do probes without a chance."

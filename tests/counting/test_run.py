@@ -241,7 +241,7 @@ class TestProblems:
         def full(*_: object) -> None:
             raise InputError("The disk is full.", "Free some space.")
 
-        monkeypatch.setattr(run, "write_merged", full)
+        monkeypatch.setattr(run, "write_merged_tables", full)
         found = mh.census(model, corpus, out=tmp_path / "out", threads=1)
         assert (found.texts, found.missing, found.problems) == (60, [], ["The disk is full. Free some space."])
         assert not (tmp_path / "out" / HEADS).exists()

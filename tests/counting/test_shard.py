@@ -12,52 +12,52 @@ import pytest
 import torch
 
 from multihead.counting.plan import read_plan
-from multihead.counting.shard import Counter, parquet_of, read_metadata, schema
-from multihead.counting.work import threads_of_torch
+from multihead.counting.shard import ShardCounter, heads_schema, read_metadata, table_to_parquet
+from multihead.counting.work import set_torch_threads
 from multihead.models.loading import load
 
 
 @pytest.fixture(scope="module")
-def counter(model: str, folder: Path) -> Counter:
+def counter(model: str, folder: Path) -> ShardCounter:
     plan = read_plan(folder)
-    return Counter(load(model), plan, plan.built_in_probes())
+    return ShardCounter(load(model), plan, plan.built_in_probes())
 
 
 def table_of(content: bytes) -> Any:
     return pq.read_table(io.BytesIO(content))
 
 
-def test_the_same_shard_is_the_same_bytes(counter: Counter, folder: Path) -> None:
-    assert counter.count(2) == counter.count(2) == counter.plan.shard_file(folder, 2).read_bytes()
+def test_the_same_shard_is_the_same_bytes(counter: ShardCounter, folder: Path) -> None:
+    assert counter.count_shard(2) == counter.count_shard(2) == counter.plan.shard_file(folder, 2).read_bytes()
 
 
-def test_another_number_of_threads_agrees_within_rounding(counter: Counter) -> None:
+def test_another_number_of_threads_agrees_within_rounding(counter: ShardCounter) -> None:
     found = []
     for threads in (1, 2):
-        with threads_of_torch(threads):
-            found.append(table_of(counter.count(1)))
+        with set_torch_threads(threads):
+            found.append(table_of(counter.count_shard(1)))
     for name in ("mean", "squares"):
         one, two = (torch.tensor(each[name].to_pylist()) for each in found)
         assert torch.allclose(one, two, rtol=1e-5, atol=1e-5)
 
 
-def test_its_metadata_is_what_was_read(counter: Counter) -> None:
-    found = read_metadata(table_of(counter.count(0)).schema)
+def test_its_metadata_is_what_was_read(counter: ShardCounter) -> None:
+    found = read_metadata(table_of(counter.count_shard(0)).schema)
     assert (found["plan"], found["shard"], found["broken"], found["problems"]) == (counter.plan.id, 0, 0, [])
     assert found["texts"] == found["rows"] > 5
 
 
-def test_progress_adds_up_to_what_was_read(counter: Counter) -> None:
+def test_progress_adds_up_to_what_was_read(counter: ShardCounter) -> None:
     seen: list[tuple[int, int]] = []
     small = replace(counter, plan=replace(counter.plan, batch_tokens=64))
-    found = read_metadata(table_of(small.count(0, lambda *counts: seen.append(counts))).schema)
+    found = read_metadata(table_of(small.count_shard(0, lambda *counts: seen.append(counts))).schema)
     assert len(seen) > 2
     assert [sum(each) for each in zip(*seen, strict=True)] == [found["texts"], found["tokens"]]
 
 
-def test_the_tokens_around_an_example_are_those_of_its_text(counter: Counter) -> None:
-    table = table_of(counter.count(0))
-    assert table.schema.remove_metadata() == schema()
+def test_the_tokens_around_an_example_are_those_of_its_text(counter: ShardCounter) -> None:
+    table = table_of(counter.count_shard(0))
+    assert table.schema.remove_metadata() == heads_schema()
     for examples in table["examples"].to_pylist():
         assert len(examples) == 5
         for each in examples:
@@ -68,11 +68,11 @@ def test_the_tokens_around_an_example_are_those_of_its_text(counter: Counter) ->
             assert each["key_token"] in {"[CLS]", "[SEP]"} or each["key_token"].startswith("w")
 
 
-def test_examples_have_the_text_between_their_tokens(counter: Counter) -> None:
-    example = table_of(counter.count(0))["examples"][0].as_py()[0]
+def test_examples_have_the_text_between_their_tokens(counter: ShardCounter) -> None:
+    example = table_of(counter.count_shard(0))["examples"][0].as_py()[0]
     assert " w" in "".join(example["tokens"])
 
 
-def test_equal_tables_are_equal_bytes(counter: Counter) -> None:
-    table = table_of(counter.count(1))
-    assert parquet_of(table, {"b": 1, "a": 2}) == parquet_of(table.combine_chunks(), {"a": 2, "b": 1})
+def test_equal_tables_are_equal_bytes(counter: ShardCounter) -> None:
+    table = table_of(counter.count_shard(1))
+    assert table_to_parquet(table, {"b": 1, "a": 2}) == table_to_parquet(table.combine_chunks(), {"a": 2, "b": 1})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from multihead.counting.batches import Batch, Reading
+from multihead.counting.batches import Batch, CurrentBatch
 from multihead.counting.sums import LayerSums
 from multihead.record.running_summary import RunningSummary
 from multihead.record.summaries import Measured
@@ -15,11 +15,11 @@ HEADS, EXAMPLES = 3, 4
 
 
 def batch_of(texts: list[int], lengths: list[int]) -> Batch:
-    return Batch.of([np.arange(length) for length in lengths], texts)
+    return Batch.pad_texts([np.arange(length) for length in lengths], texts)
 
 
 def sums_of(heads: int, examples: int) -> LayerSums:
-    return LayerSums(heads, name="layer", examples=examples, reading=Reading())
+    return LayerSums(heads, name="layer", examples=examples, reading=CurrentBatch())
 
 
 def add(
@@ -40,7 +40,7 @@ def add(
         name: Measured(value[None], count[None], level)
         for name, value, count, level in zip(("one", "other"), values, taken, levels, strict=False)
     }
-    keys = batch.position.expand(1, sums.num_heads, -1)
+    keys = batch.position_in_text.expand(1, sums.num_heads, -1)
     sums.add(measured | {"largest_key": Measured(keys, keys >= 0)}, samples=len(batch.texts))
 
 
@@ -76,7 +76,7 @@ def test_each_bin_holds_the_values_within_one_percent_of_its_own(
     counted: tuple[LayerSums, torch.Tensor, torch.Tensor],
 ) -> None:
     sums, values, taken = counted
-    of_row, of_bins, numbers = map(torch.from_numpy, sums.histograms())
+    of_row, of_bins, numbers = map(torch.from_numpy, sums.filled_bins())
     assert bool((of_row.diff() >= 0).all())
     for row in range(2 * HEADS):
         mine = of_bins[of_row == row]
@@ -112,12 +112,12 @@ def test_chance_is_the_mean_over_the_queries_that_count_and_its_error_that_over_
     for batch in (batch_of([3, 5], [7, 4]), batch_of([0], [9]), batch_of([1, 2], [1, 30])):
         values = torch.rand(2, HEADS, batch.num_tokens, dtype=torch.float64)
         count = torch.rand(2, HEADS, batch.num_tokens) < 0.7
-        count[0, 0, batch.text == 1] = False  # a head may have a text without a query that counts
+        count[0, 0, batch.text_of_token == 1] = False  # a head may have a text without a query that counts
         values[0, 1, 0], values[0, 1, 1] = torch.nan, torch.inf  # in no sum
         level = torch.rand(heads, batch.num_tokens, dtype=torch.float64)
         add(sums, batch, values.clone(), count, level)
         for text in batch.texts.tolist():
-            of_text = batch.text == text
+            of_text = batch.text_of_token == text
             texts.append([each[..., of_text] for each in (values[0], level.expand(HEADS, -1), count[0])])
     for head in range(HEADS):
         whole, means = [], []

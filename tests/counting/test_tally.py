@@ -13,7 +13,7 @@ import transformers as hf
 import multihead as mh
 from multihead import probes
 from multihead.counting.batches import Batch
-from multihead.counting.tally import Tally, counted_probes, measured_model
+from multihead.counting.tally import Tally, census_probes, replace_attention
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import PLANS
 from multihead.kernels.plan.bounds import BOUNDS
@@ -28,7 +28,7 @@ CHOSEN = (*probes.DEFAULT[:10], "duplicate_mass", "induction_mass", "contributio
 OWN = probes.Probe("own", lambda parts: parts["offset_mass", 2], {("offset_mass", 2)}, counted="offset +2")
 PLACE = probes.Probe("place", lambda parts: parts["position"], {"position"})
 MADE = probes.tokens_mass("few", ids=(5, 6)), probes.offset_mass(-2), probes.first_keys_mass(3), OWN, PLACE
-PROBES = counted_probes([*CHOSEN, *MADE])
+PROBES = census_probes([*CHOSEN, *MADE])
 SPECIAL = (1, 2)
 
 
@@ -51,12 +51,15 @@ MODELS = {"bert": bert, "llama": llama, "gpt2, which runs padded": gpt2, "t5": t
 def texts_of(lengths: tuple[int, ...] = LENGTHS) -> Batch:
     draw = np.random.default_rng(0)
     ids = [np.concatenate([[1], draw.integers(3, 8, length - 1)]).astype(np.int64) for length in lengths]
-    return Batch.of(ids, range(len(lengths)))
+    return Batch.pad_texts(ids, range(len(lengths)))
 
 
 def tallied(model: Any, batch: Batch, **options: Any) -> Tally:
-    with measured_model(model), Tally.of(model, options.pop("probes", PROBES), SPECIAL, 3, **options) as tally:
-        tally.add(batch)
+    with (
+        replace_attention(model),
+        Tally.measure_model(model, options.pop("probes", PROBES), SPECIAL, 3, **options) as tally,
+    ):
+        tally.add_batch(batch)
     return tally
 
 
@@ -148,7 +151,7 @@ def test_the_native_kernel_and_tiles_agree_on_packed_rows() -> None:
 
 def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:
     model, batch = bert(), texts_of()
-    tally = tallied(model, batch, probes=counted_probes("largest_weight"))
+    tally = tallied(model, batch, probes=census_probes("largest_weight"))
     with mh.observe(model, keep="statistics", probes="largest_key") as record, torch.no_grad():
         for row, length in zip(batch.ids, batch.lengths.tolist(), strict=True):
             model(input_ids=row[None, :length], attention_mask=torch.ones(1, length, dtype=torch.int64))
@@ -176,7 +179,7 @@ def test_layers_are_chosen_as_in_observe() -> None:
 
 def test_a_model_without_captured_attention_is_an_error() -> None:
     with (
-        Tally.of(bert(), PROBES, (), 1) as tally,
+        Tally.measure_model(bert(), PROBES, (), 1) as tally,
         pytest.raises(ModelError, match=r"^No attention call of BertModel was captured: "),
     ):
         tally.check_complete()
@@ -189,7 +192,7 @@ def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None
         "decoder.block.0.layer.1.EncDecAttention attends from 9 queries to 9 keys, which are not the tokens of the "
         "texts. Give a model whose layers read each token of a text once, or choose others of its layers."
     )
-    with measured_model(model), Tally.of(model, PROBES, (), 1) as tally:
+    with replace_attention(model), Tally.measure_model(model, PROBES, (), 1) as tally:
         tally.reading.batch = batch
         with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
             model(**given)
@@ -199,9 +202,9 @@ def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None
 def test_a_probe_without_a_number_per_query_is_an_error(name: str) -> None:
     sentence = f'{name} has no number per query that can be added up. Give probes such as "entropy".'
     with pytest.raises(ProbeError, match=f"^{re.escape(sentence)}$"):
-        counted_probes(name)
+        census_probes(name)
 
 
 def test_a_set_of_tokens_without_ids_is_an_error() -> None:
     with pytest.raises(ProbeError, match=r"^few_mass needs a set of tokens\. Give their ids: "):
-        counted_probes(probes.tokens_mass("few"))
+        census_probes(probes.tokens_mass("few"))

@@ -30,7 +30,7 @@ def test_each_batch_and_each_shard_is_a_line(
     model: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan = read_plan(folder)
-    plan.write(tmp_path)
+    plan.write_or_check(tmp_path)
     status, messages = run(tmp_path, model, capfd)
     assert (status, missing_shards(tmp_path, plan), messages[0]) == (0, [], {"loaded": True})
     assert sum(each.get("texts", 0) for each in messages) == 60

@@ -245,7 +245,7 @@ def test_the_nearest_heads_are_asked_for_and_found_by_the_numbers_of_their_layer
 def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
     some = read(ids(1, 12), layers=[1])
     sample = some.layers[0].samples[0]
-    sample.put({"previous_mass": torch.full((sample.num_heads, 12), 0.9)})
+    sample.set_statistics({"previous_mass": torch.full((sample.num_heads, 12), 0.9)})
     found = findings(some.layers)
     assert {one.layer for one in found} == {1}
     assert all(str(one).startswith("layer 1 head ") for one in found)
@@ -271,7 +271,7 @@ def test_the_findings_of_a_record_are_those_of_all_its_texts_or_of_one() -> None
     record = read(ids(4, 12))
     assert record.findings() == []
     for number, one in enumerate(record.layers[1].samples):
-        one.put({"previous_mass": torch.full((one.num_heads, 12), 0.9 if number else 0.05)})
+        one.set_statistics({"previous_mass": torch.full((one.num_heads, 12), 0.9 if number else 0.05)})
     assert record.findings(sample=0) == []
     assert [(one.topic, one.layer, one.head) for one in record.findings(sample=1)] == [("previous", 1, 0)]
     assert record.findings() == []  # one of the four texts differs, so the error over texts is large

@@ -23,7 +23,7 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.place import Span
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
-from multihead.record.batch import BatchRows, cut_request, hull_of_flags, spans_of_call, without_queries
+from multihead.record.batch import BatchRows, hide_padding_queries, range_of_true, slice_call, spans_of_call
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
@@ -68,7 +68,7 @@ def test_a_part_of_a_mask_is_the_mask_of_the_part(
     request = call_of(masks.Full(), query_start=start).request
     request = replace(request, mask=MASKS[name])
     whole = seen(request).expand(BATCH, HEADS, -1, -1)[sample, :, slice(*rows), slice(*keys)]
-    part = cut_request(AttentionCall(request, attend(request)), Span(sample, rows, keys)).request
+    part = slice_call(AttentionCall(request, attend(request)), Span(sample, rows, keys)).request
     assert part.shape.batch == 1
     assert torch.equal(seen(part).expand(1, HEADS, -1, -1)[0], whole)
 
@@ -79,7 +79,7 @@ def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> Non
     bias = torch.randn(1, HEADS, QUERIES, KEYS)
     call = call_of(masks.Causal() & masks.Keep(padding, "batch keys"), query_start=3, bias=bias)
     whole = tile(call.request, call.attended.logsumexp)
-    part = cut_request(call, Span(1, (0, 6), (3, 9)))
+    part = slice_call(call, Span(1, (0, 6), (3, 9)))
     assert part.request.query_start == 0
     assert part.request.mask == masks.Causal()
     torch.testing.assert_close(tile(part.request, part.attended.logsumexp)[0], whole[1, :, :, 3:])
@@ -115,7 +115,7 @@ class TestWhereSamplesStand:
             origin=CallOrigin(nn.Module(), torch.tensor([4, 3])),
         )
         assert spans_of_call(request) == [Span(0, (0, 4), (0, 4)), Span(0, (4, 7), (4, 7))]
-        part = cut_request(AttentionCall(request, attend(request)), spans_of_call(request)[1]).request
+        part = slice_call(AttentionCall(request, attend(request)), spans_of_call(request)[1]).request
         assert part.mask == masks.Causal()
         assert part.query_start == 0
         assert part.packed_lengths is None
@@ -125,18 +125,18 @@ def test_a_whole_sample_keeps_the_statistics_its_kernel_gave() -> None:
     call = call_of(masks.Full())
     given_ = {"entropy": torch.rand(BATCH, HEADS, QUERIES)}
     call = AttentionCall(call.request, replace(call.attended, statistics=given_))
-    whole, part = cut_request(call, Span(1, (0, 6), (0, 9))), cut_request(call, Span(1, (0, 5), (0, 9)))
+    whole, part = slice_call(call, Span(1, (0, 6), (0, 9))), slice_call(call, Span(1, (0, 5), (0, 9)))
     assert torch.equal(whole.attended.statistics["entropy"], given_["entropy"][1:])
     assert part.attended.statistics == {}
 
 
 def test_padding_between_real_queries_sees_nothing() -> None:
-    call = cut_request(call_of(masks.Full()), Span(0, (0, 6), (0, 9)))
+    call = slice_call(call_of(masks.Full()), Span(0, (0, 6), (0, 9)))
     real = torch.tensor([True, True, False, True, False, True])
-    found = without_queries(call, real)
+    found = hide_padding_queries(call, real)
     assert torch.equal(seen(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
     assert torch.equal(tile(found.request, found.attended.logsumexp)[0, :, ~real], torch.zeros(HEADS, 2, KEYS))
-    assert without_queries(call, torch.ones(QUERIES, dtype=torch.bool)) is call
+    assert hide_padding_queries(call, torch.ones(QUERIES, dtype=torch.bool)) is call
 
 
 def test_the_documents_of_a_packing_are_taken_out_and_nothing_else() -> None:
@@ -264,12 +264,12 @@ def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() ->
     measured = dict.fromkeys(("entropy", first, own, "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
     call = AttentionCall(call.request, replace(call.attended, statistics=measured))
     part = Span(1, (2, 5), (2, 8))
-    assert cut_request(call, part).attended.statistics.keys() == set()
-    assert cut_request(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
+    assert slice_call(call, part).attended.statistics.keys() == set()
+    assert slice_call(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
     both = replace(part, holds_all=True, holds_first=True)
-    assert cut_request(call, both).attended.statistics.keys() == measured.keys()
+    assert slice_call(call, both).attended.statistics.keys() == measured.keys()
     before = replace(both, keys=(6, 8))  # the first query stands before the first key
-    assert cut_request(call, before).attended.statistics.keys() == measured.keys() - {own}
+    assert slice_call(call, before).attended.statistics.keys() == measured.keys() - {own}
 
 
 def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
@@ -289,7 +289,7 @@ def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
     ("flags", "expected"), [([0, 1, 0, 1, 0], (1, 4)), ([1, 1], (0, 2)), ([0, 0], (0, 0)), ([], (0, 0))]
 )
 def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expected: tuple[int, int]) -> None:
-    assert hull_of_flags(torch.tensor(flags, dtype=torch.bool)) == expected
+    assert range_of_true(torch.tensor(flags, dtype=torch.bool)) == expected
 
 
 def test_nobody_hears_of_a_cut() -> None:
@@ -327,10 +327,10 @@ def test_queries_of_nan_have_sinks_and_special_tokens_of_nan_in_a_batch_too() ->
 def test_rows_of_a_batch_are_copied_sample_by_sample(spans: list[tuple[int, int, int]], layout: str) -> None:
     tensor = torch.randn(2, 5, 3, 4).transpose(1, 2) if layout == "rows first" else torch.randn(2, 3, 5, 4)
     expected = [tensor[sample : sample + 1, :, start:stop].clone() for sample, start, stop in spans]
-    rows = BatchRows.of(*torch.tensor(spans, dtype=torch.int64).view(-1, 3).T, batch=2, rows=5)
-    copy = rows.copy(tensor, torch.device("cpu"))
+    rows = BatchRows.from_spans(*torch.tensor(spans, dtype=torch.int64).view(-1, 3).T, batch=2, rows=5)
+    copy = rows.copy_rows(tensor, torch.device("cpu"))
     tensor.fill_(7)
-    found = [rows.of_sample(index, copy) for index in range(len(spans))]
+    found = [rows.rows_of_sample(index, copy) for index in range(len(spans))]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert all(one.stride(-1) == 1 for one in found)
 

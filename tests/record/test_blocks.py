@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.errors import ArgumentError, ProbeError
 from multihead.layer.cache import KeyValueCache
 from multihead.probes.blocks import CancelledError
-from multihead.record.blocks import checked_ends
+from multihead.record.blocks import checked_slice_ends
 from multihead.record.sample import SampleRecord
 from tests.observation.recorded import asked
 
@@ -96,4 +96,4 @@ def test_steps_empty_blocks_and_missing_weights_are_refused() -> None:
     assert str(caught.value) == "bins is 0. Give an integer of at least 1."
     with pytest.raises(ProbeError):
         asked(watch={"keep": "statistics"}).layers[0].sample().map(0)
-    assert checked_ends(slice(5, 2), 9) == (5, 5)
+    assert checked_slice_ends(slice(5, 2), 9) == (5, 5)

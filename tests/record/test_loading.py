@@ -190,7 +190,7 @@ def joining(count: int) -> dict[str, Any]:
     return {"kind": "And", "parts": [{"kind": "Causal"}] * count}
 
 
-def without_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int) -> None:
+def hide_padding_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int) -> None:
     """Claim heads that take no byte, since they have no queries."""
     tensors.clear()
     said["texts"] = []
@@ -209,13 +209,13 @@ def without_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int) -> 
     [(1 << 40, f"a number of heads is {1 << 40}"), ((1 << 16) - 1, "its layers have more than 65,536 heads")],
 )
 def test_heads_that_take_no_byte_are_limited(heads: int, finding: str, good: Path, tmp_path: Path) -> None:
-    file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, heads))
+    file = changed(good, tmp_path, lambda said, tensors: hide_padding_queries(said, tensors, heads))
     assert file.stat().st_size < 3_000
     assert refusal(file) == f"FILE is damaged: {finding}. Save the record again."
 
 
 def test_a_record_without_a_query_opens_and_makes_a_report(good: Path, tmp_path: Path) -> None:
-    file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, 8))
+    file = changed(good, tmp_path, lambda said, tensors: hide_padding_queries(said, tensors, 8))
     found = Record.load(file)
     assert len(found.table().rows) == 16
     found.report(tmp_path / "report.html")
@@ -228,7 +228,7 @@ def test_a_sample_that_is_listed_twice_is_refused(good: Path, tmp_path: Path) ->
 
 def test_keys_of_which_a_file_holds_nothing_are_limited(good: Path, tmp_path: Path) -> None:
     def claim(said: Any, tensors: dict[str, torch.Tensor]) -> None:
-        without_queries(said, tensors, 8)
+        hide_padding_queries(said, tensors, 8)
         for layer in said["layers"]:
             for one in layer["samples"]:
                 one["pieces"][0]["keys"] = 1 << 23

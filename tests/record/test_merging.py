@@ -12,7 +12,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.observation.record import Record
-from multihead.record.split import LayerSplit, SampleSplit
+from multihead.record.split import LayerPartOfRank, TokensOfRank
 
 
 def whole(*, tokens: int = 4, heads: int = 2, seed: int = 0, mask: masks.Mask | None = None) -> Record:
@@ -29,20 +29,20 @@ def of_tokens(rank: int, *, ranks: int = 2, rows: tuple[int, int] | None = None,
     (layer,), (sample,) = seen.layers, seen.layers[0].samples
     first, stop = (2 * rank, 2 * rank + 2) if rows is None else rows
     heads = layer.num_heads
-    part = replace(sample, split=SampleSplit(((first, stop),), ((first, stop),)))
+    part = replace(sample, split=TokensOfRank(((first, stop),), ((first, stop),)))
     part.logsumexp = type(sample.logsumexp)(2, [sample.logsumexp.between(first, stop)])
-    part.put({name: value[:, first:stop] for name, value in sample.per_query.items()})
+    part.set_statistics({name: value[:, first:stop] for name, value in sample.per_query.items()})
     part.q = part.k = None
     layer.samples[:] = [part]
     seen.calls[:] = [(part, 0)]
-    layer.split = LayerSplit((0, heads), heads, (0, heads), heads, rank, ranks)
+    layer.split = LayerPartOfRank((0, heads), heads, (0, heads), heads, rank, ranks)
     return seen
 
 
 def of_heads(first: int, *, total: int = 4, **options: int | masks.Mask) -> Record:
     """Return a record of two heads of four."""
     seen = whole(seed=first, **options)  # type: ignore[arg-type]
-    seen.layers[0].split = LayerSplit((first, first + 2), total, (first, first + 2), total)
+    seen.layers[0].split = LayerPartOfRank((first, first + 2), total, (first, first + 2), total)
     return seen
 
 

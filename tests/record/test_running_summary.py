@@ -17,7 +17,7 @@ from multihead.kernels.native import library
 from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES, Probe
-from multihead.record.running_summary import BINS, LEAST, MOST, RunningSummary, Sketch
+from multihead.record.running_summary import BINS, LEAST, MOST, QuantileSketch, RunningSummary
 from multihead.record.summaries import Measured
 from tests.kernel_names import needs_native
 from tests.observation.recorded import Reader, ids, read
@@ -40,7 +40,7 @@ def test_the_summary_is_that_of_the_texts(of: str) -> None:
 
 def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
     values = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0)).double() ** 9 * 1e4
-    sketch = Sketch.zero(3)
+    sketch = QuantileSketch.empty(3)
     sketch.add(values, torch.ones(3, 1000, dtype=torch.bool))
     for share in (0.0, 0.5, 0.95, 1.0):
         expected = values.quantile(share, dim=-1, interpolation="lower")
@@ -61,13 +61,13 @@ def test_an_exact_maximum_is_kept_of_the_statistics_that_ask_for_it() -> None:
 
 
 def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> None:
-    sketch = Sketch.zero(2)
+    sketch = QuantileSketch.empty(2)
     sketch.add(torch.tensor([[0.0, 1e-30, 1e30], [1.0, torch.nan, 1.0]]), torch.ones(2, 3, dtype=torch.bool))
     assert int(sketch.bins.sum()) == 6
     assert sketch.quantile(0.5).isnan().tolist() == [False, True]
     assert float(sketch.quantile(0.5)[0]) == 0
     assert float(sketch.quantile(1.0)[0]) == pytest.approx(MOST, rel=0.03)
-    assert torch.equal(Sketch.zero(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
+    assert torch.equal(QuantileSketch.empty(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
 
 
 @needs_native
@@ -85,7 +85,7 @@ def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[i
         values.transpose(-1, -2).contiguous().transpose(-1, -2),
         torch.cat([counted, counted], -1)[..., : shape[-1]],
     )
-    found, with_tensors = Sketch.zero(3), Sketch.zero(3)
+    found, with_tensors = QuantileSketch.empty(3), QuantileSketch.empty(3)
     for _ in range(2):
         found.add(*strided)
         with patch.object(library, "_found_library", lambda: "it is hidden"):
@@ -103,7 +103,7 @@ def test_a_sum_has_the_same_bits_for_any_number_of_threads() -> None:
     for number in (1, 2, 3):
         torch.set_num_threads(number)
         try:
-            sketch = Sketch.zero(5)
+            sketch = QuantileSketch.empty(5)
             sketch.add(values, counted)
         finally:
             torch.set_num_threads(threads)
@@ -170,7 +170,7 @@ def test_a_text_alone_is_refused() -> None:
 def test_a_padded_batch_is_summed_up_together(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, texts, lengths = Reader().eval(), ids(5, 11), (11, 2, 1, 7, 4)
-    counting = patch.object(Sketch, "add", autospec=True, side_effect=Sketch.add)
+    counting = patch.object(QuantileSketch, "add", autospec=True, side_effect=QuantileSketch.add)
     with torch.no_grad(), counting as sums, mh.observe(model, keep="summary") as found:
         model(texts, lengths=lengths, **options)
     # whatever the number of texts
@@ -184,7 +184,7 @@ def test_a_padded_batch_is_summed_up_together(options: dict[str, Any], tmp_path:
         torch.testing.assert_close(layer.summary(), other.summary(), atol=1e-12, rtol=1e-12)
         assert layer.running_summary is not None
         for name, sketch in layer.running_summary.statistics.items():
-            alone = Sketch.zero(4)
+            alone = QuantileSketch.empty(4)
             for sample in other.samples:
                 measured = sample.measured()[name]
                 alone.add(measured.values, measured.counted)

@@ -15,7 +15,7 @@ from multihead.errors import ProbeError
 from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES
-from multihead.record.sample import SampleRecord, sum_received
+from multihead.record.sample import SampleRecord, add_received_weights
 from tests.observation.recorded import asked, ids, read
 
 CAUSAL = masks.Causal()
@@ -31,7 +31,7 @@ def stepwise(
     return seen.layers[0].sample()
 
 
-def bytes_of(record: Record) -> int:
+def bytes_of_tensor(record: Record) -> int:
     """What q and k of a record take, whatever holds them, each storage once."""
     storages = {}
     for layer in record.layers:
@@ -111,21 +111,21 @@ class TestMemory:
     def test_q_and_k_are_held_once_and_keys_not_for_every_head(self) -> None:
         with torch.no_grad(), mh.observe(layer := mh.MultiHeadAttention(64, 8, num_kv_heads=2)) as seen:
             layer(torch.randn(3, 50, 64), mask=CAUSAL)
-        assert bytes_of(seen) == 3 * 50 * 4 * (64 + 16)
+        assert bytes_of_tensor(seen) == 3 * 50 * 4 * (64 + 16)
 
     def test_a_decoding_holds_each_key_once(self) -> None:
         layer, cache = mh.MultiHeadAttention(64, 8, num_kv_heads=2), KeyValueCache()
         with torch.no_grad(), mh.observe(layer) as seen:
             for _ in range(40):
                 layer(torch.randn(1, 1, 64), cache=cache, mask=CAUSAL)
-        assert bytes_of(seen) == 40 * 4 * (64 + 16)
+        assert bytes_of_tensor(seen) == 40 * 4 * (64 + 16)
         assert (len(seen.layers[0].sample().segments), len(list(seen))) == (1, 40)
         seen.layers[0].weights(0)
-        assert bytes_of(seen) == 40 * 4 * (64 + 16)
+        assert bytes_of_tensor(seen) == 40 * 4 * (64 + 16)
 
     def test_where_only_statistics_are_kept_none_are_held(self) -> None:
-        assert bytes_of(read(ids(2, 9), keep="statistics")) == 0
+        assert bytes_of_tensor(read(ids(2, 9), keep="statistics")) == 0
 
 
 def test_what_keys_receive_in_a_later_call_is_added_at_their_places() -> None:
-    assert sum_received(torch.ones(1, 3), torch.full((1, 3), 2.0), 1).tolist() == [[1, 3, 3, 2]]
+    assert add_received_weights(torch.ones(1, 3), torch.full((1, 3), 2.0), 1).tolist() == [[1, 3, 3, 2]]

@@ -181,7 +181,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_beside(tmp_path: Path, mo
     target = tmp_path / "run.safetensors"
     asked().save(target)
     before = target.read_bytes()
-    monkeypatch.setattr(saving, "_numbers_as_stored", lambda tensor: 1 / 0)
+    monkeypatch.setattr(saving, "_little_endian_bytes", lambda tensor: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         read(ids(1, 6)).save(target)
     assert target.read_bytes() == before

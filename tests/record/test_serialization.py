@@ -11,14 +11,14 @@ import torch
 from multihead import masks
 from multihead.errors import InputError
 from multihead.masks.base import UnknownMask
-from multihead.record.serialization import Tensors, read_bias, read_mask, written_bias, written_mask
+from multihead.record.serialization import TensorStore, bias_as_json, mask_as_json, read_bias, read_mask
 from multihead.scores.bias import RelativeBias
 
 
 def test_a_mask_is_read_as_it_was_written() -> None:
-    tensors = Tensors()
+    tensors = TensorStore()
     mask = masks.Causal() & (masks.Window(3, after=1) | masks.Keep(torch.rand(4, 4) < 0.5, "queries keys"))
-    said = json.loads(json.dumps(written_mask(mask, tensors, "mask")))
+    said = json.loads(json.dumps(mask_as_json(mask, tensors, "mask")))
     assert read_mask(said, tensors.named) == mask  # tensors are compared by identity
     assert list(tensors.named) == ["mask.1.1"]
 
@@ -27,25 +27,25 @@ def test_a_mask_is_read_as_it_was_written() -> None:
     "mask", [masks.Lengths((3, 2)), masks.Lengths(((1, 2), (2, 3))), masks.Prefix(2), masks.Full()]
 )
 def test_a_mask_of_numbers_needs_no_tensor(mask: masks.Mask) -> None:
-    tensors = Tensors()
-    assert read_mask(json.loads(json.dumps(written_mask(mask, tensors, "mask"))), {}) == mask
+    tensors = TensorStore()
+    assert read_mask(json.loads(json.dumps(mask_as_json(mask, tensors, "mask"))), {}) == mask
     assert not tensors.named
 
 
 def test_a_tensor_that_is_shared_is_written_once() -> None:
-    tensors, shared = Tensors(), torch.rand(3, 3)
-    assert [tensors.put(name, shared[:]) for name in "ab"] == ["a", "a"]
-    assert tensors.put("c", shared[:2]) == "c"
+    tensors, shared = TensorStore(), torch.rand(3, 3)
+    assert [tensors.add_tensor(name, shared[:]) for name in "ab"] == ["a", "a"]
+    assert tensors.add_tensor("c", shared[:2]) == "c"
     assert list(tensors.named) == ["a", "c"]
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, RelativeBias])
 def test_a_bias_is_read_as_it_was_written(kind: Any) -> None:
-    tensors, values = Tensors(), torch.randn(1, 2, 5)
+    tensors, values = TensorStore(), torch.randn(1, 2, 5)
     bias = RelativeBias(values) if kind is RelativeBias else values[None]
-    found = read_bias(written_bias(bias, tensors, "bias"), tensors.named)
+    found = read_bias(bias_as_json(bias, tensors, "bias"), tensors.named)
     assert type(found) is kind
-    assert read_bias(written_bias(None, tensors, "none"), {}) is None
+    assert read_bias(bias_as_json(None, tensors, "none"), {}) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multihead.record.segments import Rows
-from multihead.record.split import JoinedRows, LayerSplit, Piece, length_of
+from multihead.record.split import JoinedRows, LayerPartOfRank, TensorPiece, count_tokens
 
 
 def joined() -> tuple[JoinedRows, torch.Tensor]:
@@ -16,10 +16,10 @@ def joined() -> tuple[JoinedRows, torch.Tensor]:
     second = Rows(2, [whole[:, :2, 1:3]])
     third = Rows(2, [whole[:, 2:]])
     pieces = (
-        Piece(first, (0, 2), 3, (0, 2)),
-        Piece(first, (2, 3), 0, (0, 2)),
-        Piece(second, (0, 2), 1, (0, 2)),
-        Piece(third, (0, 5), 0, (2, 4)),
+        TensorPiece(first, (0, 2), 3, (0, 2)),
+        TensorPiece(first, (2, 3), 0, (0, 2)),
+        TensorPiece(second, (0, 2), 1, (0, 2)),
+        TensorPiece(third, (0, 5), 0, (2, 4)),
     )
     return JoinedRows(pieces, heads=4, length=5, width=3, dtype=torch.float32), whole
 
@@ -43,16 +43,16 @@ def test_joined_rows_do_not_grow() -> None:
 @pytest.mark.parametrize(
     ("split", "described"),
     [
-        (LayerSplit((0, 8), 8, (0, 2), 2, 1, 4), "rank 1 of 4 of the sequence"),
-        (LayerSplit((2, 4), 8, (0, 1), 2), "heads 2 to 3 of 8"),
-        (LayerSplit((2, 3), 8, (0, 1), 2, 0, 2), "head 2 of 8, rank 0 of 2 of the sequence"),
+        (LayerPartOfRank((0, 8), 8, (0, 2), 2, 1, 4), "rank 1 of 4 of the sequence"),
+        (LayerPartOfRank((2, 4), 8, (0, 1), 2), "heads 2 to 3 of 8"),
+        (LayerPartOfRank((2, 3), 8, (0, 1), 2, 0, 2), "head 2 of 8, rank 0 of 2 of the sequence"),
     ],
 )
-def test_a_part_is_described(split: LayerSplit, described: str) -> None:
+def test_a_part_is_described(split: LayerPartOfRank, described: str) -> None:
     assert split.describe() == described
     assert not split.is_whole
 
 
 def test_all_heads_of_one_rank_are_the_whole() -> None:
-    assert LayerSplit((0, 8), 8, (0, 2), 2).is_whole
-    assert length_of(()) == 0
+    assert LayerPartOfRank((0, 8), 8, (0, 2), 2).is_whole
+    assert count_tokens(()) == 0

@@ -7,24 +7,24 @@ import torch
 
 import multihead as mh
 from multihead.errors import ArgumentError
-from multihead.record.texts import Reading, Text
+from multihead.record.texts import GrowingText, Text
 from tests.observation.recorded import Tokenizer, ids, read
 
 
 def test_only_new_tokens_are_taken() -> None:
-    reading = Reading()
-    reading.grow(torch.tensor([1, 2]), start=0)
-    reading.grow(torch.tensor([2, 3]), start=1)
+    reading = GrowingText()
+    reading.append_ids(torch.tensor([1, 2]), start=0)
+    reading.append_ids(torch.tensor([2, 3]), start=1)
     assert reading.text(3).ids.tolist() == [1, 2, 3]  # type: ignore[union-attr]
     assert reading.text(4).ids is None
 
 
 @pytest.mark.parametrize("missing", [torch.tensor([5]), None])
 def test_a_gap_makes_the_text_unknown(missing: torch.Tensor | None) -> None:
-    reading = Reading()
-    reading.grow(torch.tensor([1, 2]), start=0)
-    reading.grow(missing, start=3)
-    reading.grow(torch.tensor([4]), start=4)
+    reading = GrowingText()
+    reading.append_ids(torch.tensor([1, 2]), start=0)
+    reading.append_ids(missing, start=3)
+    reading.append_ids(torch.tensor([4]), start=4)
     assert reading.text(5).ids is None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import multihead as mh
-from multihead.counting.shard import OF_CHANCE, with_missing_columns
+from multihead.counting.shard import OF_CHANCE, add_missing_columns
 from multihead.errors import ArgumentError
 from multihead.viewer import write_census_page
 from multihead.viewer.census_page import BINS
@@ -78,7 +78,7 @@ def test_the_page_of_a_census_of_an_earlier_version_has_neither(
     counted: tuple[mh.Census, mh.Census], tmp_path: Path
 ) -> None:
     one, _ = counted
-    old = replace(one, heads=with_missing_columns(one.heads.drop_columns(list(OF_CHANCE))))
+    old = replace(one, heads=add_missing_columns(one.heads.drop_columns(list(OF_CHANCE))))
     (run,) = data_of(old.report(tmp_path / "page.html"))["runs"]
     assert (run["chance"], run["kinds"]) == ({}, [])
 

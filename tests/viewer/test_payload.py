@@ -40,7 +40,7 @@ def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
     previous = torch.full((record.layers[0].num_heads, 60), 0.03)
     previous[1] = 0.9
     one = record.layers[1].samples[0]
-    one.put(one.statistics | {"previous_mass": previous})
+    one.set_statistics(one.statistics | {"previous_mass": previous})
     shown = describe_sample(RecordedRun("a.safetensors", record), 0)
     expected = findings(record.layers, sample=0)
     assert [(each["layer"], each["head"], each["sentence"]) for each in shown["findings"]] == [
@@ -150,7 +150,7 @@ def test_a_head_may_have_several_kinds_and_every_share_its_chance() -> None:
     record.layers[0].repeated = RepeatedTokens(64, 3, True, shares, {"repeated_induction": torch.full((2,), 0.01)})
     previous = torch.zeros(2, 40)
     previous[0] = 0.9
-    sample.put({"previous_mass": previous, "entropy": torch.zeros(2, 40)})
+    sample.set_statistics({"previous_mass": previous, "entropy": torch.zeros(2, 40)})
     body = describe_sample(RecordedRun("a", record), 0)
     assert body["kinds"][0] == ("repeated_induction", "previous")
     assert body["metrics"]["repeated_induction"] == [0.9, 0]

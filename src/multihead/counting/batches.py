@@ -21,8 +21,8 @@ class Batch:
         lengths: (texts,) int64, tokens of each text.
         texts: (texts,) int64, index of each text in its shard, ascending.
 
-    >>> batch = Batch.of([np.array([7, 8]), np.array([5])], [4, 9])
-    >>> batch.ids.tolist(), batch.mask.tolist(), batch.text.tolist(), batch.position.tolist()
+    >>> batch = Batch.pad_texts([np.array([7, 8]), np.array([5])], [4, 9])
+    >>> batch.ids.tolist(), batch.mask.tolist(), batch.text_of_token.tolist(), batch.position_in_text.tolist()
     ([[7, 8], [5, 0]], [[True, True], [True, False]], [4, 4, 9], [0, 1, 0])
     """
 
@@ -31,7 +31,7 @@ class Batch:
     texts: Tensor
 
     @staticmethod
-    def of(ids: Sequence[NDArray[np.int64]], texts: Sequence[int]) -> Batch:
+    def pad_texts(ids: Sequence[NDArray[np.int64]], texts: Sequence[int]) -> Batch:
         """Pad the token ids of some texts, each of at least one token."""
         lengths = torch.tensor([len(each) for each in ids])
         padded = torch.zeros(len(ids), int(lengths.max()), dtype=torch.int64)
@@ -41,7 +41,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Number of tokens, padding not counted."""
-        return len(self.row)
+        return len(self.row_of_token)
 
     @cached_property
     def mask(self) -> Tensor:
@@ -49,40 +49,40 @@ class Batch:
         return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
 
     @cached_property
-    def row(self) -> Tensor:
+    def row_of_token(self) -> Tensor:
         """(tokens,) int64: the index in the batch of the text that each token belongs to."""
         return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
 
     @cached_property
-    def text(self) -> Tensor:
+    def text_of_token(self) -> Tensor:
         """(tokens,) int64: the index in the shard of the text that each token belongs to."""
-        return self.texts[self.row]
+        return self.texts[self.row_of_token]
 
     @cached_property
-    def starts(self) -> Tensor:
+    def text_starts(self) -> Tensor:
         """(texts,) int64: index of the first token of each text."""
         return self.lengths.cumsum(0) - self.lengths
 
     @cached_property
-    def start(self) -> Tensor:
+    def text_start_of_token(self) -> Tensor:
         """(tokens,) int64: index of the first token of the same text."""
-        return self.starts[self.row]
+        return self.text_starts[self.row_of_token]
 
     @cached_property
-    def stop(self) -> Tensor:
+    def text_stop_of_token(self) -> Tensor:
         """(tokens,) int64: index after the last token of the same text."""
-        return self.lengths.cumsum(0)[self.row]
+        return self.lengths.cumsum(0)[self.row_of_token]
 
     @cached_property
-    def position(self) -> Tensor:
+    def position_in_text(self) -> Tensor:
         """(tokens,) int64: the position of each token in its text."""
-        return torch.arange(len(self.row)) - self.start
+        return torch.arange(len(self.row_of_token)) - self.text_start_of_token
 
-    def flat(self, values: Tensor) -> Tensor:
-        """Leave out padding, and put text after text.
+    def drop_padding(self, values: Tensor) -> Tensor:
+        """Remove the padding of a statistic, and concatenate its texts.
 
         Args:
-            values: (1, heads, tokens) of a packed row, or (texts, heads, length).
+            values: (1, heads, tokens) if the model packs its texts into one row, else (texts, heads, length).
 
         Returns:
             (heads, tokens).
@@ -93,8 +93,8 @@ class Batch:
 
 
 @dataclass(eq=False)
-class Reading:
-    """The texts that a model reads now, `batch`."""
+class CurrentBatch:
+    """The batch that a model runs on now; it is replaced before each forward pass."""
 
     batch: Batch = field(init=False)
 
@@ -102,7 +102,7 @@ class Reading:
 def batches_by_length(
     ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool
 ) -> Iterator[Batch]:
-    """Group texts by length into batches of at most some tokens, or of one text that has more.
+    """Group texts by length into batches of at most `tokens` tokens; a longer text is a batch of its own.
 
     Args:
         ids: the token ids of each text, at least one.
@@ -126,6 +126,6 @@ def batches_by_length(
 
 
 def _batch_in_shard_order(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], group: list[int]) -> Batch:
-    """Return a batch whose texts are in the order of the shard: so are then its tokens, which decides ties."""
+    """Return a batch with its texts in the order of the shard, because equal values rank by that order."""
     group = sorted(group)
-    return Batch.of([ids[index] for index in group], [texts[index] for index in group])
+    return Batch.pad_texts([ids[index] for index in group], [texts[index] for index in group])

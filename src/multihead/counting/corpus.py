@@ -22,7 +22,7 @@ LARGEST_SHARD, SMALLEST_SHARD = 1 << 25, 1 << 14
 """Bytes of text in a shard."""
 
 PART, LEAST_PART = 64, 4096
-"""A shard is a 64th of the text that is not yet divided, and at least a 4096th of the corpus."""
+"""A shard is a 64th of the text that is not yet divided into shards, and at least a 4096th of the corpus."""
 
 _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
@@ -33,13 +33,13 @@ _KINDS: dict[str, Kind] = {
 }
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 COMPRESSION = 3
-"""How many bytes of text a byte of a compressed file holds, about."""
+"""Estimated bytes of text per byte of a compressed file."""
 
-_ROWS = 1024  # of parquet that are decoded at once
+_ROWS = 1024  # rows of a parquet file that are decoded at once
 
 
 class Shard(NamedTuple):
-    """A part of a corpus.
+    """A part of a file of a corpus: the unit of work that one process counts.
 
     Attributes:
         file: the file's name or address.
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
     stop: int
 
     def __str__(self) -> str:
-        """The file and the place in it, for messages."""
+        """The file and the place of the shard in it, for messages."""
         if self.stop < 0 and not self.start:
             return self.file
         if self.kind == "parquet":
@@ -70,9 +70,9 @@ class Row:
 
     Attributes:
         index: its index in the shard.
-        place: where it is, for messages.
-        text: its text, or None if it has none.
-        problem: why it has none.
+        place: the file and the row, for messages.
+        text: its text, or None if it cannot be used.
+        problem: why its text cannot be used.
     """
 
     index: int
@@ -100,7 +100,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
                 f"{pattern!r} is a folder.", f"Give its files, for example '{pattern.rstrip('/')}/*.parquet'."
             )
         any_exists |= bool(matches) or system.isfile(path)
-        found.update(dict.fromkeys([_name_as_in_pattern(system, pattern, each) for each in matches] or [pattern]))
+        found.update(dict.fromkeys([_name_in_pattern_style(system, pattern, each) for each in matches] or [pattern]))
     if not any_exists:
         raise InputError(f"There is no file {' or '.join(repr(each) for each in patterns)}.", "Check the names.")
     return list(found)
@@ -119,18 +119,18 @@ def _file_system_of(name: str) -> tuple[Any, str]:
     return system, path
 
 
-def _name_as_in_pattern(system: Any, pattern: str, path: str) -> str:
-    """Return the name of a match in the style of its pattern: with its protocol, relative where the pattern is."""
+def _name_in_pattern_style(system: Any, pattern: str, path: str) -> str:
+    """Return the path of a file as its glob pattern writes paths: with a protocol, absolute or relative."""
     if "://" in pattern:
         return str(system.unstrip_protocol(path))
     if PurePosixPath(pattern).is_absolute():
         return path
-    here = str(PurePosixPath(system._strip_protocol("."))) + "/"  # noqa: SLF001 - how fsspec makes a path absolute
+    here = str(PurePosixPath(system._strip_protocol("."))) + "/"  # noqa: SLF001 - fsspec makes paths absolute with it
     return path.removeprefix(here)
 
 
-def sizes_of(files: Sequence[str]) -> dict[str, int | None]:
-    """Return the size of each file, bytes; None where it cannot be found."""
+def file_sizes(files: Sequence[str]) -> dict[str, int | None]:
+    """Return the size of each file in bytes; None for a file whose size cannot be found."""
     found: dict[str, int | None] = {}
     for file in files:
         system, path = _file_system_of(file)
@@ -153,7 +153,7 @@ def divide_into_shards(sizes: dict[str, int | None], column: str, *, shard_bytes
         column: the column or key of the texts.
         shard_bytes: bytes of text in a shard; None chooses them by the size of the corpus.
     """
-    pieces = [piece for file, size in sizes.items() for piece in _pieces_of_file(file, size, column)]
+    pieces = [piece for file, size in sizes.items() for piece in _parts_of_file(file, size, column)]
     left = sum(piece.size for piece in pieces)
     least = max(left // LEAST_PART, SMALLEST_SHARD)
     sized: list[tuple[int, Shard]] = []
@@ -162,20 +162,20 @@ def divide_into_shards(sizes: dict[str, int | None], column: str, *, shard_bytes
         while stop != piece.size:
             size = shard_bytes or min(max(left // PART, least), LARGEST_SHARD)
             stop = min(start + size, piece.size) if piece.divisible else piece.size
-            sized.append((stop - start, piece.part(start, stop)))
+            sized.append((stop - start, piece.shard_of_bytes(start, stop)))
             left -= stop - start
             start = stop
     return [shard for _, shard in sorted(sized, key=lambda each: -each[0])]
 
 
-class _Piece(NamedTuple):
-    """A file, or a row group of one.
+class _FilePart(NamedTuple):
+    """A file, or one row group of a parquet file, before it is divided into shards.
 
     Attributes:
-        whole: all of it as one shard.
+        whole: the part as one shard.
         size: bytes of text, of compressed files estimated.
-        divisible: whether it can be read from its middle.
-        rows: rows of a row group.
+        divisible: whether it can be divided into several shards.
+        rows: number of rows of a row group; 0 for other files.
     """
 
     whole: Shard
@@ -183,8 +183,8 @@ class _Piece(NamedTuple):
     divisible: bool
     rows: int = 0
 
-    def part(self, start: int, stop: int) -> Shard:
-        """Return the shard of some of its bytes."""
+    def shard_of_bytes(self, start: int, stop: int) -> Shard:
+        """Return the shard from byte `start` to byte `stop` of the text; in parquet, of the rows there."""
         if (start, stop) == (0, self.size):
             return self.whole
         if self.whole.kind == "parquet":
@@ -192,24 +192,24 @@ class _Piece(NamedTuple):
         return self.whole._replace(start=start, stop=stop if stop < self.size else -1)
 
 
-def _pieces_of_file(file: str, size: int | None, column: str) -> list[_Piece]:
-    kind = _kind_of_file(file)
+def _parts_of_file(file: str, size: int | None, column: str) -> list[_FilePart]:
+    kind = _format_of_file(file)
     whole = Shard(file, kind, 0 if kind == "parquet" else -1, 0, -1)
     if size is None:
-        return [_Piece(whole, 0, divisible=False)]
+        return [_FilePart(whole, 0, divisible=False)]
     if kind == "parquet":
         return _row_groups(whole, column)
     if _compression_of_file(file):
-        return [_Piece(whole, size * COMPRESSION, divisible=False)]
-    return [_Piece(whole, size, divisible=True)]
+        return [_FilePart(whole, size * COMPRESSION, divisible=False)]
+    return [_FilePart(whole, size, divisible=True)]
 
 
-def _row_groups(whole: Shard, column: str) -> list[_Piece]:
+def _row_groups(whole: Shard, column: str) -> list[_FilePart]:
     require("pyarrow", purpose="A census", extra="census")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found: list[_Piece] = []
+    found: list[_FilePart] = []
     try:
         with _open_text(whole.file) as source:
             metadata = pq.ParquetFile(source).metadata
@@ -220,13 +220,13 @@ def _row_groups(whole: Shard, column: str) -> list[_Piece]:
                     each.total_uncompressed_size for each in columns if each.path_in_schema.split(".")[0] == column
                 )
                 rows_of_group = whole._replace(group=group, stop=one.num_rows)
-                found.append(_Piece(rows_of_group, size, divisible=True, rows=one.num_rows))
+                found.append(_FilePart(rows_of_group, size, divisible=True, rows=one.num_rows))
     except (OSError, pa.ArrowException):
-        return [_Piece(whole, 0, divisible=False)]
+        return [_FilePart(whole, 0, divisible=False)]
     return found
 
 
-def _kind_of_file(file: str) -> Kind:
+def _format_of_file(file: str) -> Kind:
     path = PurePosixPath(file)
     if path.suffix in _COMPRESSED:
         path = path.with_suffix("")
@@ -256,9 +256,9 @@ def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
         InputError: it is damaged, is no parquet file, or has no such column.
     """
     for row in (
-        _parquet_rows(shard, column)
+        _read_parquet_rows(shard, column)
         if shard.kind == "parquet"
-        else _rows_or_input_error(_line_rows(shard, column), shard)
+        else _convert_read_errors(_read_line_rows(shard, column), shard)
     ):
         text = row.text
         if text is None:
@@ -273,8 +273,8 @@ def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
                 yield Row(row.index, row.place, None, "half of a surrogate pair, which is no character")
 
 
-def _rows_or_input_error(found: Iterator[Row], shard: Shard) -> Iterator[Row]:
-    """Yield rows; raise what a codec or a file system raises as an InputError that names the file."""
+def _convert_read_errors(found: Iterator[Row], shard: Shard) -> Iterator[Row]:
+    """Yield rows; turn an error of a codec or a file system into an InputError that names the file."""
     try:
         yield from found
     except (OSError, MultiheadError):
@@ -284,7 +284,7 @@ def _rows_or_input_error(found: Iterator[Row], shard: Shard) -> Iterator[Row]:
         raise InputError(f"{shard.file} cannot be read: {reason.rstrip('.')}.", "Write it again.") from error
 
 
-def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
+def _read_parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
     require("pyarrow", purpose="A census", extra="census")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -306,7 +306,7 @@ def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
             for batch in file.iter_batches(_ROWS, row_groups=[shard.group], columns=[column], use_threads=False):
                 stop = index + batch.num_rows
                 if stop > shard.start:
-                    # Bytes, because one value that is not UTF-8 would make all of them unreadable.
+                    # Texts are read as bytes, because one value that is not UTF-8 would make a whole batch unreadable.
                     values = batch.column(0).cast(kind).cast(pa.large_binary()).to_pylist()
                     for place in range(max(index, shard.start), stop if shard.stop < 0 else min(stop, shard.stop)):
                         where = f"{shard.file} row group {shard.group} row {place}"
@@ -318,7 +318,7 @@ def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
         raise InputError(f"{shard.file} cannot be read: {str(error).splitlines()[0]}", "Write it again.") from None
 
 
-def _line_rows(shard: Shard, column: str) -> Iterator[Row]:
+def _read_line_rows(shard: Shard, column: str) -> Iterator[Row]:
     with _open_text(shard.file) as raw:
         source: Any = raw
         if (compression := _compression_of_file(shard.file)) is not None:
@@ -333,7 +333,7 @@ def _line_rows(shard: Shard, column: str) -> Iterator[Row]:
         if place:
             place -= 1
             source.seek(place)
-            place += _skip_line(source)  # a line that began in the shard before belongs to it
+            place += _skip_line(source)  # a line that begins in the previous shard belongs to that shard
         while shard.stop < 0 or place < shard.stop:
             line = _read_line(source)
             if not line:

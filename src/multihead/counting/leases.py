@@ -29,11 +29,11 @@ class Lease:
         self.renewed = time.time()
 
     def renew(self) -> None:
-        """Extend the lease; to be called after each batch."""
+        """Extend the lease; call this after each batch."""
         now = time.time()
         if now - self.renewed > EXPIRY / 10:
             self.renewed = now
-            with suppress(OSError):  # another process may have taken a lease that had expired
+            with suppress(OSError):  # the file is gone if the lease expired and another process took it
                 os.utime(self.file)
 
     def release(self) -> None:
@@ -58,10 +58,10 @@ def claim_shard(folder: Path, index: int) -> Lease | None:
         try:
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            if not _is_void(file):
+            if not _is_void_lease(file):
                 return None
             taken = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-            with suppress(FileNotFoundError):  # of several processes one renames it
+            with suppress(FileNotFoundError):  # another process may have renamed the expired lease first
                 file.rename(taken)
                 taken.unlink()
             continue
@@ -71,7 +71,7 @@ def claim_shard(folder: Path, index: int) -> Lease | None:
     return None
 
 
-def _is_void(file: Path) -> bool:
+def _is_void_lease(file: Path) -> bool:
     """Whether a lease has expired, or belongs to a process of this machine that has ended."""
     try:
         age = time.time() - file.stat().st_mtime
@@ -84,13 +84,13 @@ def _is_void(file: Path) -> bool:
         owner = json.loads(content)
         host, process = str(owner["host"]), int(owner["process"])
     except (ValueError, TypeError, KeyError):
-        return age > 1  # its process was killed before it wrote this
-    return host == socket.gethostname() and not _is_running(process)
+        return age > 1  # the file is incomplete: its process is writing it, or was killed while writing
+    return host == socket.gethostname() and not _is_process_running(process)
 
 
-def _is_running(process: int) -> bool:
+def _is_process_running(process: int) -> bool:
     if process == os.getpid():
-        return False  # one process computes one shard at a time: this lease is that of an earlier process
+        return False  # this process holds no other lease: an earlier process had the same number
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Merge the files of shards into one table of heads, always in the plan's order, so that the bytes are always equal."""
+"""Merge the files of shards into one table of heads, in the plan's order, so that equal shards give equal bytes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from multihead.counting.plan import Plan
 from multihead.counting.shard import (
     OF_CHANCE,
-    one_list_per_row,
-    parquet_of,
+    add_missing_columns,
+    group_values_by_row,
+    heads_schema,
     read_metadata,
-    schema,
-    with_missing_columns,
+    table_to_parquet,
 )
-from multihead.counting.sums import merged_moments
+from multihead.counting.sums import merge_moments
 from multihead.errors import InputError
 from multihead.files import write_whole
 
@@ -32,14 +32,14 @@ Reals = NDArray[np.float64]
 
 
 @dataclass(eq=False)
-class Merged:
+class MergedSums:
     """The sums of all shards so far: one row per layer, statistic and head.
 
     Attributes:
         examples: how many of the strongest examples are kept.
         place: the row of each (layer, statistic, head).
         names: the name of each layer.
-        shards: what was read of each shard.
+        shards: the metadata of each shard's file: how many rows, texts and tokens were read.
     """
 
     examples: int
@@ -50,17 +50,17 @@ class Merged:
     nonfinite: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     mean: Reals = field(default_factory=lambda: np.zeros(0))
     squares: Reals = field(default_factory=lambda: np.zeros(0))
-    chance: Reals = field(default_factory=lambda: np.zeros(0))  # NaN where a shard lacks it
+    chance: Reals = field(default_factory=lambda: np.zeros(0))  # NaN if the chance is unknown in a shard
     texts: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     excess: Reals = field(default_factory=lambda: np.zeros(0))
     excess_squares: Reals = field(default_factory=lambda: np.zeros(0))
     minimum: Reals = field(default_factory=lambda: np.zeros(0))
     maximum: Reals = field(default_factory=lambda: np.zeros(0))
-    _bins: Any = None  # (row, value, count) of all bins that hold any
-    _best: Any = None  # the examples of all rows, and the row of each
+    _bins: Any = None  # table of (row, value, count): the bins that are not empty
+    _best: Any = None  # the examples of all rows; `_row_of_best` has their rows
     _row_of_best: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def add(self, table: Any) -> None:
+    def add_shard(self, table: Any) -> None:
         """Add the table of one shard; shards come in the order of the plan."""
         self.shards.append(read_metadata(table.schema))
         if not len(table):
@@ -87,16 +87,16 @@ class Merged:
     def _add_moments(self, table: Any, rows: Numbers) -> None:
         count, mean, squares = (table[name].to_numpy() for name in ("count", "mean", "squares"))
         texts = table["texts"].fill_null(0).to_numpy()
-        chance, excess, excess_squares = (  # null is NaN, unless no query counts
+        chance, excess, excess_squares = (  # null is read as NaN, and as 0 where no query counts
             np.where(count == 0, 0, table[name].to_numpy()) for name in ("chance", "excess", "excess_squares")
         )
         before = self.count[rows]
-        found = _merge_columns((before, self.mean[rows], self.squares[rows]), (count, mean, squares))
+        found = _merge_moment_columns((before, self.mean[rows], self.squares[rows]), (count, mean, squares))
         self.count[rows], self.mean[rows], self.squares[rows] = found
         nothing = np.zeros(len(rows))
-        _, self.chance[rows], _ = _merge_columns((before, self.chance[rows], nothing), (count, chance, nothing))
+        _, self.chance[rows], _ = _merge_moment_columns((before, self.chance[rows], nothing), (count, chance, nothing))
         of_texts = self.texts[rows], self.excess[rows], self.excess_squares[rows]
-        found = _merge_columns(of_texts, (texts, excess, excess_squares))
+        found = _merge_moment_columns(of_texts, (texts, excess, excess_squares))
         self.texts[rows], self.excess[rows], self.excess_squares[rows] = found
         self.nonfinite[rows] += table["nonfinite"].to_numpy()
         least, most = (
@@ -119,7 +119,7 @@ class Merged:
         )
         if self._bins is not None:
             bins = pa.concat_tables([self._bins, bins])
-        # Integers add up in any order.
+        # Sums of integers do not depend on their order, so the rows need no sorting.
         summed = bins.group_by(["row", "value"], use_threads=False).aggregate([("count", "sum")])
         self._bins = summed.rename_columns(["row", "value", "count"])
 
@@ -138,7 +138,7 @@ class Merged:
         kept = rank < self.examples
         self._best, self._row_of_best = best.take(pa.array(order[kept])), row[kept]
 
-    def table(self) -> Any:
+    def heads_table(self) -> Any:
         """Return the table of heads, by layer, statistic and head: statistics in the order of the probes."""
         import pyarrow as pa
 
@@ -158,31 +158,31 @@ class Merged:
         for name in ("minimum", "maximum"):
             columns[name] = pa.array(getattr(self, name)[order], mask=none)
         if self._bins is None:
-            return pa.Table.from_pydict({name: [] for name in schema().names}, schema=schema())
+            return pa.Table.from_pydict({name: [] for name in heads_schema().names}, schema=heads_schema())
         bins = self._bins.sort_by([("row", "ascending"), ("value", "ascending")])
-        columns["bin_value"] = one_list_per_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
-        columns["bin_count"] = one_list_per_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
-        columns["examples"] = one_list_per_row(self._row_of_best, self._best, order)
-        return pa.Table.from_pydict(columns, schema=schema())
+        columns["bin_value"] = group_values_by_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
+        columns["bin_count"] = group_values_by_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
+        columns["examples"] = group_values_by_row(self._row_of_best, self._best, order)
+        return pa.Table.from_pydict(columns, schema=heads_schema())
 
 
-def _merge_columns(
+def _merge_moment_columns(
     one: tuple[Numbers, Reals, Reals], other: tuple[Numbers, Reals, Reals]
 ) -> tuple[Numbers, Reals, Reals]:
-    """Return `merged_moments` of the columns of two tables."""
+    """Merge the counts, means and sums of squares of two tables, row by row; see `merge_moments`."""
     first, second = ([torch.tensor(column) for column in each] for each in (one, other))
-    count, mean, squares = merged_moments((first[0], first[1], first[2]), (second[0], second[1], second[2]))
+    count, mean, squares = merge_moments((first[0], first[1], first[2]), (second[0], second[1], second[2]))
     return count.numpy(), mean.numpy(), squares.numpy()
 
 
 def missing_shards(folder: Path, plan: Plan) -> list[int]:
-    """Return the shards that have no file."""
+    """Return the indices of the shards whose result file does not exist."""
     present = {each.name for each in plan.shard_file(folder, 0).parent.iterdir()}
     return [index for index in range(len(plan.shards)) if plan.shard_file(folder, index).name not in present]
 
 
-def merge_shards(folder: Path, plan: Plan) -> Merged:
-    """Merge the shards that have a file.
+def merge_shards(folder: Path, plan: Plan) -> MergedSums:
+    """Merge the shards whose result file exists.
 
     Raises:
         InputError: a file cannot be read, or belongs to another census.
@@ -190,7 +190,7 @@ def merge_shards(folder: Path, plan: Plan) -> Merged:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    left_out, found = set(missing_shards(folder, plan)), Merged(plan.examples)
+    left_out, found = set(missing_shards(folder, plan)), MergedSums(plan.examples)
     for index in range(len(plan.shards)):
         if index in left_out:
             continue
@@ -202,12 +202,12 @@ def merge_shards(folder: Path, plan: Plan) -> Merged:
             raise InputError(f"{str(file)!r} cannot be read: {line}.", "Delete it and run the census again.") from None
         if read_metadata(table.schema).get("plan") != plan.id:
             raise InputError(f"{str(file)!r} is not a shard of this census.", "Delete it and run the census again.")
-        found.add(with_missing_columns(table))
+        found.add_shard(add_missing_columns(table))
     return found
 
 
-def write_merged(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> None:
-    """Write the tables of heads and of shards, unless they are there, or shards are missing that others may count.
+def write_merged_tables(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> None:
+    """Write the tables of heads and of shards, unless they exist or shards are missing that others may count.
 
     Another process may have counted a shard and written its tables while this one merged. So the shards are listed
     again after each write, until the tables are those of all shards that have a file.
@@ -215,7 +215,7 @@ def write_merged(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> No
     Args:
         folder: the directory of the census.
         plan: its plan.
-        left_out: the shards that cannot be read.
+        left_out: the shards that cannot be read; the others must have a file.
     """
     before: list[int] | None = None
     while (missing := missing_shards(folder, plan)) != before and set(missing) <= set(left_out):
@@ -225,12 +225,12 @@ def write_merged(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> No
             return
         found = merge_shards(folder, plan)
         metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
-        write_whole(folder / HEADS, parquet_of(found.table(), metadata))
-        write_whole(folder / SHARDS, parquet_of(shards_table(plan, found.shards), metadata))
+        write_whole(folder / HEADS, table_to_parquet(found.heads_table(), metadata))
+        write_whole(folder / SHARDS, table_to_parquet(shards_table(plan, found.shards), metadata))
 
 
 def read_merged_table(file: Path, plan: Plan, done: Sequence[int]) -> Any:
-    """Read a merged table; None if there is none of exactly these shards."""
+    """Read a merged table; None if the file does not exist or was merged from other shards than `done`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -243,7 +243,7 @@ def read_merged_table(file: Path, plan: Plan, done: Sequence[int]) -> Any:
 
 
 def shards_table(plan: Plan, shards: Sequence[dict[str, Any]]) -> Any:
-    """Return a table with a row per shard: where its texts are, and what was read of it."""
+    """Return a table with a row per shard: where its texts are, and how many rows, texts and tokens were read."""
     import pyarrow as pa
 
     numbers = ("rows", "texts", "tokens", "truncated", "empty", "broken", "left_out")

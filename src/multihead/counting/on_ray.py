@@ -13,7 +13,7 @@ import torch
 
 from multihead.counting.merge import missing_shards
 from multihead.counting.plan import Plan
-from multihead.counting.work import Outcome, Progress, Report, count_shards, loaded_for
+from multihead.counting.work import Outcome, Progress, Report, count_shards, load_counter
 from multihead.errors import InputError
 from multihead.errors.optional import require
 from multihead.locale.escaping import visible
@@ -22,23 +22,23 @@ EMBEDDED = "local"
 """The address that starts a Ray on this machine, for this call alone."""
 
 
-class Actor:
+class CountingActor:
     """Counts one shard at a time with a model that it loads once.
 
     Args:
         folder: the directory of the census, which all machines share.
-        place: the working directory of the call, to which relative names belong.
+        place: the working directory of the caller; relative file names start from it.
         model: the MODEL argument.
         device: where the model runs.
         threads: threads of torch.
     """
 
     def __init__(self, folder: str, place: str, model: str, device: str, threads: int) -> None:
-        with suppress(OSError):  # another machine may not have it: then names must be absolute
+        with suppress(OSError):  # a machine without this directory needs absolute file names
             os.chdir(place)
         torch.set_num_threads(threads)
         self._folder = Path(folder)
-        self._counter = loaded_for(self._folder, model, device)
+        self._counter = load_counter(self._folder, model, device)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         """Count the shards of a batch.
@@ -53,11 +53,13 @@ class Actor:
         for index in batch["shard"].tolist():
             texts = tokens = 0
 
-            def renew(more_texts: int, more_tokens: int) -> None:
+            def add_counts(more_texts: int, more_tokens: int) -> None:
                 nonlocal texts, tokens
                 texts, tokens = texts + more_texts, tokens + more_tokens
 
-            problem = next((problem for _, problem in count_shards(self._counter, self._folder, [index], renew)), "")
+            problem = next(
+                (problem for _, problem in count_shards(self._counter, self._folder, [index], add_counts)), ""
+            )
             for name, value in (("shard", index), ("problem", problem), ("texts", texts), ("tokens", tokens)):
                 found[name].append(value)
         return found
@@ -96,13 +98,13 @@ def count_on_ray(
                 "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",
             ) from error
     try:
-        return _count_in_actor(plan, folder, workers, threads, report, gpus)
+        return _count_in_actors(plan, folder, workers, threads, report, gpus)
     finally:
         if started:
             ray.shutdown()
 
 
-def _count_in_actor(plan: Plan, folder: Path, workers: int, threads: int, report: Report, gpus: float) -> Outcome:
+def _count_in_actors(plan: Plan, folder: Path, workers: int, threads: int, report: Report, gpus: float) -> Outcome:
     import ray.data
 
     context = ray.data.DataContext.get_current()
@@ -115,7 +117,7 @@ def _count_in_actor(plan: Plan, folder: Path, workers: int, threads: int, report
         return outcome
     data = ray.data.from_items([{"shard": index} for index in missing], override_num_blocks=len(missing))
     counted = data.map_batches(
-        Actor,
+        CountingActor,
         fn_constructor_args=(str(folder.resolve()), str(Path.cwd()), plan.model, plan.device, threads),
         batch_size=1,
         concurrency=(1, min(workers, len(missing))),
@@ -123,7 +125,7 @@ def _count_in_actor(plan: Plan, folder: Path, workers: int, threads: int, report
         num_gpus=gpus or None,
     )
     for row in counted.iter_rows():
-        outcome.add(int(row["shard"]), str(row["problem"]))
+        outcome.add_shard(int(row["shard"]), str(row["problem"]))
         progress.shards += not row["problem"]
         progress.texts += int(row["texts"])
         progress.tokens += int(row["tokens"])

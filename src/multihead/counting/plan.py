@@ -1,4 +1,4 @@
-"""The plan of a census: what is counted with what, written before anything runs and checked by every process."""
+"""The plan of a census: its model, statistics, texts and shards, written before it runs; every process checks it."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class Plan:
 
     @cached_property
     def id(self) -> str:
-        """A hash of all that decides the result; the device and the name of the model do not."""
+        """A hash of the plan without the model's name and title and the device, which do not change the result."""
         content = {name: value for name, value in asdict(self).items() if name not in ("model", "device", "title")}
         return _hash_of_content(json.dumps(content, sort_keys=True).encode())
 
     @property
     def statistics(self) -> dict[str, Statistic]:
-        """The statistics by name, as they are shown."""
+        """The statistics by name, with their labels, units and number formats."""
         return {each["name"]: Statistic(each["name"], **each["shown"]) for each in self.probes}
 
     def shard_file(self, folder: Path, index: int) -> Path:
@@ -94,14 +94,14 @@ class Plan:
         return folder / SHARDS / f"{index:06d}.parquet"
 
     def built_in_probes(self) -> tuple[Probe, ...]:
-        """Return the probes from their names, for a process that has only the plan.
+        """Return the probes that the plan describes, for a process that has only the plan.
 
         Raises:
             ArgumentError: one of them is a Python function of a script.
         """
         found = []
         for each in self.probes:
-            probe = _probe_of(each)
+            probe = _restore_probe(each)
             if probe is None or identity_of_probe(probe) != each:
                 raise ArgumentError(
                     f"The probe {each['name']} is defined in a script, and other processes cannot load it.",
@@ -110,8 +110,8 @@ class Plan:
             found.append(probe)
         return tuple(found)
 
-    def check_same(self, other: Plan) -> None:
-        """Reject a census that differs from the one in the directory.
+    def check_same_census(self, other: Plan) -> None:
+        """Reject another plan if its census differs from this one.
 
         Raises:
             ArgumentError: names what differs.
@@ -119,12 +119,12 @@ class Plan:
         for name in _SAME:
             mine, wanted = getattr(self, name), getattr(other, name)
             if mine != wanted:
-                shown = (f", {_value_in_error(mine)}, not {_value_in_error(wanted)}") if name not in _NAMES else ""
+                shown = (f", {_format_for_error(mine)}, not {_format_for_error(wanted)}") if name not in _NAMES else ""
                 raise ArgumentError(
                     f"The directory holds a census with another {_NAMES.get(name, name)}{shown}.",
                     "Give another directory with out=, or delete this one.",
                 )
-        # A file that is missing in either may come back.
+        # A file whose size is unknown in one of the plans is accepted: it may have been unavailable for a while.
         changed = [file for file in other.files if file not in self.files]
         known = {file: size for file, size in other.files.items() if size is not None}
         changed += [file for file, size in self.files.items() if size is not None and known.get(file, size) != size]
@@ -134,8 +134,8 @@ class Plan:
                 "Give another directory with out=, or delete this one.",
             )
 
-    def write(self, folder: Path) -> Plan:
-        """Write the plan, or check the one that is there; of several processes one writes.
+    def write_or_check(self, folder: Path) -> Plan:
+        """Write the plan, or check the one that the directory holds; one of several processes writes it.
 
         Returns:
             the plan of the directory.
@@ -157,14 +157,14 @@ class Plan:
             part = folder / f".{FILE}.{secrets.token_hex(4)}"
             write_whole(part, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
             try:
-                os.link(part, file)  # does not replace a plan that another process has written
+                os.link(part, file)  # fails if another process has written its plan
             except FileExistsError:
                 pass
-            except OSError:  # a file system without links: a process that starts at the same time writes the same plan
+            except OSError:  # no hard links: replace the file, which other processes write alike
                 part.replace(file)
             part.unlink(missing_ok=True)
         found = read_plan(folder)
-        found.check_same(self)
+        found.check_same_census(self)
         return replace(found, model=self.model or found.model, device=self.device)
 
 
@@ -199,14 +199,14 @@ def read_plan(folder: Path) -> Plan:
 
 
 def identity_of_probe(probe: Probe) -> dict[str, Any]:
-    """Return what identifies a probe in a plan."""
+    """Return the JSON description by which a plan identifies a probe: name, display, parts and tokens."""
     parts = sorted(json.dumps(part) for part in probe.parts)
     tokens = None if probe.tokens is None else sorted(probe.tokens)
     return {"name": probe.name, "shown": probe.display(), "parts": parts, "tokens": tokens}
 
 
-def _probe_of(described: Mapping[str, Any]) -> Probe | None:
-    """Return a built-in probe by its name, or one that is a part with an argument; None for another."""
+def _restore_probe(described: Mapping[str, Any]) -> Probe | None:
+    """Return the probe of a description: built in, or of one measured part with an argument; None if it is neither."""
     if described["name"] in PROBES:
         return PROBES[described["name"]]
     parts = [json.loads(part) for part in described["parts"]]
@@ -231,10 +231,10 @@ def model_id(loaded: LoadedModel) -> str:
 
 
 def tokenizer_id(tokenizer: Any) -> str:
-    """Return a hash of all that a tokenizer does."""
+    """Return a hash of a tokenizer's configuration and vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # Truncation and padding are options of a call, which the last one leaves there.
+        # Truncation and padding are left out: they are the options of the tokenizer's last call.
         content = {
             name: each for name, each in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")
         }
@@ -247,7 +247,7 @@ def _hash_of_content(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _value_in_error(value: object) -> str:
+def _format_for_error(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(str(each["name"]) if isinstance(each, dict) else str(each) for each in value)
     return repr(value)

@@ -1,4 +1,4 @@
-"""`Census`: read the result of a census: tables, quantiles, strongest examples, and how far heads are apart."""
+"""`Census`: the result of a census: tables, quantiles, strongest examples, and divergences between heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from multihead.counting.corpus import rows_of_shard
 from multihead.counting.merge import HEADS, SHARDS, merge_shards, missing_shards, read_merged_table, shards_table
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import OF_CHANCE, with_missing_columns
+from multihead.counting.shard import OF_CHANCE, add_missing_columns
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -29,10 +29,10 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.chance import Evidence, error_of_mean
 from multihead.record.analysis.find import FoundHead, Range, find
-from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds
+from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds_of_heads
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import SHARES, Of, check_summary
+from multihead.record.summaries import SHARES, Of, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 
 FLOOR = 2.0**-10
@@ -138,7 +138,7 @@ class Census:
     Attributes:
         plan: the plan: the model, the statistics, the texts and their shards.
         heads: the table of heads, of pyarrow: a row per layer, statistic and head.
-        shards: the table of shards, of pyarrow: what was read of each.
+        shards: the table of shards, of pyarrow: how many rows, texts and tokens were read of each.
         missing: the shards without a result.
         problems: the shards and rows that could not be read, in a sentence each.
         folder: the directory.
@@ -166,7 +166,7 @@ class Census:
 
         Args:
             folder: the directory.
-            problems: what is known of the shards without a result.
+            problems: why shards have no result, a sentence each.
 
         Raises:
             InputError: there is no census, or a file of it cannot be read.
@@ -180,8 +180,8 @@ class Census:
         tables = [read_merged_table(place / file, plan, done) for file in (HEADS, SHARDS)]
         if any(table is None for table in tables):
             found = merge_shards(place, plan)
-            tables = [found.table(), shards_table(plan, found.shards)]
-        heads, shards = with_missing_columns(tables[0]), tables[1]
+            tables = [found.heads_table(), shards_table(plan, found.shards)]
+        heads, shards = add_missing_columns(tables[0]), tables[1]
         rows_named = [problem for each in shards["problems"].to_pylist() for problem in each]
         return Census(plan, heads, shards, missing, [*problems, *rows_named], place)
 
@@ -197,7 +197,7 @@ class Census:
 
     @property
     def tokens(self) -> int:
-        """Number of their tokens."""
+        """Number of tokens of the texts that ran through the model."""
         return self._sum_of_shards("tokens")
 
     def _sum_of_shards(self, name: str) -> int:
@@ -210,11 +210,11 @@ class Census:
 
     @cached_property
     def layers(self) -> list[LayerRecord]:
-        """One per layer, with the summary of its heads."""
-        found: dict[int, _CountedLayer] = {}
+        """One `LayerRecord` per layer, with the summary of its heads over the corpus."""
+        found: dict[int, _CensusLayerSummary] = {}
         for (layer, name, _), row in self.row_of.items():
             if layer not in found:
-                found[layer] = _CountedLayer(0, self.texts, census=self, name=self.names[row])
+                found[layer] = _CensusLayerSummary(0, self.texts, census=self, name=self.names[row])
             rows_of = found[layer].rows.setdefault(name, [])
             rows_of.append(row)
             found[layer].num_heads = len(rows_of)
@@ -222,18 +222,18 @@ class Census:
 
     @cached_property
     def row_of(self) -> dict[tuple[int, str, int], int]:
-        """The row of each (layer, statistic, head)."""
+        """(layer, statistic, head) -> its row in the table of heads."""
         keys = zip(*(self.heads[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
         return {key: row for row, key in enumerate(keys)}
 
     @cached_property
     def names(self) -> list[str]:
-        """The name of the layer of each row."""
+        """The name of the layer of each row of the table of heads."""
         return list(map(str, self.heads["name"].to_pylist()))
 
     @cached_property
     def numbers(self) -> dict[str, NDArray[np.float64]]:
-        """The columns of numbers, (rows,) each; 0 where no query counted, and NaN where chance is unknown."""
+        """Column of the table of heads -> (rows,) float64; 0 where no query counted, NaN where chance is unknown."""
         names = ("count", "mean", "squares", "minimum", "maximum")
         found = {name: self.heads[name].fill_null(0).to_numpy().astype(np.float64) for name in names}
         for name in OF_CHANCE:
@@ -262,9 +262,9 @@ class Census:
         """
         found = []
         for layer in self.layers:
-            assert isinstance(layer.running_summary, _CountedLayer)
+            assert isinstance(layer.running_summary, _CensusLayerSummary)
             evidence = layer.running_summary.evidence()
-            named = kinds(evidence, heads=layer.num_heads, among=self.all_kinds)
+            named = kinds_of_heads(evidence, heads=layer.num_heads, among=self.all_kinds)
             chance = {name: each.chance for name, each in evidence.items()}
             means = layer.summary()
             found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, crosses=False))
@@ -273,9 +273,9 @@ class Census:
     def kinds(self, *names: str) -> list[HeadKind]:
         r"""List the kinds of the heads with the numbers that decide about them, the largest share first.
 
-        The rules are those of `Record.kinds`: a share names a head only if it exceeds chance clearly. The standard
-        error is that over texts, so at least four are needed. Kinds that are judged on repeated random tokens, or by
-        statistics that are derived from a single text (`separator`, `local`), are not known here.
+        The rules are those of `Record.kinds`: a head has a kind only if its share exceeds chance clearly. The standard
+        error is computed over texts, so at least four texts are needed. Kinds that are judged on repeated random
+        tokens, or by statistics that are derived from a single text (`separator`, `local`), are not known here.
 
         Args:
             names: only these kinds; none takes all.
@@ -302,7 +302,7 @@ class Census:
             )
         return heads_of_kinds(profiles, self.all_kinds, names)
 
-    def _row(self, layer: int, head: int, name: str) -> int:
+    def _row_of_head(self, layer: int, head: int, name: str) -> int:
         found = self.row_of.get((layer, name, head))
         if found is None:
             if name not in {each for _, each, _ in self.row_of}:
@@ -317,9 +317,9 @@ class Census:
         Returns:
             the values, ascending, each within 1 % of the queries that it stands for; and how many queries these are.
         """
-        return self._histogram(self._row(layer, head, name))
+        return self._histogram_of_row(self._row_of_head(layer, head, name))
 
-    def _histogram(self, row: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    def _histogram_of_row(self, row: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         values, counts = (self.heads[name][row].values for name in ("bin_value", "bin_count"))
         return values.to_numpy(), counts.to_numpy()
 
@@ -332,11 +332,11 @@ class Census:
         """
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise ArgumentError(f"share is {share!r}.", "Give a number from 0 to 1.")
-        return self.quantile_of_row(self._row(layer, head, name), share)
+        return self.quantile_of_row(self._row_of_head(layer, head, name), share)
 
     def quantile_of_row(self, row: int, share: float) -> float:
         """Return the quantile of one row of the table of heads."""
-        values, counts = self._histogram(row)
+        values, counts = self._histogram_of_row(row)
         if not len(values):
             return 0.0
         place = int(np.searchsorted(counts.cumsum(), np.floor(share * (counts.sum() - 1)), side="right"))
@@ -356,7 +356,7 @@ class Census:
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is something else.
         """
-        check_summary(of)
+        check_summary_name(of)
         found = []
         read = self.profiles() if kinds else [None] * len(self.layers)
         for layer, each in zip(self.layers, read, strict=True):
@@ -387,7 +387,7 @@ class Census:
             ArgumentError: there is no such head.
             ProbeError: there is no such statistic.
         """
-        found = self.heads["examples"][self._row(layer, head, name)].as_py()
+        found = self.heads["examples"][self._row_of_head(layer, head, name)].as_py()
         return [Example(**each) for each in found]
 
     def text(self, example: Example) -> str:
@@ -496,8 +496,8 @@ class Census:
         return _rank_by_divergence(self, after, pairs)[:top]
 
     @cached_property
-    def coarse(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """The distributions in coarse bins: of each filled bin its row and number, ascending, and its share."""
+    def coarse_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+        """Row, share of the row's queries and number of each filled coarse bin, ordered by row and number."""
         import pyarrow.compute as pc
 
         lists = self.heads["bin_value"].combine_chunks()
@@ -514,19 +514,19 @@ class Census:
 
     def distribution(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the coarse bins of a row, ascending, and the share of its queries in each."""
-        of_row, share, number = self.coarse
+        of_row, share, number = self.coarse_bins
         part = slice(*np.searchsorted(of_row, [row, row + 1]))
         return number[part], share[part]
 
 
 @dataclass(eq=False)
-class _CountedLayer(RunningSummary):
-    """The summary of one layer of a census, as records have it.
+class _CensusLayerSummary(RunningSummary):
+    """The summary of one layer of a census, with the interface of the running summary of a record.
 
     Attributes:
         census: the census.
         name: the layer's name.
-        rows: statistic -> the rows of its heads.
+        rows: statistic -> for each head its row in the table of heads.
     """
 
     census: Census = field(kw_only=True)
@@ -534,7 +534,7 @@ class _CountedLayer(RunningSummary):
     rows: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
 
     def evidence(self) -> dict[str, Evidence]:
-        """Return how each statistic compares with chance, of those whose chance is known."""
+        """Return statistic -> its comparison with chance, for the statistics whose chance is known."""
         found = {}
         for name, at in self.rows.items():
             mean, chance, count, texts, squares = (
@@ -547,7 +547,7 @@ class _CountedLayer(RunningSummary):
 
     def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic, or some: (heads,) float64 each; "mean" and "max" are exact, others within 1 %."""
-        check_summary(of)
+        check_summary_name(of)
         numbers, quantile = self.census.numbers, self.census.quantile_of_row
         found = {}
         for name, at in self.rows.items():
@@ -564,7 +564,7 @@ class _CountedLayer(RunningSummary):
 def _rank_by_divergence(
     before: Census, after: Census, pairs: Mapping[tuple[int, int], Mapping[str, tuple[int, int]]]
 ) -> list[DifferentHead]:
-    """Compare pairs of rows of two censuses by layer, head and statistic, the most different head first."""
+    """Compare heads of two censuses by the rows of each statistic; return them, the most different first."""
     found = []
     for (layer, head), rows_of in pairs.items():
         apart = {

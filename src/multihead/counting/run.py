@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead.counting.corpus import divide_into_shards, find_files, sizes_of
-from multihead.counting.merge import write_merged
+from multihead.counting.corpus import divide_into_shards, file_sizes, find_files
+from multihead.counting.merge import write_merged_tables
 from multihead.counting.on_ray import count_on_ray
 from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer_id
 from multihead.counting.result import Census
-from multihead.counting.shard import Counter
-from multihead.counting.tally import counted_probes
-from multihead.counting.work import Outcome, Report, check_reads_text, count_here
+from multihead.counting.shard import ShardCounter
+from multihead.counting.tally import census_probes
+from multihead.counting.work import Outcome, Report, check_reads_text, count_on_this_machine
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -110,9 +110,9 @@ def census(
     _check_options(workers, threads, shard, ray, share, examples, batch_tokens)
     names = (texts,) if isinstance(texts, str) else tuple(texts)
     check_kinds((*KINDS, *kinds))
-    wanted = counted_probes(probes)
+    wanted = census_probes(probes)
     if kinds:
-        wanted = counted_probes((*wanted, *probes_of(kinds)))
+        wanted = census_probes((*wanted, *probes_of(kinds)))
     files = find_files(names)
     loaded = _load_model(model, tokenizer, device, dtype)
     shares_model = workers > 1 or ray is not None
@@ -121,7 +121,7 @@ def census(
             "The model was given as a module, and other processes cannot load it.",
             "Save it, and give the name of its folder; or use workers=1 without ray.",
         )
-    sizes = sizes_of(files)
+    sizes = file_sizes(files)
     plan = Plan(
         model=loaded.name,
         model_id=model_id(loaded),
@@ -136,7 +136,7 @@ def census(
         column=column,
         share=float(share),
         seed=seed,
-        tokens=_most_tokens(loaded, tokens),
+        tokens=_max_tokens_of_text(loaded, tokens),
         batch_tokens=batch_tokens,
         examples=examples,
         files=sizes,
@@ -145,34 +145,34 @@ def census(
     if shares_model:
         plan.built_in_probes()
     folder = Path(out)
-    plan = plan.write(folder)
+    plan = plan.write_or_check(folder)
     if ray is not None:
-        del loaded  # the actors load their own
+        del loaded  # the actors load the model themselves, so this one is freed
         gpus = 1.0 if torch.device(device).type == "cuda" else 0.0
         outcome = count_on_ray(plan, folder, ray, workers, threads or 1, progress, gpus=gpus)
     else:
         first, step = shard or (0, 1)
-        outcome = count_here(
-            Counter(loaded, plan, wanted),
+        outcome = count_on_this_machine(
+            ShardCounter(loaded, plan, wanted),
             folder,
             range(first, len(plan.shards), step),
             threads if workers == 1 else threads or 1,
             progress,
             others=workers - 1,
         )
-    found = _write_merged_tables(plan, folder, outcome, partial=shard is not None)
+    found = _merge_and_load_census(plan, folder, outcome, partial=shard is not None)
     found.add_kinds(*kinds)
     return found
 
 
-def _write_merged_tables(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
-    """Write the merged tables, unless other processes count shards that are missing, and return the census."""
+def _merge_and_load_census(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
+    """Write the merged tables, unless other processes still count shards, and return the census."""
     problems, left_out = [*outcome.failed.values(), *outcome.dead], set(outcome.failed)
-    if partial:  # another process was the one to find that these cannot be read
+    if partial:  # files that were missing when the plan was written: their shards failed in another process
         left_out |= {index for index, shard in enumerate(plan.shards) if plan.files[shard.file] is None}
     try:
-        write_merged(folder, plan, left_out)
-    except InputError as error:  # a full disk: what is counted is kept, and can be read
+        write_merged_tables(folder, plan, left_out)
+    except InputError as error:  # the disk is full: the files of the shards are complete, and are read instead
         problems.append(str(error))
     return Census.load(folder, problems=problems)
 
@@ -216,8 +216,8 @@ def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str)
     return loaded
 
 
-def _most_tokens(loaded: LoadedModel, tokens: int | None) -> int:
-    """Return the most tokens of a text."""
+def _max_tokens_of_text(loaded: LoadedModel, tokens: int | None) -> int:
+    """Return the maximum length of a text in tokens; longer texts are truncated."""
     most = loaded.max_tokens
     if tokens is None:
         return TOKENS if most is None else min(TOKENS, most)

@@ -19,7 +19,7 @@ from multihead.counting.batches import batches_by_length
 from multihead.counting.corpus import Row, rows_of_shard
 from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
-from multihead.counting.tally import Tally, measured_model
+from multihead.counting.tally import Tally, replace_attention
 from multihead.files import write_whole
 from multihead.models.loading import LoadedModel, tokens_of_texts, without_messages
 from multihead.observation.layer_filter import LayerFilter
@@ -34,21 +34,21 @@ NAMED = 20
 OF_CHANCE = "chance", "texts", "excess", "excess_squares"
 """The columns about chance, null where no query counts or chance is unknown; files of earlier versions lack them."""
 
-_AT_ONCE = 1000  # texts that are tokenized together
-_CHARACTERS = 64  # per token: the rest of a longer text is not even tokenized
+_AT_ONCE = 1000  # number of texts that are tokenized together
+_CHARACTERS = 64  # characters kept per token of the limit; the rest of a text is cut off before tokenizing
 
 Renew = Callable[[int, int], None]
 """Called after each batch with the numbers of its texts and tokens."""
 
 
 @dataclass
-class Counts:
-    """What was read of a shard.
+class ShardCounts:
+    """How many rows, texts and tokens of a shard were read.
 
     Attributes:
         rows: rows that were read.
         texts: texts that ran through the model.
-        tokens: their tokens.
+        tokens: tokens of these texts.
         truncated: texts of which only the first tokens ran.
         empty: rows with an empty text, or one without a token.
         broken: rows without a text.
@@ -67,7 +67,7 @@ class Counts:
 
 
 @dataclass(frozen=True, eq=False)
-class Counter:
+class ShardCounter:
     """A model that counts shards.
 
     Attributes:
@@ -80,8 +80,8 @@ class Counter:
     plan: Plan
     probes: tuple[Probe, ...]
 
-    def count(self, index: int, renew: Renew = lambda texts, tokens: None) -> bytes:
-        """Return the parquet file of a shard.
+    def count_shard(self, index: int, renew: Renew = lambda texts, tokens: None) -> bytes:
+        """Count a shard, and return the bytes of its parquet file.
 
         Args:
             index: the shard.
@@ -91,33 +91,33 @@ class Counter:
             OSError, InputError: its texts cannot be read.
             ModelError: the model has no attention that can be measured.
         """
-        plan, model = self.plan, _model_without_head(self.loaded)
-        counts = Counts()
+        plan, model = self.plan, _model_without_output_layer(self.loaded)
+        counts = ShardCounts()
         texts = list(self._read_texts(index, counts))
-        ids = list(self._token_ids([text for _, text in texts], counts))
+        ids = list(self._tokenize([text for _, text in texts], counts))
         places = [place for place, each in enumerate(ids) if len(each)]
         counts.empty += len(ids) - len(places)
         chosen = None if plan.layers is None else LayerFilter.of(plan.layers)
         kept = [ids[place] for place in places]
         options = self.probes, plan.special_ids, plan.examples, chosen
-        with measured_model(model) as packed, Tally.of(model, *options) as tally:
+        with replace_attention(model) as packed, Tally.measure_model(model, *options) as tally:
             for batch in batches_by_length(
                 kept, [texts[place][0] for place in places], tokens=plan.batch_tokens, packed=packed
             ):
-                tally.add(batch)
+                tally.add_batch(batch)
                 counts.texts += len(batch.lengths)
                 counts.tokens += batch.num_tokens
                 renew(len(batch.lengths), batch.num_tokens)
         if counts.texts:
             tally.check_complete()
-        examples = _Examples(self, index, dict(texts), tally.layers.values())
+        examples = _ShardExamples(self, index, dict(texts), tally.layers.values())
         return _shard_as_parquet(tally.layers, examples, counts, plan, index)
 
-    def write(self, folder: Path, index: int, renew: Renew = lambda texts, tokens: None) -> None:
+    def write_shard(self, folder: Path, index: int, renew: Renew = lambda texts, tokens: None) -> None:
         """Count a shard and write its file, whole or not at all."""
-        write_whole(self.plan.shard_file(folder, index), self.count(index, renew))
+        write_whole(self.plan.shard_file(folder, index), self.count_shard(index, renew))
 
-    def _read_texts(self, index: int, counts: Counts) -> Iterator[tuple[int, str]]:
+    def _read_texts(self, index: int, counts: ShardCounts) -> Iterator[tuple[int, str]]:
         """Read the texts of a shard with their indices, and count the other rows."""
         plan, most = self.plan, self.plan.tokens * _CHARACTERS
         draw = np.random.default_rng([plan.seed, index])
@@ -131,9 +131,9 @@ class Counter:
             elif row.problem == "empty":
                 counts.empty += 1
             else:
-                _count_broken(counts, row)
+                _count_broken_row(counts, row)
 
-    def _token_ids(self, texts: Sequence[str], counts: Counts) -> Iterator[NDArray[np.int64]]:
+    def _tokenize(self, texts: Sequence[str], counts: ShardCounts) -> Iterator[NDArray[np.int64]]:
         """Return the token ids of each text, truncated."""
         most, tokenizer = self.plan.tokens, self.loaded.tokenizer
         left = iter(texts)
@@ -141,7 +141,7 @@ class Counter:
             with without_messages():
                 found = tokenizer(some, truncation=True, max_length=most + 1)["input_ids"]
                 cut = [place for place, ids in enumerate(found) if len(ids) > most]
-                # A truncated text keeps the special token at its end.
+                # Truncated by the tokenizer, so that the text keeps the special token at its end.
                 short = (
                     tokenizer([some[place] for place in cut], truncation=True, max_length=most)["input_ids"]
                     if cut
@@ -153,29 +153,29 @@ class Counter:
             yield from (np.array(ids, np.int64) for ids in found)
 
 
-def _count_broken(counts: Counts, row: Row) -> None:
+def _count_broken_row(counts: ShardCounts, row: Row) -> None:
     counts.broken += 1
     if len(counts.problems) < NAMED:
         counts.problems.append(f"{row.place}: {row.problem}")
 
 
-def _model_without_head(loaded: LoadedModel) -> Any:
-    """Return the part of a model that reads texts, without a head that computes what no layer reads."""
+def _model_without_output_layer(loaded: LoadedModel) -> Any:
+    """Return the model without its output layer (the language-model head), whose result no attention layer uses."""
     model: Any = loaded.reader
     return getattr(model, "base_model", model)
 
 
-class _Examples:
-    """The examples of a shard, with the text of their tokens.
+class _ShardExamples:
+    """The strongest examples of a shard, with the text of their tokens.
 
     Args:
-        counter: the tokenizer.
+        counter: the model with its tokenizer.
         shard: the shard.
-        texts: its texts by index.
-        layers: the sums of its layers.
+        texts: the shard's texts by index.
+        layers: the sums of each layer, which hold the examples.
     """
 
-    def __init__(self, counter: Counter, shard: int, texts: dict[int, str], layers: Iterable[LayerSums]) -> None:
+    def __init__(self, counter: ShardCounter, shard: int, texts: dict[int, str], layers: Iterable[LayerSums]) -> None:
         self._shard = shard
         self._pieces: dict[int, list[str]] = {}
         found: set[int] = set()
@@ -187,16 +187,16 @@ class _Examples:
             pieces = tokens_of_texts(counter.loaded, [texts[each] for each in some], tokens=counter.plan.tokens)
             self._pieces.update(zip(some, pieces, strict=True))
 
-    def of(self, layer: LayerSums) -> list[list[dict[str, Any]]]:
-        """Return the examples of each row of a layer, the strongest first."""
+    def examples_of_layer(self, layer: LayerSums) -> list[list[dict[str, Any]]]:
+        """Return the examples of each row of a layer, the strongest first, as dicts for the table."""
         best = layer.strongest
         numbers = (each.tolist() for each in (best.value, best.text, best.position, best.key, best.values))
         return [
-            [self._example(*each) for each in zip(*row, strict=True) if each[0] > -inf]
+            [self._example_fields(*each) for each in zip(*row, strict=True) if each[0] > -inf]
             for row in zip(*numbers, strict=True)
         ]
 
-    def _example(self, value: float, text: int, position: int, key: int, values: list[float]) -> dict[str, Any]:
+    def _example_fields(self, value: float, text: int, position: int, key: int, values: list[float]) -> dict[str, Any]:
         pieces = self._pieces[text]
         start, stop = max(position - BEFORE, 0), min(position + AFTER + 1, len(pieces))
         first = BEFORE - (position - start)
@@ -205,22 +205,22 @@ class _Examples:
             "shard": self._shard,
             "text": text,
             "position": position,
-            "token": _without_gap_before(pieces[position]),
+            "token": _strip_token(pieces[position]),
             "key": key,
-            "key_token": _without_gap_before(pieces[key]) if key >= 0 else "",
+            "key_token": _strip_token(pieces[key]) if key >= 0 else "",
             "start": start,
             "tokens": pieces[start:stop],
             "values": values[first : first + stop - start],
         }
 
 
-def _without_gap_before(piece: str) -> str:
-    """Return a token without the gap before it."""
+def _strip_token(piece: str) -> str:
+    """Return a token without the white space around it, unless it is only white space."""
     return piece.strip() or piece
 
 
-def schema() -> Any:
-    """Return the columns of a table of heads."""
+def heads_schema() -> Any:
+    """Return the pyarrow schema of a table of heads."""
     import pyarrow as pa
 
     example = pa.struct(
@@ -260,27 +260,27 @@ def schema() -> Any:
     )
 
 
-def with_missing_columns(table: Any) -> Any:
-    """Return a table of heads with the columns that one of an earlier version lacks, all null."""
+def add_missing_columns(table: Any) -> Any:
+    """Add the columns that a table of heads of an earlier version lacks, filled with null."""
     import pyarrow as pa
 
-    for at, column in enumerate(schema()):
+    for at, column in enumerate(heads_schema()):
         if column.name not in table.column_names:
             table = table.add_column(at, column, pa.nulls(len(table), column.type))
     return table
 
 
 def _shard_as_parquet(
-    layers: dict[int, LayerSums], examples: _Examples, counts: Counts, plan: Plan, index: int
+    layers: dict[int, LayerSums], examples: _ShardExamples, counts: ShardCounts, plan: Plan, index: int
 ) -> bytes:
-    """Return the file of a shard: a row per layer, statistic and head, and the counts in the metadata."""
+    """Return a shard's parquet file: a row per layer, statistic and head, and the counts as metadata."""
     import pyarrow as pa
 
-    tables = [schema().empty_table()]
+    tables = [heads_schema().empty_table()]
     for number, layer in sorted(layers.items()):
         rows = len(layer.count)
         none = (layer.count == 0).numpy()
-        row_of_bin, *bins = layer.histograms()
+        row_of_bin, *bins = layer.filled_bins()
         columns = {
             "layer": [number] * rows,
             "name": [layer.name] * rows,
@@ -297,18 +297,18 @@ def _shard_as_parquet(
             "minimum": pa.array(layer.minimum.numpy(), mask=none),
             "maximum": pa.array(layer.maximum.numpy(), mask=none),
             **{
-                name: one_list_per_row(row_of_bin, pa.array(values), np.arange(rows))
+                name: group_values_by_row(row_of_bin, pa.array(values), np.arange(rows))
                 for name, values in zip(("bin_value", "bin_count"), bins, strict=True)
             },
-            "examples": examples.of(layer),
+            "examples": examples.examples_of_layer(layer),
         }
-        tables.append(pa.Table.from_pydict(columns, schema=schema()))
+        tables.append(pa.Table.from_pydict(columns, schema=heads_schema()))
     table = pa.concat_tables(tables).combine_chunks()
-    return parquet_of(table, {"plan": plan.id, "shard": index, **asdict(counts)})
+    return table_to_parquet(table, {"plan": plan.id, "shard": index, **asdict(counts)})
 
 
-def one_list_per_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
-    """Return values as one list per row: `row` is the row of each value, ascending, `order` that of the lists."""
+def group_values_by_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
+    """Return a pyarrow list of the values of each row in `order`; `row` is the row of each value, ascending."""
     import pyarrow as pa
 
     first, stop = (np.searchsorted(row, order, side) for side in ("left", "right"))
@@ -318,8 +318,8 @@ def one_list_per_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int6
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(pa.array(index)))
 
 
-def parquet_of(table: Any, metadata: dict[str, Any]) -> bytes:
-    """Return a table as a parquet file with some metadata; equal tables are equal bytes."""
+def table_to_parquet(table: Any, metadata: dict[str, Any]) -> bytes:
+    """Return a table with metadata as the bytes of a parquet file; equal tables give equal bytes."""
     import pyarrow.parquet as pq
 
     written = io.BytesIO()
@@ -329,7 +329,7 @@ def parquet_of(table: Any, metadata: dict[str, Any]) -> bytes:
 
 
 def read_metadata(schema: Any) -> dict[str, Any]:
-    """Return the metadata that `parquet_of` wrote; empty if there is none."""
+    """Return the metadata that `table_to_parquet` wrote; empty if there is none."""
     content = (schema.metadata or {}).get(METADATA, b"{}")
     found = json.loads(content)
     return found if isinstance(found, dict) else {}

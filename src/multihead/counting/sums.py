@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multihead.counting.batches import Batch, Reading
+from multihead.counting.batches import Batch, CurrentBatch
 from multihead.probes.catalogue import PROBES
-from multihead.record.running_summary import RunningSummary, Sketch, value_of_bin
+from multihead.record.running_summary import QuantileSketch, RunningSummary, value_of_bin
 from multihead.record.summaries import Measured
 
 LARGEST_KEY = PROBES["largest_key"]
@@ -26,12 +26,12 @@ Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """How many numbers there are, their mean, and the sum of their squared deviations from it: (rows,) each."""
 
 
-def merged_moments(one: Moments, other: Moments) -> Moments:
-    """Return the moments of all numbers of two sets.
+def merge_moments(one: Moments, other: Moments) -> Moments:
+    """Return the moments of the union of two sets of numbers, (rows,) each.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
 
-    >>> merged_moments(*[(torch.tensor(n), torch.tensor(mean), torch.tensor(0.0)) for n, mean in ((2, 1.0), (1, 4.0))])
+    >>> merge_moments(*[(torch.tensor(n), torch.tensor(mean), torch.tensor(0.0)) for n, mean in ((2, 1.0), (1, 4.0))])
     (tensor(3), tensor(2.), tensor(6.))
     """
     (before, mean, squares), (count, new_mean, new_squares) = one, other
@@ -42,16 +42,16 @@ def merged_moments(one: Moments, other: Moments) -> Moments:
 
 
 @dataclass(eq=False)
-class Strongest:
-    """The largest values of each row of statistics, and where they are; ties go to the earlier text and position.
+class StrongestExamples:
+    """The k largest values of each statistic and head, and their places; of equal values the earlier is kept.
 
     Attributes:
         value: (rows, k) float64, descending; -inf where there are fewer.
-        text: (rows, k) int64, index of the text in its shard.
-        position: (rows, k) int64, the query.
+        text: (rows, k) int64, index of the value's text in its shard.
+        position: (rows, k) int64, position of the query in its text.
         key: (rows, k) int64, the key with the largest weight of that query, -1 where unknown.
-        values: (rows, k, window) float32, the statistic at these tokens; NaN outside the
-            text and where a query does not count.
+        values: (rows, k, window) float32, the statistic at the tokens around the query; NaN outside the text and
+            where a query does not count.
     """
 
     value: Tensor
@@ -61,11 +61,11 @@ class Strongest:
     values: Tensor
 
     @staticmethod
-    def none(rows: int, k: int) -> Strongest:
-        """Return a table without examples."""
+    def empty(rows: int, k: int) -> StrongestExamples:
+        """Return a table of `rows` rows without examples."""
         window = BEFORE + 1 + AFTER
         text, position, key = torch.full((3, rows, k), -1, dtype=torch.int64)
-        return Strongest(
+        return StrongestExamples(
             torch.full((rows, k), -torch.inf, dtype=torch.float64),
             text,
             position,
@@ -85,7 +85,7 @@ class Strongest:
         flat = values.flatten(0, 1)
         best = flat.amax(-1).double()
         weakest, last_text = self.value[:, -1], self.text[:, -1]
-        # A tie with the weakest example counts if it may come from an earlier text.
+        # A value equal to the weakest example replaces it if its text may be an earlier one.
         better = (best > weakest) | ((best == weakest) & (batch.texts[0] < last_text) & (best > -torch.inf))
         rows = better.nonzero().flatten()
         if not len(rows):
@@ -93,25 +93,27 @@ class Strongest:
         left = flat[rows]  # a copy
         found = []
         for _ in range(min(k, left.shape[1])):
-            found.append(left.max(-1))  # of equal values the first
+            found.append(left.max(-1))  # the first of equal values
             left.scatter_(1, found[-1].indices[:, None], -torch.inf)
         value = torch.stack([each.values for each in found], 1)  # (some rows, k)
         index = torch.stack([each.indices for each in found], 1)
         place = index[..., None] + torch.arange(-BEFORE, AFTER + 1)  # (some rows, k, window)
-        inside = (place >= batch.start[index][..., None]) & (place < batch.stop[index][..., None])
+        inside = (place >= batch.text_start_of_token[index][..., None]) & (
+            place < batch.text_stop_of_token[index][..., None]
+        )
         place = place.clamp(0, batch.num_tokens - 1)
         around = flat[rows[:, None, None], place].float()
-        new = Strongest(
+        new = StrongestExamples(
             value.double(),
-            batch.text[index],
-            batch.position[index],
+            batch.text_of_token[index],
+            batch.position_in_text[index],
             largest_keys[(rows % heads)[:, None], index],
             around.masked_fill(~inside | (around == -torch.inf), torch.nan),
         )
         self._merge_rows(rows, new)
 
-    def _merge_rows(self, rows: Tensor, new: Strongest) -> None:
-        """Merge the examples of some rows with new ones."""
+    def _merge_rows(self, rows: Tensor, new: StrongestExamples) -> None:
+        """Merge new examples into the rows with the indices `rows`."""
         k = self.value.shape[1]
         both = {
             name: torch.cat([getattr(self, name)[rows], getattr(new, name)], 1)
@@ -128,31 +130,31 @@ class Strongest:
 class LayerSums(RunningSummary):
     """The running summary of one layer with moments, extremes and the strongest examples, over the texts of a shard.
 
-    Values that are NaN or infinite are in no sum. Rows are those of its statistics, (statistics * heads,).
+    Values that are NaN or infinite are in no sum. A row is one statistic of one head: rows = statistics * heads.
 
     Attributes:
         name: the layer's qualified name.
         examples: how many of the strongest examples are kept.
         reading: the texts that the model reads now.
-        sums: the sketches of all rows; those of `statistics` are parts of it.
-        nonfinite: (rows,) int64, how many more queries counted that were NaN or infinite.
+        sums: one sketch of all rows; the sketches in `statistics` are views of it.
+        nonfinite: (rows,) int64, how many further values of queries that count were NaN or infinite.
         mean: (rows,) float64.
         squares: (rows,) float64, the sum of the squared deviations from the mean.
         chance: (rows,) float64, what an even spread over the visible keys gives, the mean over the same queries; NaN
             where it is unknown.
         texts: (rows,) int64, how many texts have a query that counts.
-        excess: (rows,) float64, the mean over these texts of each one's mean of value - chance; NaN where unknown.
-        excess_squares: (rows,) float64, the sum of the squared deviations of these texts from it.
-        minimum: (rows,) float64, inf of none.
-        maximum: (rows,) float64, -inf of none.
-        negative_bins: (rows, bins) int64, the bins of the negated negative values; None while there are none.
+        excess: (rows,) float64, the mean over these texts of a text's mean of value - chance; NaN where unknown.
+        excess_squares: (rows,) float64, the sum of the squared deviations of the texts' means from `excess`.
+        minimum: (rows,) float64, inf if no query counted.
+        maximum: (rows,) float64, -inf if no query counted.
+        negative_bins: (rows, bins) int64, the histogram of the absolute values of negative values; None without any.
         strongest: the strongest examples.
     """
 
     name: str = field(kw_only=True)
     examples: int = field(kw_only=True)
-    reading: Reading = field(kw_only=True)
-    sums: Sketch = field(init=False)
+    reading: CurrentBatch = field(kw_only=True)
+    sums: QuantileSketch = field(init=False)
     nonfinite: Tensor = field(init=False)
     mean: Tensor = field(init=False)
     squares: Tensor = field(init=False)
@@ -163,7 +165,7 @@ class LayerSums(RunningSummary):
     minimum: Tensor = field(init=False)
     maximum: Tensor = field(init=False)
     negative_bins: Tensor | None = None
-    strongest: Strongest = field(init=False)
+    strongest: StrongestExamples = field(init=False)
     takes_batches: ClassVar[bool] = True
 
     @property
@@ -171,12 +173,12 @@ class LayerSums(RunningSummary):
         """(rows,) int64, how many queries counted."""
         return self.sums.count.long()
 
-    def _add_statistics(self, names: list[str]) -> None:
+    def _create_sums(self, names: list[str]) -> None:
         heads, rows = self.num_heads, len(names) * self.num_heads
-        self.sums = Sketch.zero(rows)
+        self.sums = QuantileSketch.empty(rows)
         for at, name in enumerate(names):
             of_name = slice(at * heads, (at + 1) * heads)
-            self.statistics[name] = Sketch(
+            self.statistics[name] = QuantileSketch(
                 *(each[of_name] for each in (self.sums.total, self.sums.count, self.sums.bins))
             )
         self.nonfinite = torch.zeros(rows, dtype=torch.int64)
@@ -186,81 +188,81 @@ class LayerSums(RunningSummary):
         )
         self.minimum = torch.full((rows,), torch.inf, dtype=torch.float64)
         self.maximum = -self.minimum
-        self.strongest = Strongest.none(rows, self.examples)
+        self.strongest = StrongestExamples.empty(rows, self.examples)
 
     def add(self, measured: Mapping[str, Measured], *, samples: int) -> None:
-        """Add the queries of a batch; `measured` has `largest_key` too, in a text's own positions."""
+        """Add the queries of a batch; `measured` holds "largest_key" too, as positions in each text."""
         self.num_samples += samples
         batch, names = self.reading.batch, [name for name in measured if name != LARGEST_KEY.name]
         if not self.statistics:
-            self._add_statistics(names)
-        values = torch.stack([batch.flat(measured[each].values) for each in self.statistics])
-        counted = torch.stack([batch.flat(measured[each].counted) for each in self.statistics])
+            self._create_sums(names)
+        values = torch.stack([batch.drop_padding(measured[each].values) for each in self.statistics])
+        counted = torch.stack([batch.drop_padding(measured[each].counted) for each in self.statistics])
         flat, taken = values.flatten(0, 1), counted.flatten(0, 1)  # (rows, tokens)
         if not bool(flat.sum().isfinite()):
             finite = flat.isfinite()
             self.nonfinite += (taken & ~finite).sum(-1)
             taken &= finite
         total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        of_batch = Sketch(total, count, self.sums.bins)
+        of_batch = QuantileSketch(total, count, self.sums.bins)
         of_batch.add(flat[None], taken[None])
         left_out = ~taken
-        levels = [self._flat_chance(measured[each], like=values[0]) for each in self.statistics]
+        levels = [self._chance_per_token(measured[each], like=values[0]) for each in self.statistics]
         self._add_chance(flat, torch.cat(levels), taken, of_batch)
         self._add_moments(flat, left_out, of_batch)
         flat.masked_fill_(left_out, torch.inf)
         least = flat.amin(-1).double()
         self.minimum = torch.minimum(self.minimum, least)
         if bool((least < 0).any()):
-            self._add_negative(flat, taken)
+            self._add_negative_values(flat, taken)
         flat.masked_fill_(left_out, -torch.inf)
         self.maximum = torch.maximum(self.maximum, flat.amax(-1).double())
-        self.strongest.add(flat.view(values.shape), batch, batch.flat(measured[LARGEST_KEY.name].values))
+        self.strongest.add(flat.view(values.shape), batch, batch.drop_padding(measured[LARGEST_KEY.name].values))
 
-    def _flat_chance(self, measured: Measured, *, like: Tensor) -> Tensor:
-        """Return the chance of a statistic, (heads, tokens), NaN where it is unknown."""
+    def _chance_per_token(self, measured: Measured, *, like: Tensor) -> Tensor:
+        """Return the chance of a statistic at each token: (heads, tokens), NaN where it is unknown."""
         if measured.chance is None:
             return torch.full_like(like, torch.nan)
-        return self.reading.batch.flat(measured.chance).expand_as(like)
+        return self.reading.batch.drop_padding(measured.chance).expand_as(like)
 
-    def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: Sketch) -> None:
-        """Merge the chance, and the texts' means of value - chance, with those of a batch, (rows, tokens)."""
-        starts = self.reading.batch.starts.numpy()
+    def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: QuantileSketch) -> None:
+        """Add the chance, and each text's mean of value - chance, of a batch; arguments are (rows, tokens)."""
+        starts = self.reading.batch.text_starts.numpy()
         difference = torch.where(taken, flat.double() - level, 0.0)
         excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
         numbers = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))
         chance = (of_batch.total - excess.sum(-1)) / of_batch.count.clamp(min=1)
         nothing = torch.zeros_like(chance)
         before = self.count, self.chance, nothing
-        _, self.chance, _ = merged_moments(before, (of_batch.count.long(), chance, nothing))
+        _, self.chance, _ = merge_moments(before, (of_batch.count.long(), chance, nothing))
         full, excess = numbers > 0, excess / numbers.clamp(min=1)
         texts = full.sum(-1)
         mean = excess.sum(-1) / texts.clamp(min=1)
         squares = torch.where(full, excess - mean[:, None], 0.0).square().sum(-1)
         of_texts = self.texts, self.excess, self.excess_squares
-        self.texts, self.excess, self.excess_squares = merged_moments(of_texts, (texts, mean, squares))
+        self.texts, self.excess, self.excess_squares = merge_moments(of_texts, (texts, mean, squares))
 
-    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: Sketch) -> None:
-        """Merge the sums, the mean and the squares about it with those of a batch, (rows, tokens)."""
+    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: QuantileSketch) -> None:
+        """Add the sum, the mean and the squared deviations of a batch: `flat` and `left_out` are (rows, tokens)."""
         count = of_batch.count.long()
         mean = of_batch.total / of_batch.count.clamp(min=1)
         deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
         squares = torch.linalg.vecdot(deviation, deviation)
         before = self.count, self.mean, self.squares
-        _, self.mean, self.squares = merged_moments(before, (count, mean, squares))
+        _, self.mean, self.squares = merge_moments(before, (count, mean, squares))
         self.sums.total += of_batch.total
         self.sums.count += of_batch.count
 
-    def _add_negative(self, flat: Tensor, taken: Tensor) -> None:
-        """Count negative values in bins of their own; the sketch puts them into the first bin too."""
-        of_batch = Sketch.zero(len(flat))
+    def _add_negative_values(self, flat: Tensor, taken: Tensor) -> None:
+        """Count negative values in `negative_bins`; the sketch counts them in its first bin too."""
+        of_batch = QuantileSketch.empty(len(flat))
         if self.negative_bins is not None:
             of_batch.bins = self.negative_bins
         of_batch.add(-flat[None], (taken & (flat < 0))[None])
         self.negative_bins = of_batch.bins
 
-    def histograms(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """Return the bins that hold any: of each its row, ascending, its value, ascending, and how many it holds."""
+    def filled_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+        """Return row, value and count of each bin that is not empty, ordered by row and value."""
         bins = self.sums.bins
         if self.negative_bins is not None:
             bins = bins.clone()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead.counting.batches import Batch, Reading
+from multihead.counting.batches import Batch, CurrentBatch
 from multihead.counting.sums import LARGEST_KEY, LayerSums
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import temporary_plans
@@ -27,8 +27,8 @@ from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, resolve_probes
 
 
-def counted_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...]:
-    """Return the probes of a census, by default those of `multihead.probes.DEFAULT` that have a mean.
+def census_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...]:
+    """Return the probes of a census, by default those of `multihead.probes.DEFAULT` except the largest key.
 
     Raises:
         ProbeError: a statistic is unknown, or has no number per query that can be added up.
@@ -53,50 +53,50 @@ class Tally:
 
     Attributes:
         model: the model whose layers are measured.
-        reading: the texts that it reads now.
+        reading: the batch that the model runs on now.
     """
 
     model: nn.Module
-    reading: Reading
+    reading: CurrentBatch
     _recorder: Recorder
 
     @staticmethod
     @contextmanager
-    def of(
+    def measure_model(
         model: nn.Module,
         probes: Sequence[Probe],
         special_ids: Sequence[int],
         examples: int,
         layer_filter: LayerFilter | None = None,
     ) -> Iterator[Tally]:
-        """Measure a model in this context; see `counted_probes` for the probes and `observe` for the others."""
-        reading = Reading()
+        """Measure every forward pass of a model in this context; arguments as in `census_probes` and `observe`."""
+        reading = CurrentBatch()
 
-        def sums(name: str, num_heads: int) -> LayerSums:
+        def new_layer_sums(name: str, num_heads: int) -> LayerSums:
             return LayerSums(num_heads, name=name, examples=examples, reading=reading)
 
         measuring = Measuring(model, names_of(model), (*probes, LARGEST_KEY), tuple(special_ids))
-        with recording_calls(Record(), layer_filter, "summary", measuring, sums) as recorder:
+        with recording_calls(Record(), layer_filter, "summary", measuring, new_layer_sums) as recorder:
             yield Tally(model, reading, recorder)
 
-    def add(self, batch: Batch) -> None:
-        """Run the model on a batch, for its attention alone, and add its calls."""
+    def add_batch(self, batch: Batch) -> None:
+        """Run the model on a batch, and add the statistics of its attention calls."""
         self.reading.batch = batch
         run_batch(self.model, batch)
 
     @property
     def layers(self) -> dict[int, LayerSums]:
-        """The sums of each layer by its number, counted in the order in which layers run."""
+        """Layer number -> its sums; numbers follow the order in which layers run."""
         found = ((layer.number, layer.running_summary) for layer in self._recorder.record.layers)
         return {number: sums for number, sums in found if isinstance(sums, LayerSums)}
 
     def check_complete(self) -> None:
-        """Check that the batches so far called attention that can be measured, see `Recorder.check_complete`."""
+        """Raise ModelError if the batches so far called no attention that can be measured, see `Recorder`."""
         self._recorder.check_complete(self.model)
 
 
 @contextmanager
-def measured_model(model: nn.Module) -> Iterator[bool]:
+def replace_attention(model: nn.Module) -> Iterator[bool]:
     """Run the attention of a model on this library's kernels, without padding where its family supports that.
 
     Returns:
@@ -116,7 +116,7 @@ def measured_model(model: nn.Module) -> Iterator[bool]:
 
 
 def run_batch(model: nn.Module, batch: Batch) -> None:
-    """Run a model on a batch, for its attention alone."""
+    """Run a model on a batch without gradients and without a cache; its output is dropped."""
     device = next(model.parameters()).device
     names = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}

@@ -21,7 +21,7 @@ import torch
 from multihead.counting.leases import claim_shard
 from multihead.counting.merge import missing_shards
 from multihead.counting.plan import LEASES, Plan, model_id, read_plan
-from multihead.counting.shard import Counter, Renew
+from multihead.counting.shard import Renew, ShardCounter
 from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
 from multihead.models.loading import LoadedModel, load
 
@@ -40,7 +40,7 @@ class Progress:
         shards: shards that are finished.
         total: all shards.
         texts: texts that ran since the start of this call.
-        tokens: their tokens.
+        tokens: tokens of these texts.
         seconds: seconds since the start of this call, the loading of this process's model not counted.
         processes: processes of this call that have loaded the model and have shards left to count.
     """
@@ -63,25 +63,25 @@ Report = Callable[[Progress], None]
 
 @dataclass
 class Outcome:
-    """What processes could not do.
+    """The failures of the processes of a census.
 
     Attributes:
         failed: shard -> why it has no result.
-        dead: what ended workers.
+        dead: why workers ended before their work was done, a sentence each.
     """
 
     failed: dict[int, str] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
 
-    def add(self, shard: int, problem: str) -> None:
-        """Add what happened to a shard; "" if it was counted, perhaps after another process had failed."""
+    def add_shard(self, shard: int, problem: str) -> None:
+        """Add a shard's result: why it failed, or "" if it was counted, perhaps after another process failed."""
         self.failed.pop(shard, None)
         if problem:
             self.failed[shard] = problem
 
 
 def count_shards(
-    counter: Counter, folder: Path, order: Sequence[int], renew: Renew = lambda texts, tokens: None
+    counter: ShardCounter, folder: Path, order: Sequence[int], renew: Renew = lambda texts, tokens: None
 ) -> Iterator[tuple[int, str]]:
     """Count the shards that have no result and that no other process is counting.
 
@@ -94,7 +94,7 @@ def count_shards(
         renew: called after each batch with the numbers of its texts and tokens.
 
     Yields:
-        each shard that was counted, with "", and each that failed, with the reason.
+        (shard, problem): the problem is "" if the shard was counted, else why it failed.
     """
     failed: set[int] = set()
     while True:
@@ -104,7 +104,7 @@ def count_shards(
             if index not in missing or counter.plan.shard_file(folder, index).exists():
                 continue
             try:
-                if not _count_claimed(counter, folder, index, renew):
+                if not _claim_and_count(counter, folder, index, renew):
                     continue
             except (OSError, InputError) as error:
                 failed.add(index)
@@ -112,52 +112,52 @@ def count_shards(
             else:
                 counted += 1
                 yield index, ""
-        # A lease may have expired meanwhile; without progress the shards left are those of other processes.
+        # Repeat, as leases may have expired; if nothing was counted, other processes hold the remaining shards.
         if not counted:
             return
 
 
-def _count_claimed(counter: Counter, folder: Path, index: int, renew: Renew) -> bool:
+def _claim_and_count(counter: ShardCounter, folder: Path, index: int, renew: Renew) -> bool:
     """Claim a shard and count it; False if another process has claimed it."""
     lease = claim_shard(folder / LEASES, index)
     if lease is None:
         return False
 
-    def renew_both(texts: int, tokens: int) -> None:
+    def renew_lease_and_report(texts: int, tokens: int) -> None:
         lease.renew()
-        _FREED.give_back()
+        _HEAP.trim()
         renew(texts, tokens)
 
     try:
-        counter.write(folder, index, renew_both)
+        counter.write_shard(folder, index, renew_lease_and_report)
     finally:
         lease.release()
-        _FREED.give_back(every=1.0)  # most of it is free now
+        _HEAP.trim(every=1.0)  # most of the shard's memory is free now
     return True
 
 
-class _FreedMemory:
-    """Returns memory that is freed to the system from time to time.
+class _HeapTrimmer:
+    """Returns freed heap memory to the operating system from time to time (malloc_trim).
 
-    Batches differ in their lengths, so that each leaves holes in the heap that the tensors of the next one do not fit
-    into. The C library of GNU keeps their pages, and a long run would take ever more memory.
+    Batches differ in their lengths, so each leaves holes in the heap that the tensors of the next batch do not fit
+    into. The GNU C library keeps these pages, and a long run would take ever more memory.
     """
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._trim = None
-        with suppress(OSError, AttributeError, TypeError):  # another C library, which has no such function
+        with suppress(OSError, AttributeError, TypeError):  # another C library than that of GNU has no malloc_trim
             self._trim = ctypes.CDLL(None).malloc_trim
 
-    def give_back(self, *, every: float = RETURN_EVERY) -> None:
-        """Return it, if some seconds have passed since the last time."""
+    def trim(self, *, every: float = RETURN_EVERY) -> None:
+        """Return freed memory, if `every` seconds have passed since the last time."""
         now = time.monotonic()
         if self._trim is not None and now - self._last > every:
             self._last = now
             self._trim(0)
 
 
-_FREED = _FreedMemory()
+_HEAP = _HeapTrimmer()
 
 
 def _reason_of_failure(error: OSError | InputError) -> str:
@@ -167,7 +167,7 @@ def _reason_of_failure(error: OSError | InputError) -> str:
 
 
 @contextmanager
-def threads_of_torch(count: int | None) -> Iterator[None]:
+def set_torch_threads(count: int | None) -> Iterator[None]:
     """Let torch use a number of threads in this context; None leaves it as it is."""
     before = torch.get_num_threads()
     if count is not None:
@@ -178,8 +178,8 @@ def threads_of_torch(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def count_here(
-    counter: Counter, folder: Path, order: Sequence[int], threads: int | None, report: Report, *, others: int = 0
+def count_on_this_machine(
+    counter: ShardCounter, folder: Path, order: Sequence[int], threads: int | None, report: Report, *, others: int = 0
 ) -> Outcome:
     """Count shards in this process, and in others that it starts.
 
@@ -197,101 +197,102 @@ def count_here(
     plan, began = counter.plan, time.monotonic()
     missing = missing_shards(folder, plan)
     outcome, progress = Outcome(), Progress(len(plan.shards) - len(missing), len(plan.shards))
-    workers = _Workers(plan, folder, threads or 1)
+    workers = _WorkerPool(plan, folder, threads or 1)
 
-    def add(message: dict[str, Any]) -> None:
-        """Add what this process or another one has done."""
+    def add_message(message: dict[str, Any]) -> None:
+        """Add the progress or the result that this process or a worker reports."""
         if "shard" in message:
-            outcome.add(message["shard"], message["problem"])
+            outcome.add_shard(message["shard"], message["problem"])
             progress.shards += not message["problem"]
         progress.texts += message.get("texts", 0)
         progress.tokens += message.get("tokens", 0)
-        progress.processes = this + workers.counting
+        progress.processes = this + workers.num_counting
         progress.seconds = time.monotonic() - began
         report(progress)
 
-    def renew(texts: int, tokens: int) -> None:
-        add({"texts": texts, "tokens": tokens})
-        for message in workers.messages(wait=False):
-            add(message)
+    def report_batch(texts: int, tokens: int) -> None:
+        add_message({"texts": texts, "tokens": tokens})
+        for message in workers.read_messages(wait=False):
+            add_message(message)
 
-    with workers.started(min(others, len(missing) - 1)), threads_of_torch(threads):
+    with workers.start_workers(min(others, len(missing) - 1)), set_torch_threads(threads):
         this = 1
-        add({})
-        for index, problem in count_shards(counter, folder, order, renew):
-            add({"shard": index, "problem": problem})
+        add_message({})
+        for index, problem in count_shards(counter, folder, order, report_batch):
+            add_message({"shard": index, "problem": problem})
         this = 0
-        add({})
-        for message in workers.messages(wait=True):
-            add(message)
+        add_message({})
+        for message in workers.read_messages(wait=True):
+            add_message(message)
     outcome.dead += workers.dead
     return outcome
 
 
-class _Workers:
+class _WorkerPool:
     """Processes that count shards of one census; one that is killed is replaced."""
 
     def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
         options = {"folder": str(folder), "model": plan.model, "device": plan.device, "threads": threads}
         self._command = [sys.executable, "-m", "multihead.counting.worker", json.dumps(options)]
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
-        self._queue: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
-        self._running: set[_Worker] = set()
+        self._queue: queue.Queue[tuple[_WorkerProcess, dict[str, Any] | None]] = queue.Queue()
+        self._running: set[_WorkerProcess] = set()
         self._plan, self._folder = plan, folder
         self.dead: list[str] = []
 
     @property
-    def counting(self) -> int:
-        """How many have loaded the model and have not ended."""
+    def num_counting(self) -> int:
+        """Number of running workers that have loaded the model."""
         return sum(worker.has_loaded for worker in self._running)
 
     @contextmanager
-    def started(self, count: int) -> Iterator[None]:
-        """Start some processes, and end those that are left after this context."""
+    def start_workers(self, count: int) -> Iterator[None]:
+        """Start `count` processes, and terminate those that still run when the context ends."""
         try:
             for number in range(1, count + 1):
-                self._start(number)
+                self._start_worker(number)
             yield
         finally:
-            self._stop(list(self._running))
+            self._stop_workers(list(self._running))
 
-    def _stop(self, workers: Sequence[_Worker]) -> None:
+    def _stop_workers(self, workers: Sequence[_WorkerProcess]) -> None:
         for worker in workers:
             self._running.remove(worker)
-            worker.stop()
+            worker.terminate()
 
-    def _start(self, number: int) -> None:
-        self._running.add(_Worker(number, self._command, self._environment, self._queue))
+    def _start_worker(self, number: int) -> None:
+        self._running.add(_WorkerProcess(number, self._command, self._environment, self._queue))
 
-    def messages(self, *, wait: bool) -> Iterator[dict[str, Any]]:
-        """Yield what they report.
+    def read_messages(self, *, wait: bool) -> Iterator[dict[str, Any]]:
+        """Yield the messages of the workers, and replace workers that were killed.
 
         Args:
-            wait: until all have ended; otherwise only what has arrived.
+            wait: whether to wait until all workers have ended; otherwise only messages that have arrived are read.
 
         Raises:
             MultiheadError: a process rejected the model or the plan.
         """
         if wait and not missing_shards(self._folder, self._plan):
-            self._stop([worker for worker in self._running if not worker.has_loaded])  # nothing is left for these
+            # No shard is left for workers that still load the model.
+            self._stop_workers([worker for worker in self._running if not worker.has_loaded])
         while self._running and (wait or not self._queue.empty()):
             worker, message = self._queue.get()
             if worker not in self._running:
                 continue
             if message is None:
-                self._end(worker)
+                self._handle_ended_worker(worker)
             elif "error" in message:
                 raise _error_of_message(message)
             else:
                 worker.has_loaded |= "loaded" in message
             yield message or {}
 
-    def _end(self, worker: _Worker) -> None:
+    def _handle_ended_worker(self, worker: _WorkerProcess) -> None:
         self._running.remove(worker)
-        if problem := worker.end():
+        if problem := worker.wait_for_end():
             self.dead.append(problem)
             if len(self.dead) <= RESTARTS and missing_shards(self._folder, self._plan):
-                self._start(worker.number)
+                self._start_worker(worker.number)
 
 
 def _error_of_message(message: dict[str, Any]) -> MultiheadError:
@@ -299,7 +300,7 @@ def _error_of_message(message: dict[str, Any]) -> MultiheadError:
     return kinds.get(str(message["kind"]), ModelError)(message["error"], message["mend"])
 
 
-class _Worker:
+class _WorkerProcess:
     """A process that counts shards, and the threads that read its messages into a queue.
 
     Args:
@@ -317,15 +318,17 @@ class _Worker:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         self._errors: list[bytes] = []
         self._messages = messages
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._read_errors)]
+        self._threads = [
+            threading.Thread(target=each, daemon=True) for each in (self._read_messages, self._read_errors)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                with suppress(ValueError):  # the process was ended within a line
+                with suppress(ValueError):  # the process was killed while it wrote this line
                     self._messages.put((self, json.loads(line)))
         self._messages.put((self, None))
 
@@ -335,10 +338,10 @@ class _Worker:
             for line in lines:
                 self._errors = [*self._errors[-20:], line]
 
-    def end(self) -> str:
-        """Wait for the process, and return why it failed; "" if it did not."""
+    def wait_for_end(self) -> str:
+        """Wait until the process has ended, and return why it failed, or ""."""
         status = self._process.wait()
-        self._join()
+        self._join_threads()
         if not status:
             return ""
         if status < 0:
@@ -346,20 +349,20 @@ class _Worker:
         last = self._errors[-1].decode("utf-8", "replace").strip() if self._errors else ""
         return f"Worker {self.number} failed with status {status}: {last}"
 
-    def stop(self) -> None:
-        """End the process."""
+    def terminate(self) -> None:
+        """Terminate the process and wait until it has ended."""
         self._process.terminate()
         self._process.wait()
-        self._join()
+        self._join_threads()
 
-    def _join(self) -> None:
+    def _join_threads(self) -> None:
         """Wait until the pipes of the ended process are read and closed."""
         for thread in self._threads:
             thread.join()
 
 
-def loaded_for(folder: Path, model: str, device: str) -> Counter:
-    """Load the model of a planned census in a process that has only the directory.
+def load_counter(folder: Path, model: str, device: str) -> ShardCounter:
+    """Load the model of the census in `folder`, and return its counter, in a process that has only the plan.
 
     Raises:
         ArgumentError: the model differs from that of the plan, or a probe is defined in a script.
@@ -371,7 +374,7 @@ def loaded_for(folder: Path, model: str, device: str) -> Counter:
             f"{model} has other parameters than the model that the census was planned with.",
             "Give all processes the same model.",
         )
-    return Counter(loaded, plan, plan.built_in_probes())
+    return ShardCounter(loaded, plan, plan.built_in_probes())
 
 
 def check_reads_text(loaded: LoadedModel) -> None:

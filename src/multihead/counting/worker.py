@@ -1,4 +1,4 @@
-"""A process of its own that counts shards and prints a line of JSON after each batch; `counting.work` starts it."""
+"""The worker process that `counting.work` starts: it counts shards and prints a line of JSON after each batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from multihead.counting.work import count_shards, loaded_for
+from multihead.counting.work import count_shards, load_counter
 from multihead.errors import MultiheadError
 
 
@@ -23,7 +23,7 @@ def main(argument: str) -> int:
     Returns:
         the exit status.
     """
-    # What the libraries of a model print must not mix with the messages.
+    # Standard output is for messages alone: what a model's libraries print goes to standard error.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
         os.dup2(2, 1)
         try:
@@ -33,7 +33,7 @@ def main(argument: str) -> int:
 
 
 def _count_and_report(options: dict[str, Any], messages: TextIO) -> int:
-    """Count shards, and print what happens."""
+    """Count shards, print progress and results as JSON, and return the exit status."""
 
     def send(**message: Any) -> None:
         messages.write(json.dumps(message) + "\n")
@@ -42,7 +42,7 @@ def _count_and_report(options: dict[str, Any], messages: TextIO) -> int:
     torch.set_num_threads(options["threads"])
     folder = Path(options["folder"])
     try:
-        counter = loaded_for(folder, options["model"], options["device"])
+        counter = load_counter(folder, options["model"], options["device"])
         send(loaded=True)
         order = range(len(counter.plan.shards))
         found = count_shards(counter, folder, order, lambda texts, tokens: send(texts=texts, tokens=tokens))

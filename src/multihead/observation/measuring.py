@@ -19,10 +19,10 @@ from multihead.probes.lookups import at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import complete_statistics, parts_of, possible_probes
-from multihead.record.analysis.chance import even
-from multihead.record.batch import SampleSpans, moved_together
+from multihead.record.analysis.chance import with_zero_scores
+from multihead.record.batch import SampleSpans, shift_all_key_indices
 from multihead.record.summaries import Measured, occurred_before, queries_that_count
-from multihead.record.token_ids import Ids, is_among
+from multihead.record.token_ids import CallTokenIds, is_among
 from multihead.tensors.shapes import AttentionShape
 
 FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
@@ -93,7 +93,9 @@ class Measuring:
             special, compared, sets, weight, first_key, key_start, id_before, self.map_size, self.map_pool
         )
 
-    def together(self, call: AttentionCall, places: SampleSpans, ids: Ids, layer: nn.Module) -> dict[str, Measured]:
+    def together(
+        self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
+    ) -> dict[str, Measured]:
         """Measure all texts of a call at once: statistic -> its values, and which count, (batch, heads, queries) each.
 
         Args:
@@ -103,18 +105,18 @@ class Measuring:
             layer: the module that made the call.
         """
         request, shape, logsumexp = call.request, call.request.shape, call.attended.logsumexp.detach()
-        read = ids.of_keys(request)
+        read = ids.key_ids(request)
         if ids.crosses or read is None:
             raise ModelError(
                 f"{self.names[id(layer)]} attends from {shape.query_length} queries to {shape.key_length} keys, which "
                 "are not the tokens of the texts.",
                 "Give a model whose layers read each token of a text once, or choose others of its layers.",
             )
-        real, positions, num_keys = places.queries
+        real, positions, num_keys = places.query_places
         read = read.masked_fill(~real[:, 0], -1)
         text = torch.arange(shape.batch)[:, None]  # of each token
         if places.packed:
-            text = torch.arange(len(places.found)).repeat_interleave(places.ends[2] - places.ends[1])[None]
+            text = torch.arange(len(places.spans)).repeat_interleave(places.span_ends[2] - places.span_ends[1])[None]
         distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts are different
         context = self.context(layer, shape, read, distinct=distinct)
         probes, parts = possible_probes(self.probes, request, context), call.attended.statistics
@@ -124,7 +126,7 @@ class Measuring:
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
         output = None if request.dropout else call.attended.output
-        found = moved_together(
+        found = shift_all_key_indices(
             complete_statistics(request, logsumexp, probes, context, parts=parts, output=output), places
         )
         sees = real & (logsumexp.cpu() != -torch.inf)
@@ -138,7 +140,9 @@ class Measuring:
             probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
         }
 
-    def of_even_spread(self, call: AttentionCall, places: SampleSpans, ids: Ids, layer: nn.Module) -> dict[str, Tensor]:
+    def of_even_spread(
+        self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
+    ) -> dict[str, Tensor]:
         """Measure what an even spread over the visible keys gives, for the probes that have such a number.
 
         The arguments are those of `together`. It costs as much as one head: it is the same for all heads and layers
@@ -148,7 +152,7 @@ class Measuring:
             statistic -> (batch, heads or 1, queries).
         """
         probes = tuple(each for each in self.probes if each.chance and "values" not in each.needs)
-        request = even(call.request, exact=call.request.shape.dtype == torch.float64)
+        request = with_zero_scores(call.request, exact=call.request.shape.dtype == torch.float64)
         wanted = parts_of(each for each in probes if not each.needs)
         request = replace(request, origin=call.request.origin, wanted=wanted)
         spread = AttentionCall(request, attend(request, published=False))

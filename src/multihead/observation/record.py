@@ -32,10 +32,10 @@ from multihead.record.analysis.highlights import (
 )
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import CUTTING, RecordedBatch
-from multihead.record.layer import LayerRecord, RecordParts, texts_of
+from multihead.record.layer import LayerRecord, RecordContents, texts_of
 from multihead.record.notebook import number_with_noun
 from multihead.record.sample import SampleRecord
-from multihead.record.summaries import Of, check_summary
+from multihead.record.summaries import Of, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 from multihead.record.texts import Text
 
@@ -104,8 +104,8 @@ class Record:
         raise ModelError(f"There is no layer {layer!r} in the record.", f"The layers seen are: {known}.")
 
     @property
-    def _record_parts(self) -> RecordParts:
-        return RecordParts(self.layers, self.title, self.id, self.calls, self.statistics)
+    def _record_parts(self) -> RecordContents:
+        return RecordContents(self.layers, self.title, self.id, self.calls, self.statistics)
 
     @property
     def keeps_weights(self) -> bool:
@@ -199,7 +199,7 @@ class Record:
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is something else.
         """
-        check_summary(of)
+        check_summary_name(of)
         rows = []
         read = self.profiles() if kinds and self._has_kinds else [None] * len(self.layers)
         for layer, profile in zip(self.layers, read, strict=True):
@@ -622,7 +622,7 @@ class Record:
         found = gather_objects(self._record_parts._replace(layers=layers, statistics=shown), Ranks.of(group), to=to)
         if found is None:
             return None
-        record = Record(*merging.merged(found))
+        record = Record(*merging.merge_records(found))
         record.statistics |= self.statistics
         record.add_kinds(*self.own_kinds)
         return record
@@ -639,7 +639,7 @@ class Record:
         Raises:
             ArgumentError: they do not belong together, or a part is missing.
         """
-        return Record(*merging.of_all([record._record_parts for record in records]))  # noqa: SLF001 - records too
+        return Record(*merging.merge_all_ranks([record._record_parts for record in records]))  # noqa: SLF001 - records too
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record to one safetensors file, completely or not at all.
@@ -672,4 +672,4 @@ class Record:
         """
         files = loading.matching_files(file)
         found = [loading.load(each, mapped=mapped) for each in files]
-        return Record(*(found[0] if len(found) == 1 else merging.of_all(found)))
+        return Record(*(found[0] if len(found) == 1 else merging.merge_all_ranks(found)))

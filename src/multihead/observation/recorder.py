@@ -34,19 +34,19 @@ from multihead.record.batch import (
     KeptRows,
     RecordedBatch,
     SampleSpans,
-    cut_request,
-    moved_together,
+    hide_padding_queries,
     new_samples,
-    part_of,
-    with_dropped_keys,
-    without_queries,
+    restore_dropped_keys,
+    shift_all_key_indices,
+    slice_call,
+    slice_request,
 )
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import PER_KEY, SampleRecord
-from multihead.record.segments import Rows, Segment, grow_keys, kept_rows
-from multihead.record.split import LayerSplit, SampleSplit
-from multihead.record.token_ids import Ids
+from multihead.record.segments import Rows, Segment, append_new_keys, copy_contiguous
+from multihead.record.split import LayerPartOfRank, TokensOfRank
+from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
@@ -252,7 +252,7 @@ class Recorder:
             measured = self.measuring.together(call, places, ids, module)
             levels = self._measure_chance(call, places, ids, module)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
-            layer.running_summary.add(measured, samples=len(places.found))
+            layer.running_summary.add(measured, samples=len(places.spans))
             self.record.add(layer, ())
             return
         first = state.key_starts is None
@@ -266,20 +266,20 @@ class Recorder:
         samples = state.samples()
         state.samples = lambda: samples
         self.record.add(layer, ())
-        for index, (span, key_start) in enumerate(zip(places.found, starts().flatten().tolist(), strict=True)):
+        for index, (span, key_start) in enumerate(zip(places.spans, starts().flatten().tolist(), strict=True)):
             sample, apart = samples[index // windows], state.window or index % windows > 0
             if not first:
-                ids.add_to(sample, span, index, key_start - span.keys[0])
-            alone, start = cut_request(call, span), 0 if request.packed_lengths is not None else key_start
+                ids.append_to_sample(sample, span, index, key_start - span.keys[0])
+            alone, start = slice_call(call, span), 0 if request.packed_lengths is not None else key_start
             if not apart:
-                alone, start = with_dropped_keys(alone, start)
+                alone, start = restore_dropped_keys(alone, start)
             if places.real is not None:
-                alone = without_queries(alone, places.real[span.sample, slice(*span.queries)])
+                alone = hide_padding_queries(alone, places.real[span.sample, slice(*span.queries)])
             self._add_sample(layer, sample, alone, start, module, first=first, apart=apart)
             self.record.add(layer, [sample])  # one call
 
     def _measure_chance(
-        self, call: AttentionCall, places: SampleSpans, ids: Ids, module: nn.Module
+        self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, module: nn.Module
     ) -> dict[str, Tensor]:
         """Return `Measuring.of_even_spread`, measured once in a pass for layers whose queries see the same keys."""
         request = call.request
@@ -296,7 +296,7 @@ class Recorder:
         layer: LayerRecord,
         state: _PreviousCall,
         places: SampleSpans,
-        ids: Ids,
+        ids: CallTokenIds,
         module: nn.Module,
         windows: int,
     ) -> bool:
@@ -335,17 +335,17 @@ class Recorder:
         length = sequence.whole(request.shape).query_length
         bare = self._without_tensors(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
-        if self._spans is None or not self._spans.fits(bare, None, None):
+        if self._spans is None or not self._spans.fits_call(bare, None, None):
             self._spans = SampleSpans(bare)
         places = self._spans
         # What is kept may lack the bias, which measures need.
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
-        ids = Ids(self._whole_ids(request, sequence, name), None, crosses=False, packed=False, query_start=0)
+        ids = CallTokenIds(self._whole_ids(request, sequence, name), None, crosses=False, packed=False, query_start=0)
         parts = dict(attended.statistics)
         if request.sinks is not None:
             parts["sink_mass"] = sink_mass(attended.logsumexp.detach(), request.sinks)
-        left_out = places.not_sliceable
-        shared = moved_together(parts, places)
+        left_out = places.unsliceable_parts
+        shared = shift_all_key_indices(parts, places)
         ready = [
             probe
             for probe in self.probes
@@ -356,17 +356,17 @@ class Recorder:
         keys = sequence.gathered(request.k, 2) if others else None
         values = sequence.gathered(request.v, 2) if any("values" in probe.needs for probe in others) else keys
         samples = []
-        for index, span in enumerate(places.found):
+        for index, span in enumerate(places.spans):
             queries, own_keys = (
                 _overlaps_of_range(sequence.chunks(length), each) for each in (span.queries, span.keys)
             )
             sample = self._new_sample(layer.name)()
             if sequence.place[1] > 1:
-                sample.split = SampleSplit(
+                sample.split = TokensOfRank(
                     tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
                 )
-            ids.add_to(sample, span, index, -span.keys[0])
-            sample.segments = [Segment(replace(part_of(bare, span, packed=False), sinks=bare.sinks))]
+            ids.append_to_sample(sample, span, index, -span.keys[0])
+            sample.segments = [Segment(replace(slice_request(bare, span, packed=False), sinks=bare.sinks))]
             rows = [slice(*each.own) for each in queries]
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(attended.logsumexp, span, rows).to(device))
@@ -375,11 +375,11 @@ class Recorder:
                 more = self._measured_with(keys, values, call, whole, span, queries, sample, module, others)
                 found |= {key: value.cpu() for key, value in more.items()}
             in_order = (*(probe.name for probe in self.probes), *found)  # that of one process, which pages show
-            sample.put({key: found[key] for key in in_order if key in found})
+            sample.set_statistics({key: found[key] for key in in_order if key in found})
             if self.keep in ("cpu", "device"):
-                sample.q = Rows(2, [kept_rows(_slice_rows(request.q, span, rows), device)])
+                sample.q = Rows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
                 sample.k = Rows(
-                    2, [kept_rows(_slice_rows(request.k, span, [slice(*each.own) for each in own_keys]), device)]
+                    2, [copy_contiguous(_slice_rows(request.k, span, [slice(*each.own) for each in own_keys]), device)]
                 )
             samples.append(sample)
         if layer.running_summary is None:
@@ -429,14 +429,14 @@ class Recorder:
         """
         request, attended = call.request, call.attended
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
-        of_span = part_of(whole, span, packed=False)
+        of_span = slice_request(whole, span, packed=False)
         first_key = first_keys(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
         nothing = (span.queries[0],) * 2
         for each in queries or [_Overlap(nothing, (0, 0), (0, 0))]:  # without a token of the text: empty statistics
             rows = slice(*each.own)
             part = replace(
-                part_of(whole, replace(span, queries=each.positions), packed=False),
+                slice_request(whole, replace(span, queries=each.positions), packed=False),
                 q=request.q[one, :, rows],
                 k=keys[one, :, columns],
                 v=values[one, :, columns],
@@ -467,15 +467,15 @@ class Recorder:
                 padding = real
         elif keys is not None:
             real, padding = self._real_queries(request, name, keys.key_offset), keys.padding
-        if self._spans is None or not self._spans.fits(request, real, padding):
+        if self._spans is None or not self._spans.fits_call(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change them before they are read
             self._spans = SampleSpans(self._without_tensors(request, request.shape.device), own_packed, real, padding)
         return self._spans
 
-    def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> Ids:
+    def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> CallTokenIds:
         """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer."""
-        unknown = Ids(None, None, crosses, places.packed, places.request.query_start)
+        unknown = CallTokenIds(None, None, crosses, places.packed, places.request.query_start)
         if not self.inputs.any_ids:
             return unknown
         shape, continued, packed = request.shape, request.continued, request.packed_lengths
@@ -495,14 +495,14 @@ class Recorder:
             keys = None
         return replace(unknown, queries=queries, keys=keys)
 
-    def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: Ids) -> Parts | None:
+    def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds) -> Parts | None:
         """Return the parts of all probes, measured for the whole batch; None if samples must be measured alone.
 
         The kernel measured what needs q and k alone. Weights on special tokens and sinks are measured here. Samples
         are measured alone if the kernel did not run, if a part needs more, if a part of the whole call is not that of
         each sample, or if there is padding between the queries of a sample.
         """
-        measured, left_out = call.attended.statistics, places.not_sliceable
+        measured, left_out = call.attended.statistics, places.unsliceable_parts
         if left_out is None:
             return None
         known: set[Need] = {"values", "output_weight", "sets"}
@@ -518,7 +518,7 @@ class Recorder:
             return None
         missing = wanted - measured.keys()
         if missing:
-            more = token_parts(call, missing, ids.marks(call.request, self.measuring.special_ids))
+            more = token_parts(call, missing, ids.special_keys(call.request, self.measuring.special_ids))
             if more is None:
                 return None
             measured = {**measured, **more}
@@ -529,7 +529,7 @@ class Recorder:
         call: AttentionCall,
         places: SampleSpans,
         parts: Parts,
-        ids: Ids,
+        ids: CallTokenIds,
         name: str,
         new_sample: Callable[[], SampleRecord],
     ) -> RecordedBatch:
@@ -545,11 +545,11 @@ class Recorder:
             batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):
             fresh = request.origin is not None and request.origin.fresh
-            batch.q = KeptRows.of(request.q, lambda: places.query_rows, device, layer=name, fresh=fresh)
-            batch.k = KeptRows.of(request.k, lambda: places.key_rows, device, layer=name, fresh=fresh)
+            batch.q = KeptRows.keep(request.q, lambda: places.query_rows, device, layer=name, fresh=fresh)
+            batch.k = KeptRows.keep(request.k, lambda: places.key_rows, device, layer=name, fresh=fresh)
         # The lengths of packed samples are those of this call; the tensors of a caller's mask may change.
         if request.mask.holds_tensors and not (places.packed and not request.mask.without_documents().holds_tensors):
-            batch.cut_requests()
+            batch.slice_requests()
         return batch
 
     def _add_sample(
@@ -574,15 +574,15 @@ class Recorder:
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
         request = replace(self._without_tensors(call.request, device), query_start=int(call.request.query_start))
         if sample.k is not None:
-            grow_keys(sample.k, call.request.k, start=key_start, device=device)
+            append_new_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
         if layer.running_summary is not None:  # only the token ids are kept until the next call
             target = replace(self._new_sample(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
-        target.add(
+        target.append_call(
             Segment(request, key_start, apart=apart),
-            kept_rows(call.attended.logsumexp, device),
+            copy_contiguous(call.attended.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
-            None if sample.q is None else kept_rows(call.request.q, device),
+            None if sample.q is None else copy_contiguous(call.request.q, device),
         )
         if layer.running_summary is not None:
             layer.running_summary.add(target.measured(), samples=int(first and not apart))
@@ -602,7 +602,7 @@ class Recorder:
             wanted=frozenset(),
             shape=request.shape._replace(device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
-            sinks=None if request.sinks is None or not keeps else kept_rows(request.sinks, device),
+            sinks=None if request.sinks is None or not keeps else copy_contiguous(request.sinks, device),
             origin=None,
         )
 
@@ -711,12 +711,12 @@ def _slice_rows(tensor: Tensor, span: Span, rows: list[slice]) -> Tensor:
     return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]
 
 
-def _split_of(module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None) -> LayerSplit | None:
+def _split_of(module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None) -> LayerPartOfRank | None:
     """Return which part of a layer this process computes; None where it computes all of it."""
     held = held_heads(module, request.shape.head_dim)
     rank, ranks = (0, 1) if sequence is None else sequence.place
     if held is None:
         heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
         held = HeldHeads((0, heads), heads, (0, kv_heads), kv_heads)
-    split = LayerSplit(*held, rank, ranks)
+    split = LayerPartOfRank(*held, rank, ranks)
     return None if split.is_whole else split

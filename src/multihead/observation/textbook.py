@@ -13,7 +13,7 @@ from multihead.kinds import KINDS, Kind
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.probes.probe import Probe
-from multihead.record.analysis.chance import chance, compare_with_chance
+from multihead.record.analysis.chance import chance_of_probes, compare_with_chance
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 
@@ -75,7 +75,7 @@ def _collect_repeated(
         if all(probe.name in one.per_query for one in samples)
     }
     one = samples[0]
-    levels, measured = chance(one, probes.values()), one.measured()
+    levels, measured = chance_of_probes(one, probes.values()), one.measured()
     even = {
         name: compare_with_chance([measured[of.name].values], [levels[of.name]], [measured[of.name].counted]).chance
         for name, of in probes.items()

@@ -17,7 +17,7 @@ from multihead.files import check_writable, writing
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.notebook import number_with_noun
-from multihead.record.plots import colors, pyplot
+from multihead.record.plots import import_pyplot, report_colormap
 
 FORMAT = "multihead time series"
 VERSION = 1
@@ -139,7 +139,7 @@ class TimeSeries:
             ArgumentError: no such statistic or layer was observed.
             MissingPackageError: matplotlib is not installed.
         """
-        plt = pyplot()
+        plt = import_pyplot()
         if layer is None:
             numbers = [number for number in self.layers if (name, number) in self._rows]
             if not numbers:
@@ -151,7 +151,7 @@ class TimeSeries:
             lines = {f"head {head}": line for head, line in enumerate(self.values(name, layer=layer).T)}
         if ax is None:
             ax = plt.subplots(layout="constrained")[1]
-        shades = colors()(np.linspace(0.3, 1, len(lines)))  # below 0.3 a line is too pale on paper
+        shades = report_colormap()(np.linspace(0.3, 1, len(lines)))  # below 0.3 a line is too pale on paper
         for (label, line), color in zip(lines.items(), shades, strict=True):
             ax.plot(self.steps, line, color=color, label=label, linewidth=1.5)
         shown = self.statistics[name]

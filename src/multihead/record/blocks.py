@@ -14,7 +14,7 @@ from multihead.probes.blocks import Blocks, blocks
 from multihead.record.segments import Segment
 
 
-def joined_blocks(
+def sum_blocks(
     parts: Iterable[tuple[Segment, AttentionRequest, Tensor]],
     *,
     heads: Sequence[int],
@@ -24,7 +24,7 @@ def joined_blocks(
     without_first_key: bool = False,
     cancelled: Callable[[], bool] | None = None,
 ) -> Blocks:
-    """Sum the weights of each block of a rectangle of a map, and count its visible cells.
+    """Sum the weights of each block of a rectangle of an attention map, and count the visible cells of the block.
 
     A segment may start within a block: its rows before the next grid line are summed separately.
 
@@ -41,8 +41,8 @@ def joined_blocks(
     sums = torch.zeros(len(heads), *size, dtype=torch.float64)
     found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
     for segment, request, logsumexp in parts:
-        for row, upright in _on_grid((segment.row_start, segment.row_stop), rows, block[0]):
-            for column, across in _on_grid((segment.key_start, segment.key_stop), columns, block[1]):
+        for row, upright in _split_at_grid((segment.row_start, segment.row_stop), rows, block[0]):
+            for column, across in _split_at_grid((segment.key_start, segment.key_stop), columns, block[1]):
                 part = blocks(
                     request,
                     logsumexp,
@@ -60,7 +60,7 @@ def joined_blocks(
     return found
 
 
-def checked_indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
+def checked_slice_indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
     """Return the start, stop and step of a slice for a given length.
 
     Raises:
@@ -70,20 +70,20 @@ def checked_indices(chosen: slice, length: int, name: str) -> tuple[int, int, in
     return chosen.indices(length)
 
 
-def checked_ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
+def checked_slice_ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
     """Return the start and stop of a slice for a given length.
 
     Raises:
         ArgumentError: it is not a slice, or has steps.
     """
-    first, stop, step = checked_indices(chosen, length, name)
+    first, stop, step = checked_slice_indices(chosen, length, name)
     if step != 1:
         raise ArgumentError(f"{name} has steps of {step}.", "Give slices without steps.")
     return first, max(first, stop)
 
 
-def one_or_all(head: int | None, num_heads: int) -> int | slice:
-    """Return one head, or a slice of all heads for None.
+def index_of_heads(head: int | None, num_heads: int) -> int | slice:
+    """Return `head`, or a slice of all heads if it is None, as an index of the heads' dimension.
 
     Raises:
         ArgumentError: `head` is not an integer.
@@ -96,8 +96,8 @@ def one_or_all(head: int | None, num_heads: int) -> int | slice:
     return head
 
 
-def both_ends(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
-    """Return a number for the queries and one for the keys; one number counts for both.
+def number_per_axis(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
+    """Return (number for queries, number for keys); a single number is used for both.
 
     Raises:
         ArgumentError: a sequence of another length than two.
@@ -109,10 +109,12 @@ def both_ends(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
     return given[0], given[1]
 
 
-def _on_grid(available: tuple[int, int], wanted: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Split the overlap of a segment and a rectangle at the first grid line: block and range of each part.
+def _split_at_grid(
+    available: tuple[int, int], wanted: tuple[int, int], size: int
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Split the overlap of two ranges at the first grid line: yield block index and range of each part.
 
-    >>> list(_on_grid((3, 20), (0, 18), 8))
+    >>> list(_split_at_grid((3, 20), (0, 18), 8))
     [(0, (3, 8)), (1, (8, 18))]
     """
     first, stop = max(available[0], wanted[0]), min(available[1], wanted[1])

@@ -19,7 +19,7 @@ from multihead.record.notebook import number_with_noun
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
-from multihead.record.split import LayerSplit
+from multihead.record.split import LayerPartOfRank
 from multihead.record.summaries import Of
 from multihead.record.table import head_rows
 from multihead.record.texts import Text
@@ -34,10 +34,10 @@ class LayerRecord:
         running_summary: the summary of all texts with keep="summary", else None.
         number: index from 0 among all attention layers of the model in the order they first ran, layers that were
             not recorded included: L17 is the layer that `observe(layers=17)` chooses.
-        batches: calls whose samples come after the others, and are cut out when `samples` is read.
+        batches: calls whose samples follow the other samples, and are sliced out when `samples` is read.
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
-        repeated: what its heads do on repeated random tokens, if that was measured.
-        split: which heads and tokens these are, where it was observed on one of several ranks.
+        repeated: the attention of its heads on repeated random tokens, if that was measured.
+        split: which heads and tokens of the layer this record holds, if it was observed on one of several ranks.
         own_kinds: the kinds of heads that are not built in, see `Record.add_kinds`.
     """
 
@@ -48,7 +48,7 @@ class LayerRecord:
     batches: list[RecordedBatch] = field(default_factory=list)
     alignment_heads: tuple[int, ...] = ()
     repeated: RepeatedTokens | None = None
-    split: LayerSplit | None = None
+    split: LayerPartOfRank | None = None
     own_kinds: tuple[Kind, ...] = ()
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class LayerRecord:
         return f"<LayerRecord {self.number} {visible(self.name)}: {contents}>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook: one row per head."""
+        """Show the layer in a notebook: one row per head."""
         rows = head_rows(self.number, self.name, self.num_heads, self.means())
         return notebook.html_of_table(
             self.name, f"layer {self.number}, {number_with_noun(self.num_samples, 'text')}", rows, ["head"]
@@ -65,17 +65,17 @@ class LayerRecord:
 
     @property
     def module(self) -> str:
-        """The qualified name of its module, which the layers of a model that shares them, such as ALBERT, have too."""
+        """The qualified name of the layer's module; layers that share a module, as in ALBERT, share this name."""
         return self.name.partition("#")[0]
 
     @property
     def call(self) -> int:
-        """Which call of its module in one forward pass of the model it records, from 0."""
+        """Index of the recorded call among the calls of the module in one forward pass, from 0."""
         return int(self.name.partition("#")[2] or 1) - 1
 
     @property
     def samples(self) -> list[SampleRecord]:
-        """One per text, over all batches, in the order they ran; empty if only a summary is kept."""
+        """One sample per text, over all batches, in the order they ran; empty if only a summary is kept."""
         with CUTTING:
             while self.batches:
                 self._samples += self.batches[0].samples
@@ -103,7 +103,7 @@ class LayerRecord:
         Raises:
             ProbeError: only a summary was kept.
         """
-        read = import_module("multihead.record.analysis.highlights").layer_profiles  # in a layer above
+        read = import_module("multihead.record.analysis.highlights").layer_profiles  # it imports this module
         made = {kind.probe.name: kind.probe for kind in self.own_kinds if kind.probe is not None}
         (profile,) = read([self], sample=None, statistics=made, among=(*KINDS, *self.own_kinds))
         found: tuple[tuple[str, ...], ...] = profile.kinds
@@ -181,7 +181,7 @@ class LayerRecord:
 
 
 def texts_of(layers: Sequence[LayerRecord]) -> list[Text]:
-    """Return the texts that were read, one per sample; a text without tokens where none is known."""
+    """Return the text of each sample; an empty text for a sample whose text is unknown."""
     found: list[Text] = []
     for layer in layers:
         for index, one in enumerate(layer.samples):
@@ -193,8 +193,8 @@ def texts_of(layers: Sequence[LayerRecord]) -> list[Text]:
     return found
 
 
-class RecordParts(NamedTuple):
-    """What the file of a record holds.
+class RecordContents(NamedTuple):
+    """The contents of a record, as its file holds them.
 
     Attributes:
         layers: one per attention layer, in the order they first ran.

@@ -21,18 +21,18 @@ from multihead.files import Parts, check_name, is_folder
 from multihead.functional import request_of
 from multihead.probes.catalogue import REPEATED, probe_of_part
 from multihead.probes.probe import Statistic
-from multihead.record.layer import LayerRecord, RecordParts
+from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
-from multihead.record.running_summary import BINS, RunningSummary, Sketch, bin_of
+from multihead.record.running_summary import BINS, QuantileSketch, RunningSummary, bin_of
 from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
 from multihead.record.saving import FORMAT, HEADER, STORED, VERSION
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import read_bias, read_mask
-from multihead.record.split import LayerSplit, SampleSplit, length_of
-from multihead.record.stored import Held, StoredRows, bytes_of
-from multihead.record.texts import Reading, Text
+from multihead.record.split import LayerPartOfRank, TokensOfRank, count_tokens
+from multihead.record.stored import HeadCache, StoredRows, bytes_of_tensor
+from multihead.record.texts import GrowingText, Text
 
-MOST = 1 << 40  # limit of counts that have no limit of their own
+MOST = 1 << 40  # limit of counts without a tighter limit
 
 MOST_TOKENS = 1 << 28
 """Limit of the queries or keys of a sample; the longest contexts of models have 2^24 tokens. A file with statistics
@@ -51,10 +51,10 @@ MOST_WIDTH = 1 << 20
 MOST_LABEL = 100
 """Limit of the characters of a label or a unit; pages show them as column headings."""
 
-_WHOLE = 1 + 1e-3  # a share of all attention, rounded
-_BINS_1 = 2095  # of a summary in a file of version 1
+_WHOLE = 1 + 1e-3  # upper limit of a share, 1, with rounding errors
+_BINS_1 = 2095  # number of bins of a running summary in files of version 1
 _NAMED = {name: dtype for dtype, name in STORED.items()}
-_LENGTH = 300  # characters of a finding in an error
+_LENGTH = 300  # limit of the characters that an error message quotes
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 CALLED: dict[type, str] = {
     dict: "an object",
@@ -66,7 +66,7 @@ CALLED: dict[type, str] = {
 }
 
 
-def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
+def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordContents:
     """Open a record; see `Record.load`.
 
     Args:
@@ -75,7 +75,7 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
             are needed and everything else at once, and reading raises InputError if the file was changed.
     """
     target = os.fspath(file)
-    # PyTorch reads numbers in the byte order of the machine; the file is little-endian.
+    # Reading without mapping does not convert the file's little-endian numbers, so big-endian machines always map.
     metadata, tensors, stored = _open_file(target, mapped=mapped or sys.byteorder == "big")
     if metadata.get("format") != FORMAT:
         raise InputError(
@@ -92,7 +92,7 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
         )
     try:
         return _record_of_metadata(metadata, tensors, stored, int(version))
-    except _WrongError as error:
+    except _InvalidValueError as error:
         raise _damage_error(target, str(error)) from None
     except MultiheadError as error:
         raise _damage_error(target, error.finding.rstrip(".")) from error
@@ -101,7 +101,7 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
 
 
 def matching_files(file: str | os.PathLike[str]) -> list[str]:
-    """Return the files that a pattern such as "run.*.safetensors" matches, in order; a file of that name alone.
+    """Return the files that a pattern such as "run.*.safetensors" matches, sorted; or the file of that exact name.
 
     Raises:
         InputError: there is none.
@@ -115,8 +115,8 @@ def matching_files(file: str | os.PathLike[str]) -> list[str]:
     return found
 
 
-class _WrongError(Exception):
-    """A value in a file is not what it should be."""
+class _InvalidValueError(Exception):
+    """A value in a file has a wrong type, shape or range."""
 
 
 def _damage_error(target: str, what: str) -> InputError:
@@ -125,10 +125,10 @@ def _damage_error(target: str, what: str) -> InputError:
 
 
 def _open_file(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
-    """Open a file.
+    """Open a safetensors file.
 
     Returns:
-        its metadata, its tensors, and the tensors that are read when they are needed.
+        metadata, tensors, and the tensors (q and k) that are read from the file when needed.
 
     Raises:
         InputError: the file does not exist, is not a safetensors file, or is truncated.
@@ -140,7 +140,7 @@ def _open_file(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, 
     try:
         with safe_open(target, framework="pt", device="cpu") as opened:
             if not mapped:
-                return _read_record(target)
+                return _read_without_mapping(target)
             return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}, {}  # noqa: SIM118
     except FileNotFoundError:
         raise InputError(f"There is no file {target!r}.", "Check its name.") from None
@@ -159,8 +159,8 @@ def _open_file(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, 
         raise InputError(f"{target!r} is not a safetensors file.", "Give a file that Record.save wrote.") from error
 
 
-def _read_record(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
-    """Read a file that safetensors has validated; q and k stay in it.
+def _read_without_mapping(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
+    """Read a file that safetensors has validated, except q and k, which are read when needed.
 
     Raises:
         ValueError: the file has changed since.
@@ -173,20 +173,20 @@ def _read_record(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[s
     parts.read_into(8, memoryview(text := bytearray(begin - 8)))
     header = json.loads(text)
     metadata = header.pop("__metadata__", {})
-    held = Held(parts)
+    held = HeadCache(parts)
     tensors: dict[str, Tensor] = {}
     stored: dict[str, StoredRows] = {}
     for name, data in header.items():
         dtype, shape, (first, stop) = _NAMED.get(data["dtype"]), tuple(data["shape"]), data["data_offsets"]
         if dtype is None:
-            continue  # not a tensor of a record
+            continue  # a dtype that records never use
         if stop - first != math.prod(shape) * dtype.itemsize or begin + stop > parts.size:
             raise ValueError(f"{name} is not where the header has it.")
         if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
             stored[name] = StoredRows(held, begin + first, shape, dtype)
         else:
             tensors[name] = torch.empty(shape, dtype=dtype)
-            parts.read_into(begin + first, bytes_of(tensors[name]))
+            parts.read_into(begin + first, bytes_of_tensor(tensors[name]))
     return metadata, tensors, stored
 
 
@@ -198,10 +198,10 @@ def _begins_as_safetensors(target: str) -> bool:
 
 def _record_of_metadata(
     metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows], version: int
-) -> RecordParts:
-    data = _checked_kind(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "the record")
+) -> RecordContents:
+    data = _checked_kind(json.loads(metadata["record"], parse_constant=_reject_constant), dict, "the record")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
-        raise _WrongError("its id is not one")
+        raise _InvalidValueError("its id is not one")
     texts = [
         _read_text(_checked_kind(each, dict, "a text"), tensors)
         for each in _checked_kind(data["texts"], list, "the texts")
@@ -212,84 +212,84 @@ def _record_of_metadata(
         name = _checked_kind(_checked_kind(each, dict, "a layer")["name"], str, "a layer's name")
         samples = []
         for one in _checked_kind(each["samples"], list, "the samples"):
-            sample = _Sample(one, name, tensors, stored, texts)
-            if sample.tensor_name() in claimed:  # a short list could repeat a large sample many times
-                raise _WrongError(f"two samples are called {sample.tensor_name()!r}")
+            sample = _SampleReader(one, name, tensors, stored, texts)
+            if sample.tensor_name() in claimed:  # otherwise a small file could list one large sample many times
+                raise _InvalidValueError(f"two samples are called {sample.tensor_name()!r}")
             claimed.add(sample.tensor_name())
             samples.append(sample.read())
         running_summary = (
             None
             if each["summed"] is None
-            else _read_sums(_checked_kind(each["summed"], dict, "the sums"), tensors, version)
+            else _read_running_summary(_checked_kind(each["summed"], dict, "the sums"), tensors, version)
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
-            raise _WrongError(f"the samples of layer {name!r} do not fit each other")
+            raise _InvalidValueError(f"the samples of layer {name!r} do not fit each other")
         # Records of earlier versions have no numbers; a layer's number was its index in the file.
         number = _checked_count(each.get("number", place), "a layer's number")
         if number in numbers:
-            raise _WrongError("two layers have one number")
+            raise _InvalidValueError("two layers have one number")
         numbers.add(number)
         layers.append(LayerRecord(name, samples, running_summary, number))
         layers[-1].alignment_heads = _read_alignment_heads(each, layers[-1].num_heads)
-        layers[-1].split = _layer_split(each.get("split"), layers[-1].num_heads)
+        layers[-1].split = _read_layer_split(each.get("split"), layers[-1].num_heads)
         if any(one.split is not None and layers[-1].split is None for one in samples):
-            raise _WrongError("a sample of a layer that is no part is one")
-        layers[-1].repeated = _read_repeated(each.get("repeated"), tensors, layers[-1].num_heads)
+            raise _InvalidValueError("a sample of a layer that is no part is one")
+        layers[-1].repeated = _read_repeated_tokens(each.get("repeated"), tensors, layers[-1].num_heads)
         heads += layers[-1].num_heads
         if heads > MOST_HEADS:
-            raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
+            raise _InvalidValueError(f"its layers have more than {MOST_HEADS:,} heads")
     order = _checked_tensor(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
-        one = layers[_check_within(layer, len(layers))].samples
-        chosen = one[_check_within(sample, len(one))]
-        calls.append((chosen, _check_within(call, len(chosen.calls))))
+        one = layers[_checked_index(layer, len(layers))].samples
+        chosen = one[_checked_index(sample, len(one))]
+        calls.append((chosen, _checked_index(call, len(chosen.calls))))
     statistics = _read_statistics(data)
     for layer in layers:
         for sample_record in layer.samples:
             sample_record.counted = {name: each.counted for name, each in statistics.items()}
-    return RecordParts(layers, _checked_kind(data["title"], str, "its title"), metadata["id"], calls, statistics)
+    return RecordContents(layers, _checked_kind(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 
-def _layer_split(data: Any, heads: int) -> LayerSplit | None:
-    """Read which part of a layer one rank holds; layers of one process have no such entry."""
+def _read_layer_split(data: Any, heads: int) -> LayerPartOfRank | None:
+    """Read the part of a layer that one rank holds; None if the layer was not split over ranks."""
     if data is None:
         return None
     numbers = [_checked_count(each, "a part of a layer") for each in _checked_kind(data, list, "the part of a layer")]
     if len(numbers) != 8:
-        raise _WrongError(f"the part of a layer has {len(numbers)} numbers")
+        raise _InvalidValueError(f"the part of a layer has {len(numbers)} numbers")
     first, stop, count, first_kv, stop_kv, kv_count, rank, ranks = numbers
     within = 0 <= first < stop <= count <= MOST_HEADS and 0 <= first_kv < stop_kv <= kv_count <= count
     if not within or stop - first != heads or not 0 <= rank < ranks:
-        raise _WrongError("the part of a layer is not one")
-    return LayerSplit((first, stop), count, (first_kv, stop_kv), kv_count, rank, ranks)
+        raise _InvalidValueError("the part of a layer is not one")
+    return LayerPartOfRank((first, stop), count, (first_kv, stop_kv), kv_count, rank, ranks)
 
 
 def _read_ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
-    """Read ranges of tokens: in order, within a text of `length` tokens."""
+    """Read ranges of tokens, checking that they are in order and within a text of `length` tokens."""
     found, place = [], 0
     for each in _checked_kind(data, list, "the tokens of a rank"):
         first, stop = (
             _checked_count(end, "a token of a rank") for end in _checked_kind(each, list, "the tokens of a rank")
         )
         if not place <= first < stop <= length:
-            raise _WrongError("the tokens of a rank are not in order")
+            raise _InvalidValueError("the tokens of a rank are not in order")
         found.append((first, stop))
         place = stop
     return tuple(found)
 
 
 def _read_alignment_heads(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
-    """Read the alignment heads of a layer; most layers have none."""
+    """Read the indices of a layer's alignment heads; () if the layer has none."""
     listed = _checked_kind(layer.get("alignment", []), list, "the alignment heads")
     found = tuple(_checked_count(each, "an alignment head", most=heads - 1) for each in listed)
     if sorted(set(found)) != list(found):
-        raise _WrongError("the alignment heads of a layer are not in ascending order")
+        raise _InvalidValueError("the alignment heads of a layer are not in ascending order")
     return found
 
 
 def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
-    """Read how the statistics that are not built in are shown; files without any have no such entry."""
+    """Read labels, units and number formats of the statistics that are not built in, by name."""
     found = {}
     counted = _checked_kind(data.get("counted", {}), dict, "the queries that count")
     parts = _checked_kind(data.get("parts", {}), dict, "the parts of statistics")
@@ -299,37 +299,37 @@ def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
             for key, value in _checked_kind(fields, dict, "the label of a statistic").items()
         }
         if any(len(text) > MOST_LABEL for text in shown.values()):
-            raise _WrongError(f"a label of a statistic has more than {MOST_LABEL} characters")
+            raise _InvalidValueError(f"a label of a statistic has more than {MOST_LABEL} characters")
         shown["counted"] = _checked_kind(counted.get(name, "all"), str, "the queries that count")
         found[name] = Statistic(name, **shown)
         if name in parts:
             family, argument, tokens = _checked_kind(parts[name], list, "the part of a statistic")
             probe = probe_of_part((family, argument), tokens)
             if probe.name != name:
-                raise _WrongError(f"the part of {name} is that of {probe.name}")
+                raise _InvalidValueError(f"the part of {name} is that of {probe.name}")
             found[name] = replace(probe, **shown)
     return found
 
 
-def _refused_constant(name: str) -> float:
-    raise _WrongError(f"{name} is not a number")
+def _reject_constant(name: str) -> float:
+    raise _InvalidValueError(f"{name} is not a number")
 
 
 def _checked_kind(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _WrongError(f"{what} should be {CALLED[kind]}, and is {CALLED.get(type(value), 'nothing')}")
+        raise _InvalidValueError(f"{what} should be {CALLED[kind]}, and is {CALLED.get(type(value), 'nothing')}")
     return value
 
 
 def _checked_count(value: Any, what: str, *, least: int = 0, most: int = MOST) -> int:
     if not least <= _checked_kind(value, int, what) <= most:
-        raise _WrongError(f"{what} is {value}")
+        raise _InvalidValueError(f"{what} is {value}")
     return int(value)
 
 
-def _check_within(index: int, length: int) -> int:
+def _checked_index(index: int, length: int) -> int:
     if not 0 <= index < length:
-        raise _WrongError("a call refers to a sample that does not exist")
+        raise _InvalidValueError("a call refers to a sample that does not exist")
     return index
 
 
@@ -339,11 +339,11 @@ def _checked_tensor(tensor: Tensor, shape: tuple[int | None, ...], what: str, *d
         size in (None, given) for size, given in zip(shape, tensor.shape, strict=True)
     )
     if not fits or tensor.dtype not in dtypes:
-        raise _WrongError(f"{what} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+        raise _InvalidValueError(f"{what} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
     return tensor
 
 
-def _read_sums(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
+def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
     heads = _checked_count(data["heads"], "a number of heads", least=1, most=MOST_HEADS)
     found = RunningSummary(heads, _checked_count(data["samples"], "a number of samples"))
     for name, parts in _checked_kind(data["statistics"], dict, "the statistics").items():
@@ -351,12 +351,12 @@ def _read_sums(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -
             _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count")
         )
         bins = _checked_tensor(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
-        found.statistics[name] = Sketch(total, count, bins if version > 1 else _rebinned(bins))
+        found.statistics[name] = QuantileSketch(total, count, bins if version > 1 else _convert_old_bins(bins))
     return found
 
 
-def _read_repeated(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedTokens | None:
-    """Read what a layer does on repeated random tokens; files without it have no such entry."""
+def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedTokens | None:
+    """Read a layer's attention on repeated random tokens; None if the file has no such entry."""
     if data is None:
         return None
     shares: dict[str, Tensor] = {}
@@ -366,14 +366,14 @@ def _read_repeated(data: Any, tensors: dict[str, Tensor], heads: int) -> Repeate
             _checked_kind(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
         ).items():
             if name not in REPEATED:
-                raise _WrongError("there is an unknown statistic of repeated tokens")
+                raise _InvalidValueError("there is an unknown statistic of repeated tokens")
             found[name] = _checked_tensor(tensors[place], shape, name, torch.float64)
             if not bool(((found[name] >= 0) & (found[name] <= _WHOLE) | found[name].isnan()).all()):
-                raise _WrongError(f"{name} is not a share")
+                raise _InvalidValueError(f"{name} is not a share")
     if len({each.shape for each in shares.values()}) > 1 or not levels.keys() <= shares.keys():
-        raise _WrongError("the statistics of repeated tokens do not fit each other")
+        raise _InvalidValueError("the statistics of repeated tokens do not fit each other")
     if any(not each.shape[0] for each in shares.values()):
-        raise _WrongError("no text of repeated tokens was read")
+        raise _InvalidValueError("no text of repeated tokens was read")
     length, times = (
         _checked_count(data[each], f"the {each} of repeated tokens", least=1, most=MOST_TOKENS)
         for each in ("length", "times")
@@ -381,8 +381,8 @@ def _read_repeated(data: Any, tensors: dict[str, Tensor], heads: int) -> Repeate
     return RepeatedTokens(length, times, _checked_kind(data["start"], bool, "start"), shares, levels)
 
 
-def _rebinned(bins: Tensor) -> Tensor:
-    """Move counts from the bins of version 1, whose ends have the ratio 1.02, to those of today."""
+def _convert_old_bins(bins: Tensor) -> Tensor:
+    """Move counts from the bins of file version 1, whose ends have the ratio 1.02, to today's bins: (heads, BINS)."""
     values = 1e-9 * 1.02 ** torch.arange(_BINS_1, dtype=torch.float64) * 2 / 2.02
     values[0] = 0
     return torch.zeros(len(bins), BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
@@ -402,12 +402,12 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
             for each in _checked_kind(gaps, list, "the gaps")
         ]
     if len({len(each) for each in (ids, tokens, special, gaps) if each is not None}) != 1:
-        raise _WrongError("the tokens of a text are not as many as its ids")
+        raise _InvalidValueError("the tokens of a text are not as many as its ids")
     return Text(ids, tokens, special, gaps)
 
 
-class _Sample:
-    """Reads one sample."""
+class _SampleReader:
+    """Reads and checks one sample of a file."""
 
     def __init__(
         self, data: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
@@ -419,50 +419,50 @@ class _Sample:
         self.head_dim = _checked_count(self.data["head_dim"], "a width", least=1, most=MOST_WIDTH)
         self.value_dim = _checked_count(self.data["value_dim"], "a width", least=1, most=MOST_WIDTH)
         if self.data["dtype"] not in DTYPES:
-            raise _WrongError(f"there is no dtype {self.data['dtype']!r}")
+            raise _InvalidValueError(f"there is no dtype {self.data['dtype']!r}")
         self.dtype = DTYPES[self.data["dtype"]]
 
     def read(self) -> SampleRecord:
         one = SampleRecord(self.name, _checked_count(self.data["map_size"], "map_size", least=1))
         if self.data["map_pool"] not in ("mean", "max"):
-            raise _WrongError(f"map_pool is {self.data['map_pool']!r}")
+            raise _InvalidValueError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
         one.crosses = _checked_kind(self.data["crosses"], bool, "crosses")
         for each in _checked_kind(self.data["pieces"], list, "the pieces"):
             rows = one.segments[-1].row_stop if one.segments else 0
-            one.segments.append(self.segment(_checked_kind(each, dict, "a piece"), rows))
+            one.segments.append(self.read_segment(_checked_kind(each, dict, "a piece"), rows))
         if not one.segments:
-            raise _WrongError("a sample has no calls")
+            raise _InvalidValueError("a sample has no calls")
         if self.data.get("split") is not None:
             both = _checked_kind(self.data["split"], list, "the tokens of a rank")
             lengths = (one.segments[0].num_queries, one.num_keys)
             if len(both) != 2 or len(one.segments) > 1 or one.crosses:
-                raise _WrongError("the tokens of a rank are not those of one call")
-            one.split = SampleSplit(*(_read_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
+                raise _InvalidValueError("the tokens of a rank are not those of one call")
+            one.split = TokensOfRank(*(_read_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
         queries, keys = one.num_queries, one.num_keys
         self.read_tensors(one, queries, keys)
-        one.calls = self.calls(one)
-        one.put(self.statistics(queries, keys))
-        if (text := self.text("text", keys)) is not None:
-            one.keys_read = Reading.of(text)
-        if (text := self.text("query_text", queries)) is not None:
-            one.queries_read = Reading.of(text)
+        one.calls = self.read_calls(one)
+        one.set_statistics(self.read_statistics(queries, keys))
+        if (text := self.read_text("text", keys)) is not None:
+            one.keys_read = GrowingText.from_text(text)
+        if (text := self.read_text("query_text", queries)) is not None:
+            one.queries_read = GrowingText.from_text(text)
         held = one.k is not None or self.data["text"] is not None or not PER_KEY.isdisjoint(one.statistics)
         if keys > MOST_UNHELD and not held:
-            raise _WrongError(f"it holds none of the {keys:,} keys of a sample")
+            raise _InvalidValueError(f"it holds none of the {keys:,} keys of a sample")
         return one
 
-    def segment(self, data: dict[str, Any], row_start: int) -> Segment:
-        """Read a segment; its request is checked like that of a new call."""
+    def read_segment(self, data: dict[str, Any], row_start: int) -> Segment:
+        """Read a segment; its masks, shapes and options are checked as in a new attention call."""
         queries = _checked_count(data["queries"], "a number of queries", most=MOST_TOKENS)
         keys = _checked_count(data["keys"], "a number of keys", most=MOST_TOKENS)
         numbers = [data["scale"], *([] if data["softcap"] is None else [data["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
-            raise _WrongError("a scale is not a number")
+            raise _InvalidValueError("a scale is not a number")
         start = _checked_kind(data["query_start"], int, "a query's place")
         if abs(start) > MOST_TOKENS:
-            raise _WrongError(f"a query's place is {start}")
-        blank = torch.empty((), dtype=self.dtype)  # expands to the shapes of q, k and v without their memory
+            raise _InvalidValueError(f"a query's place is {start}")
+        blank = torch.empty((), dtype=self.dtype)  # is expanded to q, k and v without their memory
         request = request_of(
             blank.expand(1, self.heads, queries, self.head_dim),
             blank.expand(1, self.kv_heads, keys, self.head_dim),
@@ -470,7 +470,7 @@ class _Sample:
             read_mask(data["mask"], self.tensors),
             read_bias(data["bias"], self.tensors),
             None if data["softcap"] is None else float(data["softcap"]),
-            self.sinks(data),
+            self.read_sinks(data),
             float(data["scale"]),
             0.0,
             start,
@@ -480,8 +480,8 @@ class _Sample:
         apart = _checked_kind(data.get("apart", False), bool, "apart")  # older files have no windows
         return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
 
-    def sinks(self, data: dict[str, Any]) -> Tensor | None:
-        """Read the sinks of a call; in older files they are part of the logsumexp only."""
+    def read_sinks(self, data: dict[str, Any]) -> Tensor | None:
+        """Read the learned sinks of a call, (heads,); None in older files, whose logsumexp includes them."""
         name = data.get("sinks")
         if name is None:
             return None
@@ -495,13 +495,13 @@ class _Sample:
             _checked_tensor(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row)
         )
         if _checked_kind(self.data["kept"], bool, "kept"):
-            one.q = self.rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
-            one.k = self.rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
-            held = keys if one.split is None else length_of(one.split.keys)
+            one.q = self.read_rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
+            one.k = self.read_rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
+            held = keys if one.split is None else count_tokens(one.split.keys)
             if one.k.length < held:
-                raise _WrongError(f"k has {one.k.length} keys of {held}")
+                raise _InvalidValueError(f"k has {one.k.length} keys of {held}")
 
-    def rows(self, name: str, shape: tuple[int | None, ...], what: str) -> Rows:
+    def read_rows(self, name: str, shape: tuple[int | None, ...], what: str) -> Rows:
         stored = self.stored.get(name)
         if stored is None:
             return Rows(2, [_checked_tensor(self.tensors[name], shape, what, self.dtype)])
@@ -511,8 +511,8 @@ class _Sample:
     def tensor_name(self) -> str:
         return str(_checked_kind(self.data["name"], str, "a name"))
 
-    def calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Read the ranges of the calls: consecutive, each within a segment."""
+    def read_calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Read the query and key range of each call, checking that calls are consecutive and within a segment."""
         data = _checked_tensor(self.tensors[self.data["calls"]], (None, 4), "calls", torch.int64).tolist()
         found: list[tuple[tuple[int, int], tuple[int, int]]] = []
         segments = iter(one.segments)
@@ -523,14 +523,14 @@ class _Sample:
             rows = place == first <= stop <= segment.row_stop and segment.row_start <= first
             within = segment.key_start <= first_key <= stop_key <= segment.key_stop
             if not rows or not (within or (first == stop and 0 <= first_key <= stop_key <= keys)):
-                raise _WrongError("the calls of a sample do not follow each other")
+                raise _InvalidValueError("the calls of a sample do not follow each other")
             found.append(((first, stop), (first_key, stop_key)))
             place = stop
         if place != one.num_queries or not found:
-            raise _WrongError("the calls of a sample do not follow each other")
+            raise _InvalidValueError("the calls of a sample do not follow each other")
         return found
 
-    def statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
+    def read_statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
         for name, place in _checked_kind(self.data["statistics"], dict, "the statistics").items():
             shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
@@ -539,11 +539,11 @@ class _Sample:
             found[name] = _checked_tensor(self.tensors[place], shape, name, *kinds)
         return found
 
-    def text(self, which: str, length: int) -> Text | None:
+    def read_text(self, which: str, length: int) -> Text | None:
         index = self.data[which]
         if index is None:
             return None
-        text = self.texts[_check_within(_checked_count(index, "a text"), len(self.texts))]
+        text = self.texts[_checked_index(_checked_count(index, "a text"), len(self.texts))]
         if text.length != length:
-            raise _WrongError(f"a text has {text.length} tokens, and its layer {length}")
+            raise _InvalidValueError(f"a text has {text.length} tokens, and its layer {length}")
         return text

@@ -52,4 +52,4 @@ def _peak_of_process() -> int | None:
     except ImportError:  # Windows has none
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most  # kilobytes but on macOS, see getrusage(2)
+    return most if sys.platform == "darwin" else 1024 * most  # in kilobytes, but in bytes on macOS, see getrusage(2)

@@ -12,25 +12,25 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
-from multihead.record.layer import LayerRecord, RecordParts
-from multihead.record.running_summary import RunningSummary, Sketch
+from multihead.record.layer import LayerRecord, RecordContents
+from multihead.record.running_summary import QuantileSketch, RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment
-from multihead.record.serialization import Tensors, written_mask
-from multihead.record.split import JoinedRows, LayerSplit, Piece, Range, length_of
+from multihead.record.serialization import TensorStore, mask_as_json
+from multihead.record.split import JoinedRows, LayerPartOfRank, Range, TensorPiece, count_tokens
 from multihead.scores.bias import Bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
 
-def merged(records: Sequence[RecordParts]) -> RecordParts:
-    """Join records of ranks.
+def merge_records(records: Sequence[RecordContents]) -> RecordContents:
+    """Join the records of some ranks into one, over heads, tokens or both.
 
     Args:
         records: one per rank, in any order; what several of them hold, such as the heads of a sequence that is split,
             must be equal.
 
     Returns:
-        one record. Where heads are split as well as tokens, the ranks of one of both may be joined before the others.
+        one record; it may still be a part of the whole, to be joined with others.
 
     Raises:
         ArgumentError: they do not belong together, or a part is missing.
@@ -48,18 +48,18 @@ def merged(records: Sequence[RecordParts]) -> RecordParts:
         for old, new in zip(before.samples, after.samples, strict=True)
     }
     calls = [(samples[id(sample)], call) for sample, call in first.calls]
-    # The same name for the same parts, in any order: it names the files that a viewer keeps.
+    # The id does not depend on the order of the records: a viewer names its files after it.
     name = hashlib.sha256("".join(sorted(each.id for each in records)).encode()).hexdigest()[:32]
-    return RecordParts(layers, first.title, name, calls, first.statistics)
+    return RecordContents(layers, first.title, name, calls, first.statistics)
 
 
-def of_all(records: Sequence[RecordParts]) -> RecordParts:
-    """Join records that together hold all parts of one.
+def merge_all_ranks(records: Sequence[RecordContents]) -> RecordContents:
+    """Join the records of all ranks, which together hold every head and token.
 
     Raises:
         ArgumentError: they do not belong together, or a part is missing.
     """
-    found = merged(records)
+    found = merge_records(records)
     missing = [layer.split.describe() for layer in found.layers if layer.split is not None]
     if missing:
         raise _error_of_unlike_records(f"together they hold {missing[0]}")
@@ -77,19 +77,19 @@ def _merge_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
     splits = [layer.split for layer in layers]
     if any(split is None for split in splits):
         raise _error_of_unlike_records(f"{layers[0].name} of one of them is not a part")
-    of_heads: dict[Range, list[tuple[LayerSplit, LayerRecord]]] = {}
+    of_heads: dict[Range, list[tuple[LayerPartOfRank, LayerRecord]]] = {}
     for split, layer in zip(splits, layers, strict=True):
         assert split is not None
         of_heads.setdefault(split.heads, []).append((split, layer))
     by_heads = []
     for heads in sorted(of_heads):
         by_rank = sorted(of_heads[heads], key=lambda each: each[0].rank)
-        by_heads.append(_all_tokens([split for split, _ in by_rank], [layer for _, layer in by_rank]))
-    return by_heads[0] if len(by_heads) == 1 else _all_heads(by_heads)
+        by_heads.append(_merge_tokens([split for split, _ in by_rank], [layer for _, layer in by_rank]))
+    return by_heads[0] if len(by_heads) == 1 else _merge_heads(by_heads)
 
 
-def _all_tokens(splits: list[LayerSplit], layers: list[LayerRecord]) -> LayerRecord:
-    """Join the tokens of ranks with the same heads."""
+def _merge_tokens(splits: list[LayerPartOfRank], layers: list[LayerRecord]) -> LayerRecord:
+    """Join the records of one layer from ranks that have the same heads and different tokens."""
     split, layer = splits[0], layers[0]
     if len(layers) == 1:
         return layer
@@ -100,8 +100,8 @@ def _all_tokens(splits: list[LayerSplit], layers: list[LayerRecord]) -> LayerRec
         raise _error_of_unlike_records(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
     found = replace(
         layer,
-        _samples=[_tokens_of_sample(each) for each in zip(*(layer.samples for layer in layers), strict=True)],
-        split=_split_unless_whole(split._replace(rank=0, ranks=1)),
+        _samples=[_merge_sample_tokens(each) for each in zip(*(layer.samples for layer in layers), strict=True)],
+        split=_none_if_whole(split._replace(rank=0, ranks=1)),
         running_summary=None,
     )
     summaries = [each.running_summary for each in layers if each.running_summary is not None]
@@ -110,12 +110,12 @@ def _all_tokens(splits: list[LayerSplit], layers: list[LayerRecord]) -> LayerRec
     return found
 
 
-def _split_unless_whole(split: LayerSplit) -> LayerSplit | None:
+def _none_if_whole(split: LayerPartOfRank) -> LayerPartOfRank | None:
     return None if split.is_whole else split
 
 
-def _all_heads(layers: list[LayerRecord]) -> LayerRecord:
-    """Join the heads of ranks with the same tokens."""
+def _merge_heads(layers: list[LayerRecord]) -> LayerRecord:
+    """Join the records of one layer from ranks that have the same tokens and different heads."""
     splits = [layer.split for layer in layers if layer.split is not None]
     split = splits[0]
     if len({(each.num_heads, each.rank, each.ranks) for each in splits}) > 1:
@@ -124,13 +124,13 @@ def _all_heads(layers: list[LayerRecord]) -> LayerRecord:
     if [first for first, _ in ends] != [0, *(stop for _, stop in ends[:-1])] or ends[-1][1] != split.num_heads:
         listed = ", ".join(f"{first} to {stop - 1}" for first, stop in ends)
         raise _error_of_unlike_records(f"{layers[0].name} has {split.num_heads} heads, and these are {listed}")
-    # Ranks may share a key/value head: one copy of each is kept.
+    # Ranks may hold the same key/value heads; the first rank of each is kept.
     kv = list({split.kv_heads: index for index, split in reversed(list(enumerate(splits)))}.values())[::-1]
     whole = split._replace(heads=(0, split.num_heads), kv_heads=(0, split.num_kv_heads))
     found = replace(
         layers[0],
-        _samples=[_heads_of_sample(each, whole, kv) for each in zip(*(x.samples for x in layers), strict=True)],
-        split=_split_unless_whole(whole),
+        _samples=[_merge_sample_heads(each, whole, kv) for each in zip(*(x.samples for x in layers), strict=True)],
+        split=_none_if_whole(whole),
         running_summary=None,
         alignment_heads=(),
     )
@@ -143,20 +143,20 @@ def _all_heads(layers: list[LayerRecord]) -> LayerRecord:
 def _merge_summaries(
     summaries: list[RunningSummary], joined: Callable[[Iterable[Tensor]], Tensor | int]
 ) -> RunningSummary:
-    """Join the sums of ranks: added over tokens, concatenated over heads."""
+    """Join the running summaries of ranks with `joined`: a sum over tokens, or a concatenation over heads."""
     first = summaries[0]
     found = RunningSummary(first.num_heads, first.num_samples)
     for name in first.statistics:
         of_ranks = [each.statistics[name] for each in summaries if name in each.statistics]
         if len(of_ranks) == len(summaries):
             parts = (joined(getattr(each, part) for each in of_ranks) for part in ("total", "count", "bins"))
-            found.statistics[name] = Sketch(*(torch.as_tensor(part) for part in parts))
+            found.statistics[name] = QuantileSketch(*(torch.as_tensor(part) for part in parts))
             found.num_heads = len(found.statistics[name].total)
     return found
 
 
-def _tokens_of_sample(ranks: Sequence[SampleRecord]) -> SampleRecord:
-    """Join the tokens of one sample."""
+def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
+    """Join one sample from ranks that hold different tokens of it."""
     first = ranks[0]
     splits = [each.split for each in ranks if each.split is not None]
     segment = first.segments[0]
@@ -164,24 +164,26 @@ def _tokens_of_sample(ranks: Sequence[SampleRecord]) -> SampleRecord:
         raise _error_of_unlike_records(f"the sizes of {first.name} differ")
     _check_same_text(ranks)
     shape = segment.request.shape
-    of_queries, of_keys = (_places_of_ranges([split[index] for split in splits]) for index in (0, 1))
+    of_queries, of_keys = (_sort_ranges([split[index] for split in splits]) for index in (0, 1))
     for name, places, length in (("queries", of_queries, shape.query_length), ("keys", of_keys, shape.key_length)):
         ends = [0, *(stop for _, (_, stop), _ in places)]
         if [start for _, (start, _), _ in places] != ends[:-1] or ends[-1] != length:
             raise _error_of_unlike_records(f"their {name} are not those of a text with {length}")
 
-    def in_order(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    def concatenate_in_order(tensors: Sequence[Tensor], dim: int) -> Tensor:
         parts = [tensors[rank].narrow(dim, at, stop - start) for rank, (start, stop), at in of_queries]
         return torch.cat(parts, dim) if parts else tensors[0]
 
     found = replace(first, split=None, _pooled=None)
-    found.logsumexp = Rows(2, [in_order([each.logsumexp.whole() for each in ranks], 2)])
+    found.logsumexp = Rows(2, [concatenate_in_order([each.logsumexp.whole() for each in ranks], 2)])
     if all(each.q is not None and each.k is not None for each in ranks):
         found.q = _join_rows([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
         found.k = _join_rows([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
     common = set(first.per_query).intersection(*(each.per_query for each in ranks))
     statistics = {
-        name: in_order([each.per_query[name] for each in ranks], 1) for name in first.per_query if name in common
+        name: concatenate_in_order([each.per_query[name] for each in ranks], 1)
+        for name in first.per_query
+        if name in common
     }
     received = [each.statistics["received"] for each in ranks if "received" in each.statistics]
     if len(received) == len(ranks):
@@ -189,14 +191,14 @@ def _tokens_of_sample(ranks: Sequence[SampleRecord]) -> SampleRecord:
         if "coverage" in first.statistics:
             statistics["coverage"] = statistics["received"].clamp(max=1)
     found.calls = [((0, shape.query_length), (segment.key_start, segment.key_stop))]
-    found.put(statistics)
+    found.set_statistics(statistics)
     return found
 
 
-def _places_of_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
-    """Return the ranges of all ranks in order: the rank, the range, and its first token among those of the rank."""
+def _sort_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
+    """Sort the token ranges of all ranks: return rank, range and offset in the rank's own tokens, for each."""
     found = [
-        (rank, each, length_of(ranges[:index]))
+        (rank, each, count_tokens(ranges[:index]))
         for rank, ranges in enumerate(of_ranks)
         for index, each in enumerate(ranges)
         if each[0] < each[1]
@@ -211,7 +213,7 @@ def _join_rows(
     for rank, (start, stop), at in places:
         source = rows[rank]
         assert source is not None
-        pieces.append(Piece(source, (at, at + stop - start), start, (0, heads)))
+        pieces.append(TensorPiece(source, (at, at + stop - start), start, (0, heads)))
     return JoinedRows(pieces, heads=heads, length=length, width=shape.head_dim, dtype=shape.dtype)
 
 
@@ -221,8 +223,8 @@ def _check_same_text(ranks: Sequence[SampleRecord]) -> None:
         raise _error_of_unlike_records("they read different texts")
 
 
-def _heads_of_sample(ranks: Sequence[SampleRecord], whole: LayerSplit, kv: list[int]) -> SampleRecord:
-    """Join the heads of one sample; `kv` are the ranks whose key/value heads are taken."""
+def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, kv: list[int]) -> SampleRecord:
+    """Join one sample from ranks that hold different heads; `kv` are the ranks whose key/value heads are kept."""
     first = ranks[0]
     sizes = {(each.num_queries, each.num_keys, len(each.segments), each.split) for each in ranks}
     if len(sizes) > 1:
@@ -237,7 +239,7 @@ def _heads_of_sample(ranks: Sequence[SampleRecord], whole: LayerSplit, kv: list[
         found.k = _stack_heads([ranks[index].k for index in kv], shape.num_kv_heads, shape)
     of_ranks = [each.statistics for each in ranks]
     common = set(of_ranks[0]).intersection(*of_ranks)
-    found.put({name: torch.cat([each[name] for each in of_ranks]) for name in of_ranks[0] if name in common})
+    found.set_statistics({name: torch.cat([each[name] for each in of_ranks]) for name in of_ranks[0] if name in common})
     return found
 
 
@@ -246,16 +248,16 @@ def _stack_heads(rows: Sequence[Rows | None], heads: int, shape: AttentionShape)
     for source in rows:
         assert source is not None
         count, length = heads // len(rows), source.length
-        pieces.append(Piece(source, (0, length), 0, (first, first + count)))
+        pieces.append(TensorPiece(source, (0, length), 0, (first, first + count)))
         first += count
     return JoinedRows(pieces, heads=heads, length=length, width=shape.head_dim, dtype=shape.dtype)
 
 
-def _merge_segment(ranks: Sequence[Segment], whole: LayerSplit) -> Segment:
-    """Join the heads of one call."""
+def _merge_segment(ranks: Sequence[Segment], whole: LayerPartOfRank) -> Segment:
+    """Join one call from ranks that hold different heads."""
     requests = [each.request for each in ranks]
     first = requests[0]
-    if not all(_are_alike(each.mask, first.mask) for each in requests):
+    if not all(_are_equal_masks(each.mask, first.mask) for each in requests):
         raise ArgumentError(
             f"The mask {first.mask!r} differs between heads, which are split over ranks.",
             "Observe with a mask that all heads share, or read each rank's record alone.",
@@ -271,12 +273,12 @@ def _merge_segment(ranks: Sequence[Segment], whole: LayerSplit) -> Segment:
     )
 
 
-def _are_alike(mask: Mask, other: Mask) -> bool:
+def _are_equal_masks(mask: Mask, other: Mask) -> bool:
     """Whether two masks have equal fields; masks of two processes hold different tensors with equal values."""
     if mask == other:
         return True
-    tensors, others = Tensors(), Tensors()
-    fields = written_mask(mask, tensors, "mask") == written_mask(other, others, "mask")
+    tensors, others = TensorStore(), TensorStore()
+    fields = mask_as_json(mask, tensors, "mask") == mask_as_json(other, others, "mask")
     return fields and all(torch.equal(each, others.named[name]) for name, each in tensors.named.items())
 
 

@@ -27,13 +27,13 @@ MOST_LEVELS = 4
 """Lines of a table that list chance: layers with different masks have different levels."""
 
 
-def shown_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | None) -> list[Statistic]:
-    """Return the statistics among the columns of a table, without those of chance."""
+def statistic_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | None) -> list[Statistic]:
+    """Return the statistics among a table's columns, without the columns of chance."""
     return [statistic(name, statistics) for name in names if name not in WORDS and not name.endswith(CHANCE)]
 
 
-def levels_of_chance(rows: Sequence[Mapping[str, Any]], columns: Sequence[Statistic]) -> list[list[str]]:
-    """Return the different levels of chance of some rows, as a table shows them: a number per column, "" for none."""
+def distinct_chances(rows: Sequence[Mapping[str, Any]], columns: Sequence[Statistic]) -> list[list[str]]:
+    """Return the distinct chance levels of some rows as text: per level one number per column, "" if unknown."""
     found = dict.fromkeys(tuple(each.number(row.get(each.name + CHANCE)) for each in columns) for row in rows)
     shown = [["" if number == "-" else number for number in level] for level in found]
     return [level for level in shown if any(level)][:MOST_LEVELS]
@@ -59,11 +59,11 @@ def html_of_table(
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
     """
     heading = f"<p><strong>{escape(title)}</strong>: {escape(caption)}.</p>" if title else ""
-    return f"<div>{heading}{_rows_of_places(rows, places, statistics) if rows else ''}</div>"
+    return f"<div>{heading}{_html_rows(rows, places, statistics) if rows else ''}</div>"
 
 
 def number_with_noun(number: int, noun: str) -> str:
-    """Return a number with its noun.
+    """Return a number with its noun in singular or plural.
 
     >>> number_with_noun(1, "head"), number_with_noun(2000, "query"), number_with_noun(3, "key")
     ('1 head', '2,000 queries', '3 keys')
@@ -72,21 +72,21 @@ def number_with_noun(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def _rows_of_places(
+def _html_rows(
     rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Mapping[str, Statistic] | None
 ) -> str:
     names = dict.fromkeys(name for row in rows for name in row)
     places = [*places, *(["kind"] if "kind" in names else [])]
-    columns = shown_columns(names, statistics)
+    columns = statistic_columns(names, statistics)
     head = "".join(f"<th>{escape(heading)}</th>" for heading in [*places, *(each.heading for each in columns)])
     body = "".join(
         "<tr>"
         + "".join(f"<td>{escape(str(row[place]))}</td>" for place in places)
-        + "".join(f"<td>{_formatted_number(each, row.get(each.name))}</td>" for each in columns)
+        + "".join(f"<td>{_format_number(each, row.get(each.name))}</td>" for each in columns)
         + "</tr>"
         for row in rows[:ROWS]
     )
-    for level in levels_of_chance(rows, columns):
+    for level in distinct_chances(rows, columns):
         cells = "".join(f"<td>{number}</td>" for number in level)
         body += f'<tr><th colspan="{len(places)}">chance</th>{cells}</tr>'
     more = len(rows) - ROWS
@@ -94,5 +94,5 @@ def _rows_of_places(
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
 
 
-def _formatted_number(shown: Statistic, value: float | None) -> str:
+def _format_number(shown: Statistic, value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else shown.number(value)

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors.optional import require
 from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
-from multihead.record.blocks import checked_ends
+from multihead.record.blocks import checked_slice_ends
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
@@ -22,7 +22,7 @@ CELLS = 512
 LABELS = 48
 """Largest number of tokens that are written along a side of a map."""
 
-GRID_CELLS = 96  # of each small map of a grid
+GRID_CELLS = 96  # rows and columns of each small map of a grid
 _PAPER_TO_INK = "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # as static/shared/colour.js
 _HIDDEN = "#E4E2DC"
 
@@ -54,14 +54,14 @@ def plot_map(
         ArgumentError: a head that does not exist, or a slice with steps.
         MissingPackageError: matplotlib is not installed.
     """
-    plt = pyplot()
+    plt = import_pyplot()
     weights = sample.map(head, queries=queries, keys=keys, bins=CELLS).numpy()
-    rows, columns = checked_ends(queries, sample.num_queries), checked_ends(keys, sample.num_keys)
+    rows, columns = checked_slice_ends(queries, sample.num_queries), checked_slice_ends(keys, sample.num_keys)
     block = math.ceil((rows[1] - rows[0]) / CELLS), math.ceil((columns[1] - columns[0]) / CELLS)
     if ax is None:
         ax = plt.subplots(figsize=(7, 6), layout="constrained")[1]
     image = _draw_map(
-        ax, weights, end := scale_end(weights, single=max(block) <= 1), extent=(*columns, rows[1], rows[0])
+        ax, weights, end := end_of_color_scale(weights, single=max(block) <= 1), extent=(*columns, rows[1], rows[0])
     )
     for axis, (first, last), tokens in (
         (ax.yaxis, rows, sample.query_text.tokens if sample.crosses else sample.text.tokens),
@@ -95,7 +95,7 @@ def plot_statistic(
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    plt = pyplot()
+    plt = import_pyplot()
     heads = max(layer.num_heads for layer in layers)
     cells = np.full((len(layers), heads), np.nan)
     for row, layer in enumerate(layers):
@@ -103,7 +103,7 @@ def plot_statistic(
     if ax is None:
         size = (1.5 + 0.4 * min(heads, 32), 1.5 + 0.3 * min(len(layers), 48))
         ax = plt.subplots(figsize=size, layout="constrained")[1]
-    image = ax.imshow(cells, cmap=colors(), aspect="auto", vmin=min(0.0, float(np.nanmin(cells))))
+    image = ax.imshow(cells, cmap=report_colormap(), aspect="auto", vmin=min(0.0, float(np.nanmin(cells))))
     ax.set(xlabel="head", ylabel="layer", title=shown.label)
     ax.set_xticks(range(0, heads, max(1, heads // 16)))
     step = max(1, len(layers) // 24)
@@ -126,7 +126,7 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
         ProbeError: only statistics were kept.
         MissingPackageError: matplotlib is not installed.
     """
-    plt = pyplot()
+    plt = import_pyplot()
     heads = max(layer.num_heads for layer in layers)
     figure, axes = plt.subplots(
         len(layers), heads, figsize=(0.5 + 0.9 * heads, 0.5 + 0.9 * len(layers)), squeeze=False, layout="constrained"
@@ -135,7 +135,7 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
     ones = [layer.sample(sample) for layer in layers]
     longest = max(one.num_queries for one in ones), max(one.num_keys for one in ones)
     block = math.ceil(longest[0] / GRID_CELLS), math.ceil(longest[1] / GRID_CELLS)
-    end = scale_end(np.concatenate([each.ravel() for each in maps]), single=max(block) <= 1)
+    end = end_of_color_scale(np.concatenate([each.ravel() for each in maps]), single=max(block) <= 1)
     for row, (layer, weights) in enumerate(zip(layers, maps, strict=True)):
         for head, ax in enumerate(axes[row]):
             ax.set(xticks=[], yticks=[])
@@ -150,7 +150,7 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
     return figure
 
 
-def pyplot() -> Any:
+def import_pyplot() -> Any:
     """Return matplotlib.pyplot.
 
     Raises:
@@ -162,16 +162,16 @@ def pyplot() -> Any:
     return plt
 
 
-def colors() -> Any:
+def report_colormap() -> Any:
     """Return the colours of the pages, from paper to ink, as a colormap."""
     from matplotlib.colors import LinearSegmentedColormap
 
     ramp = LinearSegmentedColormap.from_list("multihead", _PAPER_TO_INK.split())
-    return ramp.with_extremes(bad=_HIDDEN)  # of cells that no query may see
+    return ramp.with_extremes(bad=_HIDDEN)  # the colour of cells that no query may see
 
 
-def scale_end(weights: Any, *, single: bool) -> float:
-    """Return the weight at which the scale ends: 1 for single weights, else the largest mean, rounded up."""
+def end_of_color_scale(weights: Any, *, single: bool) -> float:
+    """Return the weight at which the colour scale ends: 1 for single weights, else the largest mean, rounded up."""
     finite = weights[np.isfinite(weights)]
     largest = float(finite.max()) if finite.size else 0.0
     if single or largest <= 0:
@@ -184,7 +184,7 @@ def _draw_map(ax: Any, weights: Any, end: float, extent: tuple[int, int, int, in
     from matplotlib.colors import PowerNorm
 
     norm = PowerNorm(0.5, vmin=0, vmax=end, clip=True)
-    return ax.imshow(weights, cmap=colors(), norm=norm, extent=extent, interpolation="nearest", aspect="equal")
+    return ax.imshow(weights, cmap=report_colormap(), norm=norm, extent=extent, interpolation="nearest", aspect="equal")
 
 
 def _add_color_bar(axes: Any, image: Any, end: float, block: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What the heads of a layer do on repeated random tokens, where nothing but the repetition can be used."""
+"""The attention of a layer's heads on repeated random tokens, where only the repetition can be predicted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class RepeatedTokens:
 
     Attributes:
         length: how many random tokens a text has.
-        times: how often they come.
-        start: whether a start token comes before them.
+        times: how often the same random tokens occur in a text.
+        start: whether the text begins with a start token.
         shares: statistic of `probes.catalogue.REPEATED` -> (texts, heads) float64, the mean share in each text.
         chance: the same statistics -> (heads,) float64, what an even spread over the visible keys gives.
     """

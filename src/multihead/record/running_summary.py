@@ -1,4 +1,4 @@
-"""Summarise a layer over any number of texts in constant memory: sums, counts, and a histogram for percentiles."""
+"""Summarise a layer over any number of texts in constant memory: sums, counts, and histograms for percentiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.native import library
-from multihead.record.summaries import SHARES, Measured, Of, check_summary
+from multihead.record.summaries import SHARES, Measured, Of, check_summary_name
 
 LEAST, MOST = 2.0**-30, 2.0**30
 """Smaller values count as 0, larger ones as the largest."""
@@ -25,7 +25,7 @@ _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46
 
 
 @dataclass(eq=False)
-class Sketch:
+class QuantileSketch:
     """Sum, count and histogram of one statistic, over all queries so far.
 
     A value's bin is the exponent and the first six bits of the mantissa of the floating-point number, so the ends of
@@ -35,7 +35,7 @@ class Sketch:
         total: (heads,) float64, the sum.
         count: (heads,) float64, how many queries counted.
         bins: (heads, bins) int64, how many values lie in each bin; the first is for values below LEAST.
-        maximum: (heads,) float64, the exact maximum, -inf of none; None if only its bin is known.
+        maximum: (heads,) float64, the exact maximum, -inf without values; None if only the bin of the maximum is known.
 
     Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
     """
@@ -46,20 +46,20 @@ class Sketch:
     maximum: Tensor | None = None
 
     @staticmethod
-    def zero(heads: int) -> Sketch:
+    def empty(heads: int) -> QuantileSketch:
         """Return an empty sketch."""
-        return Sketch.zeros(1, heads)[0]
+        return QuantileSketch.empty_list(1, heads)[0]
 
     @staticmethod
-    def zeros(count: int, heads: int) -> list[Sketch]:
-        """Return some empty sketches, which share their memory."""
+    def empty_list(count: int, heads: int) -> list[QuantileSketch]:
+        """Return `count` empty sketches, which are views of shared tensors."""
         sums = torch.zeros(2, count, heads, dtype=torch.float64)
         # NumPy's zeros come from calloc: only the pages that are written to take time and memory.
         bins = torch.from_numpy(np.zeros((count, heads, BINS), np.int64))
-        return [Sketch(*each) for each in zip(*sums, bins, strict=True)]
+        return [QuantileSketch(*each) for each in zip(*sums, bins, strict=True)]
 
     def add(self, values: Tensor, counted: Tensor) -> None:
-        """Add queries: with the native library, or in the same way with tensors.
+        """Add the values of queries, with the native library if it is available, else with tensors.
 
         Args:
             values: ([batch,] heads, queries), floating-point.
@@ -73,7 +73,7 @@ class Sketch:
             library.add_to_sketch(values, counted, first_bin, self.total, self.count, self.bins)
             return
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
-        # Products of integers set what does not count to 0, NaN too, 10 times faster than masked_fill.
+        # Multiplying the bits by False sets values that do not count to 0, even NaN, 10 times faster than masked_fill.
         bits = _bits_as_integers(values) * counted
         count = counted.sum(rest)
         floats = torch.float64 if bits.dtype == torch.int64 else torch.float32
@@ -84,7 +84,7 @@ class Sketch:
         self.bins[:, 0] -= values.numel() // max(heads, 1) - count  # values that do not count are zeros, in bin 0
 
     def quantile(self, share: float) -> Tensor:
-        """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 of none."""
+        """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 without queries."""
         if share == 1 and self.maximum is not None:
             return torch.where(self.count == 0, 0.0, self.maximum)
         wanted = share * (self.count - 1).clamp(min=0)
@@ -95,7 +95,7 @@ class Sketch:
 
 @dataclass(eq=False)
 class RunningSummary:
-    """One layer over all texts so far.
+    """The summary of one layer over all texts so far.
 
     Attributes:
         num_heads: number of query heads.
@@ -107,7 +107,7 @@ class RunningSummary:
 
     num_heads: int
     num_samples: int = 0
-    statistics: dict[str, Sketch] = field(default_factory=dict)
+    statistics: dict[str, QuantileSketch] = field(default_factory=dict)
     maxima: Collection[str] = ()
     takes_batches: ClassVar[bool] = False
 
@@ -120,7 +120,7 @@ class RunningSummary:
         """
         self.num_samples += samples
         new = [name for name in measured if name not in self.statistics]
-        self.statistics.update(zip(new, Sketch.zeros(len(new), self.num_heads), strict=True))
+        self.statistics.update(zip(new, QuantileSketch.empty_list(len(new), self.num_heads), strict=True))
         for name in self.maxima:
             if name in new:
                 self.statistics[name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
@@ -129,7 +129,7 @@ class RunningSummary:
 
     def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic, or some: (heads,) float64 each; "mean" is exact, the others within 1 %."""
-        check_summary(of)
+        check_summary_name(of)
         chosen = {name: each for name, each in self.statistics.items() if names is None or name in names}
         if of == "mean":
             return {name: each.total / each.count.clamp(min=1) for name, each in chosen.items()}
@@ -144,11 +144,12 @@ def bin_of(values: Tensor) -> Tensor:
 def value_of_bin(place: Tensor) -> Tensor:
     """Return the value that a bin stands for, within 1 % of all in it: float64; 0 for the first bin."""
     low, high = _lower_end_of_bin(place), _lower_end_of_bin(place + 1)
-    return torch.where(place == 0, 0.0, 2 * low * high / (low + high))  # equally far from both ends in relative terms
+    # The harmonic mean has the same relative distance from both ends.
+    return torch.where(place == 0, 0.0, 2 * low * high / (low + high))
 
 
 def _bits_as_integers(values: Tensor) -> Tensor:
-    """Return floating-point numbers as integers with the same bits: int64 for float64, else int32 of float32."""
+    """Return the bits of floating-point numbers as integers: int64 for float64, else int32 of the float32."""
     return values.view(torch.int64) if values.dtype == torch.float64 else values.float().view(torch.int32)
 
 

@@ -23,13 +23,19 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import NOTHING
 from multihead.probes.tile import head_indices, tile
 from multihead.record import notebook, summaries
-from multihead.record.blocks import both_ends, checked_ends, checked_indices, joined_blocks, one_or_all
+from multihead.record.blocks import (
+    checked_slice_ends,
+    checked_slice_indices,
+    index_of_heads,
+    number_per_axis,
+    sum_blocks,
+)
 from multihead.record.notebook import number_with_noun
 from multihead.record.segments import Rows, Segment, join_segments
-from multihead.record.split import SampleSplit, length_of
+from multihead.record.split import TokensOfRank, count_tokens
 from multihead.record.summaries import Measured, Of
 from multihead.record.table import head_rows
-from multihead.record.texts import Reading, Text
+from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
 PER_KEY = frozenset({"received", "coverage"})
@@ -50,8 +56,8 @@ class SampleRecord:
         segments: its calls, merged where one mask describes several.
         calls: per call, the range of its queries and of its keys, (first, after the last) each.
         crosses: whether keys come from another text than queries (cross-attention).
-        keys_read: the text of the keys.
-        queries_read: the text of the queries, if it is another one.
+        keys_read: the text of the keys, which grows call by call.
+        queries_read: the text of the queries, if it differs from that of the keys.
         split: the tokens that this rank holds, where a sequence is split over ranks; None = all of them. `q`,
             `logsumexp` and statistics are then those of its queries, and `k` has its keys.
         counted: which queries count in a summary, for statistics that are not built in; see `probes.Statistic`.
@@ -66,9 +72,9 @@ class SampleRecord:
     segments: list[Segment] = field(default_factory=list)
     calls: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
     crosses: bool = False
-    keys_read: Reading = field(default_factory=Reading)
-    queries_read: Reading = field(default_factory=Reading)
-    split: SampleSplit | None = None
+    keys_read: GrowingText = field(default_factory=GrowingText)
+    queries_read: GrowingText = field(default_factory=GrowingText)
+    split: TokensOfRank | None = None
     counted: dict[str, str] = field(default_factory=dict)
     _per_query: dict[str, Rows] = field(default_factory=dict)  # statistics per query, (heads, queries)
     _others: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
@@ -92,7 +98,7 @@ class SampleRecord:
     @property
     def num_queries(self) -> int:
         """Number of queries; of this rank, where a sequence is split."""
-        return self.segments[-1].row_stop if self.split is None else length_of(self.split.queries)
+        return self.segments[-1].row_stop if self.split is None else count_tokens(self.split.queries)
 
     @property
     def num_keys(self) -> int:
@@ -132,7 +138,7 @@ class SampleRecord:
         if self.crosses:
             return self.queries_read.text(self.num_queries)
         if self.split is not None:
-            return self.text.of(self.positions.tolist())
+            return self.text.select_tokens(self.positions.tolist())
         return self.text.part(self.query_start, self.query_start + self.num_queries)
 
     @property
@@ -144,7 +150,7 @@ class SampleRecord:
         """
         found = self.per_query | self._others
         if len(self.calls) > 1 and "pooled_map" in found:
-            del found["pooled_map"]  # the blocks of one call are not those of all
+            del found["pooled_map"]  # the pooled map of one call has other blocks than that of all calls
             if (
                 self.keeps_weights
                 and self.map_pool == "mean"
@@ -176,7 +182,7 @@ class SampleRecord:
         """Return each floating-point statistic per query, and which queries count in a summary of it."""
         sees, positions, ids = self.sees, self.positions, self.text.ids
         rows, keys = torch.tensor(self.calls).unbind(1)  # (calls, 2) each
-        num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # of the call of each query
+        num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # per query, the number of keys of its call
         windows = [torch.full((each.num_queries,), each.key_start * each.apart) for each in self.segments]
         first = torch.cat(windows)[: len(positions)]  # the first key of the window of each query; 0 without windows
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
@@ -189,15 +195,15 @@ class SampleRecord:
             if value.is_floating_point()
         }
 
-    def put(self, statistics: dict[str, Tensor]) -> None:
-        """Set the statistics of all calls."""
+    def set_statistics(self, statistics: dict[str, Tensor]) -> None:
+        """Set the statistics of the whole sample, which replace earlier ones."""
         self._others = {name: value for name, value in statistics.items() if name in PER_KEY | OF_MAPS}
         self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
         if "pooled_map" in statistics:
             self._pooled = (len(self.calls), statistics["pooled_map"])
 
-    def begin(self, segment: Segment, logsumexp: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Set the first call; the caller sets `q` and `k`.
+    def set_first_call(self, segment: Segment, logsumexp: Tensor, statistics: Mapping[str, Tensor]) -> None:
+        """Start the sample with its first call; the caller sets `q` and `k`.
 
         Args:
             segment: the call.
@@ -209,7 +215,7 @@ class SampleRecord:
         self.logsumexp.add(logsumexp)
         self._per_query = {name: Rows(1, [value]) for name, value in statistics.items()}
 
-    def add(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
+    def append_call(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
         """Append a call that continues the previous ones; the caller appends its keys to `k`.
 
         Args:
@@ -231,7 +237,7 @@ class SampleRecord:
             self.q.add(q)
         per_query = {name: value for name, value in statistics.items() if name not in PER_KEY | OF_MAPS}
         if first:
-            self.put(statistics)
+            self.set_statistics(statistics)
             return
         # A statistic that one call lacks is dropped for the whole sample.
         self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
@@ -241,29 +247,30 @@ class SampleRecord:
         self._others = {name: value for name, value in self._others.items() if name in statistics}
         if "received" in self._others:
             total, more = self._others["received"], statistics["received"]
-            self._others["received"] = sum_received(total, more, segment.key_start)
+            self._others["received"] = add_received_weights(total, more, segment.key_start)
         if "coverage" in self._others:
             if "received" in self._others:
                 self._others["coverage"] = self._others["received"].clamp(max=1)
             else:
-                del self._others["coverage"]  # shares clamped to 1 cannot be summed
+                del self._others["coverage"]  # coverage is clamped to 1, so the coverage of two calls cannot be added
 
     def __repr__(self) -> str:
         """Return one line: the layer's name, the heads, and the size of their maps."""
-        return f"<SampleRecord of {visible(self.name)}: {number_with_noun(self.num_heads, 'head')}, {self._contents()}>"
+        heads = number_with_noun(self.num_heads, "head")
+        return f"<SampleRecord of {visible(self.name)}: {heads}, {self._describe_size()}>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook: one row per head."""
+        """Show the sample in a notebook: one row per head."""
         rows = head_rows(0, self.name, self.num_heads, self.means)
-        return notebook.html_of_table(self.name, self._contents(), rows, ["head"])
+        return notebook.html_of_table(self.name, self._describe_size(), rows, ["head"])
 
-    def _contents(self) -> str:
+    def _describe_size(self) -> str:
         size = f"{number_with_noun(self.num_queries, 'query')} and {number_with_noun(self.num_keys, 'key')}"
         return size if self.keeps_weights else f"{size}; statistics only"
 
     def call(self, index: int) -> SampleRecord:
         """Return one call as a sample of its own."""
-        if self.split is not None:  # it has one call
+        if self.split is not None:  # a sample that is split over ranks has one call
             return self
         rows, keys = self.calls[index]
         segment = next(each for each in self.segments if each.row_start <= rows[0] and rows[1] <= each.row_stop)
@@ -272,8 +279,8 @@ class SampleRecord:
         alone.q = None if self.q is None else Rows(2, [self.q.between(*rows)])
         alone.k = self.k
         alone.segments, alone.calls = [replace(segment.cut(rows, keys), row_start=0)], [((0, rows[1] - rows[0]), keys)]
-        alone.keys_read = Reading.of(self.keys_read.text(self.num_keys).part(0, keys[1]))
-        alone.queries_read = Reading.of(self.queries_read.text(self.num_queries).part(*rows))
+        alone.keys_read = GrowingText.from_text(self.keys_read.text(self.num_keys).part(0, keys[1]))
+        alone.queries_read = GrowingText.from_text(self.queries_read.text(self.num_queries).part(*rows))
         alone._per_query = {name: Rows(1, [each.between(*rows)]) for name, each in self._per_query.items()}
         alone._others = dict(self._others) if len(self.calls) == 1 else {}
         return alone
@@ -293,7 +300,7 @@ class SampleRecord:
             ProbeError: only statistics were kept.
             ArgumentError: the head does not exist, or queries or keys are not slices.
         """
-        heads = one_or_all(head, self.num_heads)
+        heads = index_of_heads(head, self.num_heads)
         found = []
         for segment, rows in self._segments_of_rows(queries):
             request, logsumexp = self.request_of(segment, head)
@@ -301,7 +308,7 @@ class SampleRecord:
             part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=segment.totals)
             found.append(part[0].cpu())
         if not found:
-            self._check_kept()
+            self._check_weights_kept()
         cells = self._assemble_tiles(found, queries, keys, self.num_heads if head is None else 1)
         return cells if head is None else cells[0]
 
@@ -384,15 +391,15 @@ class SampleRecord:
             ProbeError: only statistics were kept.
             ArgumentError: a head that does not exist, a slice with steps, or an empty block.
         """
-        self._check_kept()
-        size = both_ends("block", block)
+        self._check_weights_kept()
+        size = number_per_axis("block", block)
         for length in size:
             check_integer("block", length)
-        return joined_blocks(
+        return sum_blocks(
             ((segment, *self.request_of(segment, head)) for segment in self.segments),
-            heads=head_indices(one_or_all(head, self.num_heads), self.num_heads).tolist(),
-            rows=checked_ends(queries, self.num_queries, "queries"),
-            columns=checked_ends(keys, self.num_keys, "keys"),
+            heads=head_indices(index_of_heads(head, self.num_heads), self.num_heads).tolist(),
+            rows=checked_slice_ends(queries, self.num_queries, "queries"),
+            columns=checked_slice_ends(keys, self.num_keys, "keys"),
             block=size,
             without_first_key=without_first_key,
             cancelled=cancelled,
@@ -422,10 +429,13 @@ class SampleRecord:
             ProbeError: only statistics were kept.
             ArgumentError: a head that does not exist, a slice with steps, or no bins.
         """
-        most = both_ends("bins", bins)
+        most = number_per_axis("bins", bins)
         for each in most:
             check_integer("bins", each)
-        rows, columns = checked_ends(queries, self.num_queries, "queries"), checked_ends(keys, self.num_keys, "keys")
+        rows, columns = (
+            checked_slice_ends(queries, self.num_queries, "queries"),
+            checked_slice_ends(keys, self.num_keys, "keys"),
+        )
         height, width = (
             max(-(-(last - first) // each), 1) for (first, last), each in zip((rows, columns), most, strict=True)
         )
@@ -438,10 +448,10 @@ class SampleRecord:
         Raises:
             ProbeError: only statistics were kept.
         """
-        self._check_kept()
+        self._check_weights_kept()
         assert self.q is not None
         assert self.k is not None
-        of_q, of_k = segment.only(head)
+        of_q, of_k = segment.head_indices(head)
         k = self.k.between(segment.key_start, segment.key_stop, heads=of_k)
         request = replace(segment.request, q=self.q.between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(segment.row_start, segment.row_stop)
@@ -455,7 +465,7 @@ class SampleRecord:
                 "rank has saved its own.",
             )
 
-    def _check_kept(self) -> None:
+    def _check_weights_kept(self) -> None:
         self._check_all_tokens()
         if not self.keeps_weights:
             raise ProbeError(
@@ -465,7 +475,7 @@ class SampleRecord:
 
     def _segments_of_rows(self, queries: slice) -> Iterator[tuple[Segment, slice]]:
         """Yield the segments that a slice of the queries touches, and the slice within each."""
-        first, stop, step = checked_indices(queries, self.num_queries, "queries")
+        first, stop, step = checked_slice_indices(queries, self.num_queries, "queries")
         for segment in self.segments:
             low = first + max(-(-(segment.row_start - first) // step), 0) * step
             high = min(stop, segment.row_stop)
@@ -474,13 +484,13 @@ class SampleRecord:
 
     def _columns_of_segment(self, segment: Segment, keys: slice) -> slice:
         """Return the slice of a segment's keys that a slice of the sample's keys touches, without its steps."""
-        first, stop, _ = checked_indices(keys, self.num_keys, "keys")
+        first, stop, _ = checked_slice_indices(keys, self.num_keys, "keys")
         low = min(max(first, segment.key_start), segment.key_stop)
         return slice(low - segment.key_start, max(low, min(stop, segment.key_stop)) - segment.key_start)
 
     def _assemble_tiles(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
-        """Stack tiles (heads, rows, columns of their segment) vertically, and apply the steps of the keys."""
-        left, right, key_step = checked_indices(keys, self.num_keys, "keys")
+        """Concatenate tiles (heads, rows, columns of their segment) along the rows, and apply the step of `keys`."""
+        left, right, key_step = checked_slice_indices(keys, self.num_keys, "keys")
         whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
         for (segment, _), each in zip(self._segments_of_rows(queries), tiles, strict=True):
             row = each.new_zeros(heads, each.shape[1], max(right - left, 0))
@@ -490,8 +500,8 @@ class SampleRecord:
         return torch.cat(whole, 1)[:, :, ::key_step]
 
 
-def sum_received(total: Tensor, more: Tensor, start: int) -> Tensor:
-    """Add what the keys of a later call receive: (heads, keys so far) and (heads, its keys), the first at `start`."""
+def add_received_weights(total: Tensor, more: Tensor, start: int) -> Tensor:
+    """Return `total`, (heads, keys so far), with `more`, (heads, keys of a later call), added from key `start` on."""
     longer = torch.nn.functional.pad(total, (0, max(start + more.shape[1] - total.shape[1], 0)))
     longer[:, start : start + more.shape[1]] += more
     return longer

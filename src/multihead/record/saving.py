@@ -15,18 +15,18 @@ from multihead.errors.optional import require
 from multihead.files import check_writable, writing
 from multihead.probes.catalogue import REPEATED
 from multihead.probes.probe import Probe
-from multihead.record.layer import RecordParts
+from multihead.record.layer import RecordContents
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment
-from multihead.record.serialization import Tensors, written_bias, written_mask
+from multihead.record.serialization import TensorStore, bias_as_json, mask_as_json
 from multihead.record.texts import Text
 from multihead.scores.bias import values_of
 
 FORMAT = "multihead record"
-VERSION = 2  # 2: other bins of a running summary
-HEADER = 100_000_000  # bytes; safetensors reads no longer header
+VERSION = 2  # version 2 has other bins in running summaries
+HEADER = 100_000_000  # bytes; safetensors rejects longer headers
 STORED = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -44,7 +44,7 @@ STORED = {
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size
 
 
-def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all") -> None:
+def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "all") -> None:
     """Write a record; see `Record.save`."""
     if keep not in ("all", "statistics"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
@@ -70,11 +70,11 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
     with writing(target) as opened:
         opened.write(header)
         for _, tensor in named:
-            opened.write(_numbers_as_stored(tensor))
+            opened.write(_little_endian_bytes(tensor))
 
 
 def _safetensors_header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
-    """Return the header of a safetensors file: its length in eight bytes, then the place of each tensor."""
+    """Return the header of a safetensors file: its length in eight bytes, then JSON with the offsets of each tensor."""
     data: dict[str, Any] = {"__metadata__": metadata}
     place = 0
     for name, tensor in named:
@@ -85,30 +85,30 @@ def _safetensors_header(named: list[tuple[str, Tensor]], metadata: dict[str, str
     return len(text).to_bytes(8, "little") + text
 
 
-def _numbers_as_stored(tensor: Tensor) -> memoryview:
-    """Return the numbers of a tensor as a file holds them: contiguous, little-endian."""
+def _little_endian_bytes(tensor: Tensor) -> memoryview:
+    """Return the contiguous, little-endian bytes of a tensor, as safetensors stores them."""
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     size = whole.itemsize
     return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
 
 
-def record_as_json(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
-    """Convert a record to JSON and tensors."""
-    tensors, texts = Tensors(), _Texts()
+def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str, Tensor]]:
+    """Convert a record to JSON and the tensors that the JSON names."""
+    tensors, texts = TensorStore(), _StoredTexts()
     layers = []
     places = {}
     for index, layer in enumerate(record.layers):
         samples = []
         for number, one in enumerate(layer.samples):
             places[id(one)] = (index, number)
-            samples.append(_written_sample(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
-        running_summary = _written_sums(layer.running_summary, tensors, index)
+            samples.append(_sample_as_json(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
+        running_summary = _summary_as_json(layer.running_summary, tensors, index)
         data = {
             "name": layer.name,
             "number": layer.number,
             "samples": samples,
             "summed": running_summary,
-            "repeated": _written_repeated(layer.repeated, tensors, index),
+            "repeated": _repeated_tokens_as_json(layer.repeated, tensors, index),
         }
         if layer.split is not None:
             heads, count, kv_heads, kv_count, rank, ranks = layer.split
@@ -117,15 +117,15 @@ def record_as_json(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Te
             data["alignment"] = list(layer.alignment_heads)
         layers.append(data)
     order = [(*places[id(sample)], call) for sample, call in record.calls if id(sample) in places]
-    tensors.put("calls", torch.tensor(order, dtype=torch.int64).reshape(-1, 3))
+    tensors.add_tensor("calls", torch.tensor(order, dtype=torch.int64).reshape(-1, 3))
     data = {
         "title": record.title,
         "keep": "all" if keep == "all" and record.keeps_weights else "statistics",
         "statistics": {name: each.display() for name, each in record.statistics.items()},
-        "texts": texts.written(tensors),
+        "texts": texts.as_json(tensors),
         "layers": layers,
     }
-    # Apart from the labels, so that an earlier version, which knows no such field, opens the file.
+    # A separate entry, so that earlier versions, whose statistics have no such field, can open the file.
     counted = {name: each.counted for name, each in record.statistics.items() if each.counted != "all"}
     if counted:
         data["counted"] = counted
@@ -135,48 +135,50 @@ def record_as_json(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Te
         for each in probes
         if each.only_part is not None and not isinstance(each.only_part, str)
     }
-    if parts:  # from which the file's reader makes the probe again; a function of a script is not stored
+    if parts:  # from which loading restores the probes; functions of a script are not stored
         data["parts"] = parts
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # UTF-8 cannot encode half of a surrogate pair, which a token may be; JSON can, as \\ud83d.
+    # A token may be half of a surrogate pair, which UTF-8 cannot encode; JSON can, as \\ud83d.
     return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
 
 
-def _written_sums(running_summary: RunningSummary | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
+def _summary_as_json(running_summary: RunningSummary | None, tensors: TensorStore, layer: int) -> dict[str, Any] | None:
     if running_summary is None:
         return None
     data = {}
     for name, each in running_summary.statistics.items():
         parts = {"total": each.total, "count": each.count, "bins": each.bins}
-        data[name] = {part: tensors.put(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
+        data[name] = {part: tensors.add_tensor(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
     return {"heads": running_summary.num_heads, "samples": running_summary.num_samples, "statistics": data}
 
 
-def _written_repeated(repeated: RepeatedTokens | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
+def _repeated_tokens_as_json(
+    repeated: RepeatedTokens | None, tensors: TensorStore, layer: int
+) -> dict[str, Any] | None:
     if repeated is None:
         return None
-    known = [name for name in repeated.shares if name in REPEATED]  # the kinds of a script are not stored
+    known = [name for name in repeated.shares if name in REPEATED]  # statistics of a script's own kinds are not stored
     return {
         "length": repeated.length,
         "times": repeated.times,
         "start": repeated.start,
-        "shares": {name: tensors.put(f"{layer}.{name}.shares", repeated.shares[name]) for name in known},
+        "shares": {name: tensors.add_tensor(f"{layer}.{name}.shares", repeated.shares[name]) for name in known},
         "chance": {
-            name: tensors.put(f"{layer}.{name}.chance", repeated.chance[name])
+            name: tensors.add_tensor(f"{layer}.{name}.chance", repeated.chance[name])
             for name in known
             if name in repeated.chance
         },
     }
 
 
-class _Texts:
-    """The texts of a record, each stored once."""
+class _StoredTexts:
+    """The texts of a record, equal ones stored once."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[object, ...], int] = {}
         self.texts: list[Text] = []
 
-    def put(self, text: Text) -> int | None:
+    def add_text(self, text: Text) -> int | None:
         if not text.length:
             return None
         ids = None if text.ids is None else tuple(text.ids.tolist())
@@ -189,10 +191,10 @@ class _Texts:
             self.texts.append(text)
         return self.known[key]
 
-    def written(self, tensors: Tensors) -> list[dict[str, Any]]:
+    def as_json(self, tensors: TensorStore) -> list[dict[str, Any]]:
         return [
             {
-                "ids": None if text.ids is None else tensors.put(f"texts.{index}.ids", text.ids),
+                "ids": None if text.ids is None else tensors.add_tensor(f"texts.{index}.ids", text.ids),
                 "tokens": text.tokens,
                 "special": None if text.special is None else [int(each) for each in text.special],
                 **({} if text.gaps is None else {"gaps": text.gaps}),
@@ -201,13 +203,15 @@ class _Texts:
         ]
 
 
-def _written_sample(one: SampleRecord, tensors: Tensors, texts: _Texts, name: str, *, kept: bool) -> dict[str, Any]:
+def _sample_as_json(
+    one: SampleRecord, tensors: TensorStore, texts: _StoredTexts, name: str, *, kept: bool
+) -> dict[str, Any]:
     shape = one.segments[0].request.shape
     kept = kept and one.q is not None
     if one.q is not None and one.k is not None and kept:
-        tensors.put(f"{name}.q", one.q.whole())
-        tensors.put(f"{name}.k", one.k.whole())
-    tensors.put(f"{name}.logsumexp", one.logsumexp.whole())
+        tensors.add_tensor(f"{name}.q", one.q.whole())
+        tensors.add_tensor(f"{name}.k", one.k.whole())
+    tensors.add_tensor(f"{name}.logsumexp", one.logsumexp.whole())
     statistics = one.statistics
     split = {} if one.split is None else {"split": [list(map(list, each)) for each in one.split]}
     return split | {
@@ -221,24 +225,25 @@ def _written_sample(one: SampleRecord, tensors: Tensors, texts: _Texts, name: st
         "map_pool": one.map_pool,
         "kept": kept,
         "crosses": one.crosses,
-        "text": texts.put(one.text),
-        "query_text": texts.put(one.query_text) if one.crosses else None,
-        "statistics": {key: tensors.put(f"{name}.statistics.{key}", value) for key, value in statistics.items()},
+        "text": texts.add_text(one.text),
+        "query_text": texts.add_text(one.query_text) if one.crosses else None,
+        "statistics": {key: tensors.add_tensor(f"{name}.statistics.{key}", value) for key, value in statistics.items()},
         "pieces": [
-            _written_piece(segment, tensors, f"{name}.{index}", kept=kept) for index, segment in enumerate(one.segments)
+            _segment_as_json(segment, tensors, f"{name}.{index}", kept=kept)
+            for index, segment in enumerate(one.segments)
         ],
-        "calls": tensors.put(
+        "calls": tensors.add_tensor(
             f"{name}.calls",
             torch.tensor([(*rows, *keys) for rows, keys in one.calls], dtype=torch.int64).reshape(-1, 4),
         ),
     }
 
 
-def _written_piece(segment: Segment, tensors: Tensors, name: str, *, kept: bool) -> dict[str, Any]:
+def _segment_as_json(segment: Segment, tensors: TensorStore, name: str, *, kept: bool) -> dict[str, Any]:
     request = segment.request
     bias = request.bias
     if bias is not None and not kept and not bool((values_of(bias) == -torch.inf).any()):
-        bias = None  # it hides no key, and nothing else of it is needed
+        bias = None  # without q and k, a bias is needed only for the keys that it hides
     return {
         "queries": request.shape.query_length,
         "keys": request.shape.key_length,
@@ -247,7 +252,7 @@ def _written_piece(segment: Segment, tensors: Tensors, name: str, *, kept: bool)
         "query_start": int(request.query_start),
         "scale": request.scale,
         "softcap": request.softcap,
-        "mask": written_mask(request.mask, tensors, f"{name}.mask"),
-        "bias": written_bias(bias, tensors, f"{name}.bias"),
-        "sinks": tensors.put(f"{name}.sinks", request.sinks) if kept and request.sinks is not None else None,
+        "mask": mask_as_json(request.mask, tensors, f"{name}.mask"),
+        "bias": bias_as_json(bias, tensors, f"{name}.bias"),
+        "sinks": tensors.add_tensor(f"{name}.sinks", request.sinks) if kept and request.sinks is not None else None,
     }

@@ -1,4 +1,4 @@
-"""Segments of a sample (calls, merged where possible), and tensors that grow call by call."""
+"""Segments of a sample (one call, or several merged calls), and tensors that grow call by call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rows:
     __slots__ = ("_chunks", "_length", "axis")
 
     def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
-        """Start with some chunks. A sample creates a dozen of these, so this is kept short."""
+        """Start with some chunks; kept short, because each sample creates a dozen of these objects."""
         self.axis = axis
         self._chunks = list(chunks)
         self._length = 0
@@ -60,16 +60,16 @@ class Rows:
         return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 
-def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> None:
-    """Append the new ones of a call's keys (1, kv_heads, keys, head_dim), the first of which is at `start`."""
+def append_new_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> None:
+    """Append the keys that `rows` lacks: `k` is (1, kv_heads, keys, head_dim), its first key at index `start`."""
     missing = start - rows.length
-    if missing > 0:  # keys that a cache had dropped: no query of this call may see them
+    if missing > 0:  # zeros for keys that a cache dropped, which no query of this call may see
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length or not rows.has_chunks:  # an empty sample stores the shape of its keys too
-        rows.add(kept_rows(k[:, :, rows.length - start :], device))
+    if start + k.shape[2] > rows.length or not rows.has_chunks:  # also if it has no keys, so that their shape is known
+        rows.add(copy_contiguous(k[:, :, rows.length - start :], device))
 
 
-def kept_rows(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_contiguous(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a contiguous copy, because a model may overwrite the original."""
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
@@ -82,7 +82,7 @@ class Segment:
         request: the call, with a batch of one and empty q, k and v.
         key_start: index of its first key among the keys of the sample.
         row_start: index of its first query among the queries of the sample.
-        apart: whether its keys are its own, as those of a window of a picture are: it is measured as a whole sample.
+        apart: whether it shares no keys with other segments (a window of a picture); it is measured as a whole sample.
         totals: the logsumexp of its rows in float64, computed when a tile needs them; a changed segment starts empty.
     """
 
@@ -112,8 +112,8 @@ class Segment:
         """Position of its first query among the keys of the sample."""
         return self.key_start + int(self.request.query_start)
 
-    def only(self, head: int | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return the indices of a head among query heads and among key/value heads; None means all of them."""
+    def head_indices(self, head: int | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the indices of a head among query heads and among key/value heads; None and None for all heads."""
         shape = self.request.shape
         if head is None or not -shape.num_heads <= head < shape.num_heads:
             return None, None
@@ -130,17 +130,17 @@ class Segment:
 
 
 def join_segments(segment: Segment, later: Segment) -> Segment | None:
-    """Merge a segment and the one that continues it if one mask describes what both may see; else return None.
+    """Merge two consecutive segments if one mask describes both; else return None.
 
-    That holds for most decodings: each query sees its own key and those before it, however the calls are divided.
+    Most decodings can be merged: each query sees its own key and those before it, in whichever call it is.
     """
     first, second = segment.request, later.request
-    mask = None if later.apart else _mask_of_both(segment, later)
+    mask = None if later.apart else _shared_mask(segment, later)
     if mask is None or first.bias is not None or second.bias is not None:
         return None
-    if (first.scale, first.softcap) != (second.scale, second.softcap) or not _sees_from(mask, segment, later):
+    if (first.scale, first.softcap) != (second.scale, second.softcap) or not _sees_only_own_keys(mask, segment, later):
         return None
-    if not _same_sinks(first.sinks, second.sinks):
+    if not _have_same_sinks(first.sinks, second.sinks):
         return None
     if later.query_start != segment.query_start + segment.num_queries or later.key_stop < segment.key_stop:
         return None
@@ -151,33 +151,33 @@ def join_segments(segment: Segment, later: Segment) -> Segment | None:
     return replace(segment, request=replace(first, shape=shape, mask=mask))
 
 
-def _same_sinks(sinks: Tensor | None, others: Tensor | None) -> bool:
+def _have_same_sinks(sinks: Tensor | None, others: Tensor | None) -> bool:
     return sinks is others if sinks is None or others is None else torch.equal(sinks, others)
 
 
-def _sees_from(mask: Mask, segment: Segment, later: Segment) -> bool:
-    """Whether the later queries, given the keys of both calls, see no key before the first one of their own call."""
+def _sees_only_own_keys(mask: Mask, segment: Segment, later: Segment) -> bool:
+    """Whether, in a merged segment, the later queries see no key before the first key of their own call."""
     if later.key_start == segment.key_start:
         return True
     lookback = mask.lookback
     return lookback is not None and segment.key_start <= later.key_start <= later.query_start - lookback + 1
 
 
-def _mask_of_both(segment: Segment, later: Segment) -> Mask | None:
-    """Return the mask that two segments share, if it hides the keys of the second from the first; else None."""
-    masks = [_plain_mask(each.request) for each in (segment, later)]
+def _shared_mask(segment: Segment, later: Segment) -> Mask | None:
+    """Return the mask that two segments share, if it hides later keys from the queries of the first; else None."""
+    masks = [_canonical_mask(each.request) for each in (segment, later)]
     within = all(
         int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (segment, later)
     )
-    return masks[0] if within and masks[0] == masks[1] and _spans_calls(masks[0]) else None
+    return masks[0] if within and masks[0] == masks[1] and _holds_across_calls(masks[0]) else None
 
 
-def _plain_mask(request: AttentionRequest) -> Mask:
-    """Return the mask; causal where one query at the end of its keys sees all of them."""
+def _canonical_mask(request: AttentionRequest) -> Mask:
+    """Return the mask of a call; `Causal()` instead of a full mask for one query at the end of its keys."""
     at_end = request.shape.query_length == 1 and int(request.query_start) + 1 == request.shape.key_length
     return Causal() if at_end and request.mask.hides_nothing else request.mask
 
 
-def _spans_calls(mask: Mask) -> bool:
-    """Whether a mask describes later calls too: it depends on distances alone and hides later keys."""
+def _holds_across_calls(mask: Mask) -> bool:
+    """Whether a mask is the same for later calls: it depends only on distances and hides later keys."""
     return mask.translation_invariant and mask.sees_no_later_key

@@ -13,18 +13,18 @@ from multihead.masks.base import UnknownMask, registered
 from multihead.scores.bias import Bias, RelativeBias
 
 DEPTH = 32  # masks within masks
-MOST_SIZE = (1 << 63) - 1  # an integer in a mask: a window of sys.maxsize keys has no end
-_RENAMED = {"Behind": "LeadingKeys"}  # in records of earlier versions
+MOST_SIZE = (1 << 63) - 1  # limit of an integer in a mask: sys.maxsize, which masks use for a window without end
+_RENAMED = {"Behind": "LeadingKeys"}  # mask classes with other names in records of earlier versions
 
 MOST_MASKS = 1000
 """Limit of the masks that one mask combines, over all its parts; masks written by people combine two to five."""
 
-_LENGTH = 200  # characters of a mask, or of a value, in an error
+_LENGTH = 200  # limit of the characters of a mask or a value in an error message
 
 
 @dataclass(eq=False)
-class Tensors:
-    """The tensors of a file; a tensor that is shared is stored once.
+class TensorStore:
+    """The tensors of a file by name; a tensor that is added twice is stored once.
 
     Attributes:
         named: name -> tensor.
@@ -34,7 +34,7 @@ class Tensors:
     _known: dict[tuple[object, ...], str] = field(default_factory=dict)
     _alive: list[Tensor] = field(default_factory=list)  # an address identifies a tensor only while the tensor is alive
 
-    def put(self, name: str, tensor: Tensor) -> str:
+    def add_tensor(self, name: str, tensor: Tensor) -> str:
         """Add a tensor, and return the name under which it is stored."""
         where = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         key = (*where, tensor.dtype, tensor.device)
@@ -46,7 +46,7 @@ class Tensors:
         return name
 
 
-def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
+def mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
     """Convert a mask to JSON: the name of its class and its fields; its tensors are stored under `name`.
 
     Raises:
@@ -54,55 +54,55 @@ def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
             registered under its name, or the mask combines too many others.
 
     >>> from multihead.masks import Causal, Window
-    >>> written_mask(Causal() & Window(3), Tensors(), "mask")
+    >>> mask_as_json(Causal() & Window(3), TensorStore(), "mask")
     {'kind': 'And', 'parts': [{'kind': 'Causal'}, {'kind': 'Window', 'size': 3, 'after': 0}]}
     """
-    _check_few(mask)
-    written = _written_mask(mask, tensors, name)
+    _check_mask_count(mask)
+    written = _mask_as_json(mask, tensors, name)
     try:
         read_mask(written, tensors.named)
     except InputError as error:
         raise MaskError(
-            f"A record whose mask is {_shortened(mask)} cannot be saved: {error.__cause__}",
+            f"A record whose mask is {_shorten_repr(mask)} cannot be saved: {error.__cause__}",
             "Pass the visible cells as one masks.Keep(t).",
         ) from error
     return written
 
 
-def _written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
+def _mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
     kind, values = mask.stored()
     known = registered(kind)
-    if kind == type(mask).__name__ and known is not type(mask):  # another class took the name later
+    if kind == type(mask).__name__ and known is not type(mask):  # another class has taken the name
         raise MaskError(
-            f"A record whose mask is {_shortened(mask)} cannot be saved: another class is named {kind}.",
+            f"A record whose mask is {_shorten_repr(mask)} cannot be saved: another class is named {kind}.",
             "Give one of the classes another name.",
         )
-    alone = sum(isinstance(value, (Tensor, Mask, tuple)) for value in values.values()) < 2  # its name needs no suffix
+    alone = sum(isinstance(value, (Tensor, Mask, tuple)) for value in values.values()) < 2  # no suffix needed
     fields = {
-        key: _written_field(mask, value, tensors, name if alone else f"{name}.{key}") for key, value in values.items()
+        key: _field_as_json(mask, value, tensors, name if alone else f"{name}.{key}") for key, value in values.items()
     }
     return {"kind": kind, **fields}
 
 
-def _written_field(mask: Mask, value: object, tensors: Tensors, name: str) -> Any:
+def _field_as_json(mask: Mask, value: object, tensors: TensorStore, name: str) -> Any:
     if isinstance(value, Tensor):
-        return {"tensor": tensors.put(name, value)}
+        return {"tensor": tensors.add_tensor(name, value)}
     if isinstance(value, Mask):
-        return _written_mask(value, tensors, name)
+        return _mask_as_json(value, tensors, name)
     if isinstance(value, (tuple, list)):
-        return [_written_field(mask, each, tensors, f"{name}.{index}") for index, each in enumerate(value)]
+        return [_field_as_json(mask, each, tensors, f"{name}.{index}") for index, each in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise MaskError(
-        f"A record whose mask is {_shortened(mask)} cannot be saved: a field of it is a {type(value).__name__}.",
+        f"A record whose mask is {_shorten_repr(mask)} cannot be saved: a field of it is a {type(value).__name__}.",
         "Keep numbers, strings, tensors, masks, or tuples of them in the fields of a mask.",
     )
 
 
-def _check_few(mask: Mask) -> None:
-    """Raise MaskError if a mask combines too many; without recursion, which 1,000 nested masks would overflow."""
+def _check_mask_count(mask: Mask) -> None:
+    """Raise MaskError if a mask combines too many masks; without recursion, because nesting may be deep."""
     left: list[tuple[Mask, int]] = [(mask, 0)]
-    for count, (each, depth) in enumerate(left):  # the list grows in the loop
+    for count, (each, depth) in enumerate(left):  # `left` grows within the loop
         if count >= MOST_MASKS or depth > DEPTH:
             raise MaskError(
                 f"A record whose mask combines more than {MOST_MASKS:,} masks, or nests more than {DEPTH}, "
@@ -114,22 +114,22 @@ def _check_few(mask: Mask) -> None:
             left += [(part, depth + 1) for part in parts[: MOST_MASKS + 1] if isinstance(part, Mask)]
 
 
-def _shortened(value: object) -> str:
+def _shorten_repr(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= _LENGTH else f"{shown[: _LENGTH - 1]}…"
 
 
-def written_bias(bias: Bias | None, tensors: Tensors, name: str) -> dict[str, Any] | None:
+def bias_as_json(bias: Bias | None, tensors: TensorStore, name: str) -> dict[str, Any] | None:
     """Convert a bias to JSON; its tensor is stored under `name`."""
     if bias is None:
         return None
     if isinstance(bias, RelativeBias):
-        return {"kind": "RelativeBias", "tensor": tensors.put(name, bias.values)}
-    return {"kind": "Tensor", "tensor": tensors.put(name, bias)}
+        return {"kind": "RelativeBias", "tensor": tensors.add_tensor(name, bias.values)}
+    return {"kind": "Tensor", "tensor": tensors.add_tensor(name, bias)}
 
 
 def read_mask(data: object, tensors: dict[str, Tensor]) -> Mask:
-    """Read a mask as `written_mask` wrote it; a mask whose class is not defined here becomes an `UnknownMask`.
+    """Read a mask as `mask_as_json` wrote it; a mask whose class is not defined here becomes an `UnknownMask`.
 
     Raises:
         InputError: it is not a mask.
@@ -141,7 +141,7 @@ def read_mask(data: object, tensors: dict[str, Tensor]) -> Mask:
 
 
 class _MaskReader:
-    """Reads one mask and counts the masks in it."""
+    """Reads one mask, and counts the masks that it combines."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -150,15 +150,15 @@ class _MaskReader:
     def read(self, data: Any, depth: int) -> Mask:
         kind = _RENAMED.get(data["kind"], data["kind"])
         if not isinstance(kind, str):
-            raise TypeError(f"{_shortened(kind)} is not the name of a mask.")
+            raise TypeError(f"{_shorten_repr(kind)} is not the name of a mask.")
         self.count += 1
         if depth > DEPTH:
             raise TypeError("it is nested too deep.")
         if self.count > MOST_MASKS:
             raise TypeError(f"it combines more than {MOST_MASKS:,} masks.")
         found = registered(kind)
-        fields = {key: self.field(value, depth + 1) for key, value in data.items() if key != "kind"}
-        if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as earlier versions wrote it
+        fields = {key: self.read_field(value, depth + 1) for key, value in data.items() if key != "kind"}
+        if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as written by earlier versions
             fields["tensor"] = self.tensors[fields["tensor"]]
         if kind in ("And", "Or"):
             parts = fields["parts"]
@@ -171,20 +171,20 @@ class _MaskReader:
         except TypeError:
             if found.__module__.startswith("multihead."):
                 raise
-            return UnknownMask(kind[:_LENGTH], fields)  # a class of the user, which has other fields by now
+            return UnknownMask(kind[:_LENGTH], fields)  # a mask class of the user whose fields have changed since
 
-    def field(self, data: Any, depth: int) -> Any:
+    def read_field(self, data: Any, depth: int) -> Any:
         if isinstance(data, dict):
             return self.read(data, depth) if "kind" in data else self.tensors[data["tensor"]]
         if isinstance(data, (list, tuple)):
-            return tuple(self.field(each, depth) for each in data)
+            return tuple(self.read_field(each, depth) for each in data)
         if isinstance(data, int) and abs(data) > MOST_SIZE:
-            raise TypeError(f"{_shortened(data)} is not a number of tokens.")
+            raise TypeError(f"{_shorten_repr(data)} is not a number of tokens.")
         return data
 
 
 def read_bias(data: Any, tensors: dict[str, Tensor]) -> Bias | None:
-    """Read a bias as `written_bias` wrote it.
+    """Read a bias as `bias_as_json` wrote it.
 
     Raises:
         InputError: it is not a bias.
@@ -193,7 +193,7 @@ def read_bias(data: Any, tensors: dict[str, Tensor]) -> Bias | None:
         return None
     try:
         values = tensors[data["tensor"]]
-        if data["kind"] in ("RelativeBias", "Relative"):  # the second in records of earlier versions
+        if data["kind"] in ("RelativeBias", "Relative"):  # earlier versions wrote "Relative"
             return RelativeBias(values)
         if data["kind"] == "Tensor" and values.is_floating_point():
             return values

@@ -1,4 +1,4 @@
-"""Which heads and tokens a record of one rank holds, and tensors that are joined from those of several ranks."""
+"""The heads and tokens that the record of one rank holds, and tensors joined from those of several ranks."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from multihead.record.segments import Rows
 Range = tuple[int, int]  # [first, stop)
 
 
-class SampleSplit(NamedTuple):
+class TokensOfRank(NamedTuple):
     """The tokens of a sample that one rank holds, where a sequence is split over ranks.
 
     Attributes:
-        queries: the queries that were measured here, as ranges in the sample.
-        keys: the keys that are kept here.
+        queries: the queries that this rank measured, as ranges of indices in the sample.
+        keys: the keys that this rank keeps, as ranges of indices in the sample.
     """
 
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
 
 
-class LayerSplit(NamedTuple):
+class LayerPartOfRank(NamedTuple):
     """The part of a layer that one rank holds.
 
     Attributes:
-        heads: its query heads; all of them where the heads are not split.
+        heads: range of the query heads of this rank; all heads if they are not split.
         num_heads: how many heads the layer has.
-        kv_heads: its key/value heads.
+        kv_heads: range of the key/value heads of this rank.
         num_kv_heads: how many key/value heads the layer has.
         rank: the index of the rank among those that share the sequence.
-        ranks: how many share it; 1 where the sequence is not split.
+        ranks: how many ranks share the sequence; 1 if it is not split.
     """
 
     heads: Range
@@ -46,11 +46,11 @@ class LayerSplit(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether this rank holds all heads and tokens."""
         return self.ranks == 1 and self.heads == (0, self.num_heads)
 
     def describe(self) -> str:
-        """Return which part it is, for a text: "heads 0 to 3 of 8, rank 1 of 2 of the sequence"."""
+        """Describe the part in words, such as "heads 0 to 3 of 8, rank 1 of 2 of the sequence"."""
         first, stop = self.heads
         heads = f"head {first}" if stop == first + 1 else f"heads {first} to {stop - 1}"
         parts = [f"{heads} of {self.num_heads}"] if self.heads != (0, self.num_heads) else []
@@ -58,23 +58,23 @@ class LayerSplit(NamedTuple):
         return ", ".join(parts)
 
 
-def length_of(ranges: Sequence[Range]) -> int:
-    """Return how many tokens some ranges hold.
+def count_tokens(ranges: Sequence[Range]) -> int:
+    """Return the number of tokens in some ranges.
 
-    >>> length_of(((0, 2), (6, 8)))
+    >>> count_tokens(((0, 2), (6, 8)))
     4
     """
     return sum(stop - first for first, stop in ranges)
 
 
-class Piece(NamedTuple):
-    """A rectangle of a joined tensor.
+class TensorPiece(NamedTuple):
+    """Some heads and rows of a joined tensor, and the tensor that they are read from.
 
     Attributes:
-        rows: the tensor that holds it.
-        source: its rows there.
-        first: its first row in the joined tensor.
-        heads: its heads in the joined tensor; all heads of `rows`.
+        rows: the tensor that holds the values.
+        source: range of rows in that tensor.
+        first: the first of these rows in the joined tensor.
+        heads: range of heads in the joined tensor; these are all heads of `rows`.
     """
 
     rows: Rows
@@ -96,7 +96,9 @@ class JoinedRows(Rows):
 
     __slots__ = ("_recent", "_size", "pieces")
 
-    def __init__(self, pieces: Sequence[Piece], *, heads: int, length: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pieces: Sequence[TensorPiece], *, heads: int, length: int, width: int, dtype: torch.dtype
+    ) -> None:
         super().__init__(2)
         self.pieces = tuple(pieces)
         self._length = length
@@ -105,7 +107,7 @@ class JoinedRows(Rows):
 
     @property
     def has_chunks(self) -> bool:
-        """Whether it holds anything; it does, even without rows."""
+        """True: a joined tensor has a shape even without rows."""
         return True
 
     def add(self, chunk: Tensor) -> None:
@@ -122,7 +124,7 @@ class JoinedRows(Rows):
         wanted = range(count) if heads is None else sorted(heads)
         stop = max(min(stop, self._length), start)
         key = start, stop, tuple(wanted)
-        recent = self._recent  # read once: another thread may replace it
+        recent = self._recent  # read the attribute once, because another thread may replace it
         if recent is not None and recent[0] == key:
             return recent[1]
         found = torch.empty(1, count, stop - start, width, dtype=dtype)

@@ -18,12 +18,12 @@ HELD = 1 << 30
 take more."""
 
 
-class Held:
-    """The tensors of one file that have heads in memory (an LRU cache).
+class HeadCache:
+    """The heads of one file's tensors that are in memory (an LRU cache).
 
     Args:
-        parts: the file.
-        most: limit of their bytes.
+        parts: the file that heads are read from.
+        most: limit of the bytes in memory.
     """
 
     def __init__(self, parts: Parts, most: int = HELD) -> None:
@@ -42,13 +42,13 @@ class StoredRows(Rows):
     """A tensor (1, heads, rows, width) in a file; reading raises InputError if the file was changed.
 
     Args:
-        held: the cache of its file.
+        held: the cache of the file.
         place: offset in the file, bytes.
         shape: its shape.
         dtype: its dtype.
     """
 
-    def __init__(self, held: Held, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, held: HeadCache, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(2)
         self.held, self.place, self.shape, self.dtype = held, place, shape, dtype
         self._length = shape[2]
@@ -66,14 +66,14 @@ class StoredRows(Rows):
         Raises:
             InputError: the file was truncated or written to.
         """
-        return self.of(range(self.shape[1]))
+        return self.read_heads(range(self.shape[1]))
 
     def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows from `start` to `stop`, see `of`; None for all heads."""
-        numbers = self.whole() if heads is None else self.of(heads)
+        """Return the rows from `start` to `stop` of some heads, or of all heads; see `read_heads`."""
+        numbers = self.whole() if heads is None else self.read_heads(heads)
         return numbers.narrow(2, start, max(min(stop, self.length) - start, 0))
 
-    def of(self, heads: Collection[int]) -> Tensor:
+    def read_heads(self, heads: Collection[int]) -> Tensor:
         """Read some heads; the values of other heads in the returned tensor are undefined.
 
         Raises:
@@ -84,17 +84,17 @@ class StoredRows(Rows):
             self.held.newest_last.move_to_end(self)
             self.held.make_room(self._size * len(set(heads) - self._heads))
             if self._numbers is None:
-                # Memory that was never written to takes no physical pages.
+                # Heads that are never read take no memory: pages are allocated when written.
                 self._numbers = torch.empty(self.shape, dtype=self.dtype)
                 self.held.newest_last[self] = None
             for head in sorted(set(heads) - self._heads):
-                self.held.parts.read_into(self.place + head * self._size, bytes_of(self._numbers[0, head]))
+                self.held.parts.read_into(self.place + head * self._size, bytes_of_tensor(self._numbers[0, head]))
                 self._heads.add(head)
             return self._numbers
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory."""
+        """Bytes of the heads in memory."""
         return self._size * len(self._heads)
 
     def forget(self) -> None:
@@ -103,6 +103,6 @@ class StoredRows(Rows):
         self._heads.clear()
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of_tensor(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

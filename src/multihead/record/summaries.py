@@ -28,7 +28,7 @@ class Measured(NamedTuple):
     chance: Tensor | None = None
 
 
-def check_summary(of: object) -> None:
+def check_summary_name(of: object) -> None:
     """Raise ArgumentError unless `of` is "mean", "median", "p95" or "max"."""
     if of != "mean" and of not in SHARES:
         raise ArgumentError(f"of is {of!r}.", 'Give "mean", "median", "p95" or "max".')
@@ -47,7 +47,7 @@ def summary(
     Returns:
         statistic -> (heads,) float64; 0 where no query counts.
     """
-    check_summary(of)
+    check_summary_name(of)
     common = set(samples[0]).intersection(*samples)
     found = {}
     for name in [name for name in samples[0] if name in common and (names is None or name in names)]:
@@ -65,7 +65,7 @@ def summary(
 
 
 def join_windows(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
-    """Join what was measured of the windows of a sample, one after the other."""
+    """Concatenate the statistics of the windows of a sample, in order."""
     found = {}
     for name in windows[0]:
         values = torch.cat([one[name].values for one in windows], 1)
@@ -108,7 +108,7 @@ def occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
 def _quantile_of_counted(values: Tensor, counted: Tensor, *, share: float) -> Tensor:
     """Return the quantile of the values that count; 0 if none does, NaN if one of them is NaN."""
     ordered = values[counted].double().sort().values
-    if not ordered.numel() or bool(ordered[-1].isnan()):  # NaN is sorted after all numbers
+    if not ordered.numel() or bool(ordered[-1].isnan()):  # NaN is sorted last
         return ordered[-1] if ordered.numel() else torch.zeros((), dtype=torch.float64)
     place = share * (ordered.numel() - 1)
     below = int(place)

@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError
 from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook
-from multihead.record.notebook import PLACES, WORDS, levels_of_chance, shown_columns
+from multihead.record.notebook import PLACES, WORDS, distinct_chances, statistic_columns
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +63,7 @@ class HeadTable:
         if sort in WORDS[1:]:
             ordered.sort(key=itemgetter(sort))
         elif sort != "layer":
-            ordered.sort(key=lambda row: _key_of_falling_order(row.get(sort)))
+            ordered.sort(key=lambda row: _descending_sort_key(row.get(sort)))
         return HeadTable(ordered[:top], statistics or {})
 
     def __repr__(self) -> str:
@@ -76,16 +76,16 @@ class HeadTable:
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(chain.from_iterable(self.rows)))
-        columns = shown_columns(names, self.statistics)
+        columns = statistic_columns(names, self.statistics)
         kind = ["kind"] if "kind" in names else []
         lines = [["layer", "head", *kind, *[visible(each.heading) for each in columns], "name"]]
         for row in self.rows:
             numbers = [each.number(row.get(each.name)) for each in columns]
             words = [visible(row[each]) for each in kind]
             lines.append([str(row["layer"]), str(row["head"]), *words, *numbers, visible(row["name"])])
-        lines += [["chance", "", *[""] * len(kind), *level, ""] for level in levels_of_chance(self.rows, columns)]
+        lines += [["chance", "", *[""] * len(kind), *level, ""] for level in distinct_chances(self.rows, columns)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        widths[-1] = 0  # names are aligned on the left, and end the line
+        widths[-1] = 0  # the last column, names, is aligned on the left and needs no padding
         return "\n".join(["  ".join(map(str.rjust, line, widths)).rstrip() for line in lines])
 
 
@@ -111,6 +111,6 @@ def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tenso
     return rows
 
 
-def _key_of_falling_order(value: float | None) -> float:
+def _descending_sort_key(value: float | None) -> float:
     """Return a key that sorts from the largest value on; missing values and NaN come last."""
     return math.inf if value is None or math.isnan(value) else -value

@@ -11,13 +11,13 @@ from multihead.record.segments import Rows
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """One text.
+    """The tokens of one text, as far as they are known.
 
     Attributes:
         ids: (tokens,), int64, the token ids, or None if unknown.
         tokens: each token as text, or None without a tokenizer.
         special: whether each token is a special one such as [CLS], or None if unknown.
-        gaps: the text before each token, after the previous one (None where it is unknown), or None if all are.
+        gaps: the text between each token and the previous one (None where unknown), or None if all are unknown.
     """
 
     ids: Tensor | None = None
@@ -41,7 +41,7 @@ class Text:
             None if self.gaps is None else self.gaps[cut],
         )
 
-    def of(self, positions: list[int]) -> Text:
+    def select_tokens(self, positions: list[int]) -> Text:
         """Return the tokens at some positions."""
         return Text(
             None if self.ids is None else self.ids[positions],
@@ -51,30 +51,30 @@ class Text:
 
 
 @dataclass(eq=False)
-class Reading:
+class GrowingText:
     """A text that grows token by token.
 
     Attributes:
         ids: (tokens so far,), int64, or None if some of them are unknown.
-        named: the tokens as text and their flags, or None.
+        named: a whole text with its tokens and flags, or None.
     """
 
     ids: Rows | None = None
     named: Text | None = None
 
     @staticmethod
-    def of(text: Text) -> Reading:
-        """Start with a whole text."""
-        return Reading(None if text.ids is None else Rows(0, [text.ids]), text)
+    def from_text(text: Text) -> GrowingText:
+        """Return a growing text that starts with a whole text."""
+        return GrowingText(None if text.ids is None else Rows(0, [text.ids]), text)
 
     def text(self, length: int) -> Text:
-        """Return the text; parts of another length than `length` are unknown."""
+        """Return the text of `length` tokens; ids or tokens of another number count as unknown."""
         ids = self.ids.whole() if self.ids is not None and self.ids.length == length else None
         named = self.named if self.named is not None and self.named.length == length else Text()
         return Text(ids, named.tokens, named.special, named.gaps)
 
-    def grow(self, ids: Tensor | None, *, start: int) -> None:
-        """Append the new ones of some ids (tokens,), int64 on the CPU, the first of which is at `start`."""
+    def append_ids(self, ids: Tensor | None, *, start: int) -> None:
+        """Append the ids that are new: (tokens,) int64 on the CPU, the first at position `start` of the text."""
         if ids is None or (self.ids is None and start > 0):
             self.ids = None
             return
@@ -82,5 +82,5 @@ class Reading:
             self.ids = Rows(0)
         if start > self.ids.length:
             self.ids = None
-        elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # an empty text has ids too
+        elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # or known to be empty
             self.ids.add(ids[self.ids.length - start :])

@@ -1,4 +1,4 @@
-"""The token ids of a call: which of them each sample reads, and which are special tokens."""
+"""The token ids of an attention call, which ids belong to each sample, and which are special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multihead.record.sample import SampleRecord
 
 
 @dataclass(frozen=True, eq=False)
-class Ids:
+class CallTokenIds:
     """The token ids of one call.
 
     Attributes:
@@ -31,7 +31,7 @@ class Ids:
     packed: bool
     query_start: int | Tensor
 
-    def of_keys(self, request: AttentionRequest) -> Tensor | None:
+    def key_ids(self, request: AttentionRequest) -> Tensor | None:
         """Return the token id of each key of the call, (batch, keys) int64; None if that is unknown."""
         ids = self.keys if self.crosses else self.queries
         if self.crosses or ids is None:
@@ -43,34 +43,34 @@ class Ids:
             return ids
         return torch.cat([row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)])[None]
 
-    def marks(self, request: AttentionRequest, special_ids: Sequence[int]) -> Tensor | None:
+    def special_keys(self, request: AttentionRequest, special_ids: Sequence[int]) -> Tensor | None:
         """Return which keys of the call are special tokens, (batch, keys) bool; None if that is unknown."""
-        ids = self.of_keys(request) if special_ids else None
+        ids = self.key_ids(request) if special_ids else None
         return None if ids is None else is_among(ids, special_ids).to(request.shape.device)
 
-    def add_to(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
-        """Append the ids of one sample to its record.
+    def append_to_sample(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
+        """Append the ids of one sample of the call to the sample's record.
 
         Args:
-            sample: the record.
+            sample: the record of the sample.
             span: the sample's rows and columns in the call.
-            index: index of the sample.
+            index: index of the sample among the samples of the call.
             offset: position of the call's first key among the keys of the sample; negative after padding.
         """
         if self.crosses:
-            sample.queries_read.grow(
+            sample.queries_read.append_ids(
                 _row_of_ids(self.queries, span.sample, span.queries), start=sample.logsumexp.length
             )
             if not sample.calls:
-                sample.keys_read.grow(_row_of_ids(self.keys, span.sample, span.keys), start=0)
+                sample.keys_read.append_ids(_row_of_ids(self.keys, span.sample, span.keys), start=0)
             return
         if self.packed:
-            sample.keys_read.grow(_row_of_ids(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
+            sample.keys_read.append_ids(_row_of_ids(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
             return
         start = self.query_start
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
-        sample.keys_read.grow(_row_of_ids(self.queries, span.sample, (first, stop)), start=origin + first)
+        sample.keys_read.append_ids(_row_of_ids(self.queries, span.sample, (first, stop)), start=origin + first)
 
 
 def is_among(ids: Tensor, wanted: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR, statistic
 from multihead.probes.probe import Statistic
-from multihead.record.analysis.highlights import LayerKinds, of_kind
+from multihead.record.analysis.highlights import LayerKinds, evidence_of_kind
 
 
 class Column(TypedDict):
@@ -78,7 +78,7 @@ def legend_of_kinds(
             glyph=kind.glyph,
             colour=kind.colour,
             repeats=kind.texts == "repeats",
-            measured=kind is MIXED or any(of_kind(kind, one.evidence) is not None for one in profiles),
+            measured=kind is MIXED or any(evidence_of_kind(kind, one.evidence) is not None for one in profiles),
         )
         for kind in (*kinds, MIXED)
     ]

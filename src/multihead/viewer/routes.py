@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from multihead.probes.blocks import CancelledError
-from multihead.record.analysis.similar import numbers_in_words
+from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, MemoryBudget, number_of_levels
 from multihead.viewer.page import installed_version
@@ -302,7 +302,7 @@ class Viewer:
         chosen = parse_number("layer", layer, below=max(numbers) + 1)
         if chosen not in numbers:
             raise NotFoundError(
-                f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(numbers))}."
+                f"There is no layer {chosen} in this record.", f"Give {describe_layer_numbers(list(numbers))}."
             )
         index = numbers[chosen]
         one = self.runs[run].record.layers[index].sample(sample)
@@ -334,7 +334,7 @@ class Viewer:
         chosen = parse_number("layer", request.path_params["layer"], below=max(places) + 1)
         if chosen not in places:
             raise NotFoundError(
-                f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(places))}."
+                f"There is no layer {chosen} in this record.", f"Give {describe_layer_numbers(list(places))}."
             )
         return run, sample, places[chosen], layers[places[chosen]].sample(sample)
 

@@ -18,7 +18,14 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
 from multihead.record.analysis import chance as module
-from multihead.record.analysis.chance import Evidence, Known, chance, compare_with_chance, standard_error, stands_out
+from multihead.record.analysis.chance import (
+    Evidence,
+    Known,
+    chance_of_probes,
+    compare_with_chance,
+    exceeds_chance,
+    standard_error,
+)
 from multihead.record.sample import SampleRecord
 from multihead.scores import ALiBi
 from tests.dense_record import record_of
@@ -158,7 +165,7 @@ def known() -> Known:
 @pytest.mark.parametrize("name", list(CASES))
 def test_chance_agrees_with_a_count_of_single_cells(name: str, known: Known) -> None:
     for sample in CASES[name]():
-        found = chance(sample, ALL, special=sample.text.special, known=known)
+        found = chance_of_probes(sample, ALL, special=sample.text.special, known=known)
         expected = counted_cells(sample)
         assert set(found) == set(expected) or not sample.num_queries
         for each, values in found.items():
@@ -227,7 +234,7 @@ def spread(
 def test_chance_is_what_a_head_with_equal_scores_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.init, "xavier_uniform_", nn.init.zeros_)  # queries and keys of 0
     (sample,) = CASES[name]()
-    found = chance(sample, MEASURED, special=sample.text.special)
+    found = chance_of_probes(sample, MEASURED, special=sample.text.special)
     assert set(found) == set(sample.per_query)
     for each, values in sample.per_query.items():
         level = found[each].float().expand_as(values)
@@ -235,13 +242,18 @@ def test_chance_is_what_a_head_with_equal_scores_measures(name: str, monkeypatch
 
 
 def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = {name: [chance(one, ALL, special=one.text.special) for one in CASES[name]()] for name in CASES}
+    exact = {name: [chance_of_probes(one, ALL, special=one.text.special) for one in CASES[name]()] for name in CASES}
     monkeypatch.setattr(module, "EXACT_KEYS", 0)
     monkeypatch.setattr(module, "ROWS", 4)
     for name, found in exact.items():
         for sample, wanted in zip(CASES[name](), found, strict=True):
             done: list[tuple[int, int]] = []
-            rounded = chance(sample, ALL, special=sample.text.special, progress=lambda *each: done.append(each))  # noqa: B023
+            rounded = chance_of_probes(
+                sample,
+                ALL,
+                special=sample.text.special,
+                progress=lambda *each: done.append(each),  # noqa: B023
+            )
             assert done[-1] == (sample.num_queries, sample.num_queries) or not sample.num_queries
             assert [one for one, _ in done] == sorted(one for one, _ in done)
             for each, values in rounded.items():
@@ -262,27 +274,27 @@ def test_samples_that_see_the_same_keys_share_what_was_computed(monkeypatch: pyt
     other = masked(CAUSAL)[0]
     (same_mask,) = read(lambda layer, x: layer(x, mask=CAUSAL), ids(words=SPARSE))
     for sample in (first, again, other, same_mask):
-        chance(sample, wanted, known=known)
+        chance_of_probes(sample, wanted, known=known)
     names = ("previous_mass", "duplicate_mass")
     assert calls == [names, names, ("duplicate_mass",)]
 
 
 def test_what_has_no_level_of_chance_has_none() -> None:
     names = ("largest_key", "largest_score", "sink_mass", "contribution", "output_norm", "received", "pooled_map")
-    assert chance(masked(CAUSAL)[0], [PROBES[name] for name in names]) == {}
+    assert chance_of_probes(masked(CAUSAL)[0], [PROBES[name] for name in names]) == {}
 
 
 def test_without_marks_ids_or_a_known_mask_there_is_no_such_chance() -> None:
     (sample,) = masked(CAUSAL)
-    assert "special_mass" not in chance(sample, ALL)
+    assert "special_mass" not in chance_of_probes(sample, ALL)
     bare: Any = record_of(torch.full((1, 4, 4), 0.25)).layers[0].sample()
     named = [PROBES[each] for each in ("duplicate_mass", "induction_mass", "self_mass")]
-    assert set(chance(bare, named)) == {"self_mass"}
-    assert chance(bare, [THREE_BEFORE.shown()]) == {}  # of another process, without its function
+    assert set(chance_of_probes(bare, named)) == {"self_mass"}
+    assert chance_of_probes(bare, [THREE_BEFORE.shown()]) == {}  # of another process, without its function
     (unknown,) = masked(masks.Keep(torch.ones(LENGTH, LENGTH, dtype=torch.bool), "queries keys"), keep="statistics")
     (segment,) = unknown.segments
     object.__setattr__(segment.request, "mask", UnknownMask("Mine", {}))
-    assert chance(unknown, ALL) == {}
+    assert chance_of_probes(unknown, ALL) == {}
 
 
 def one_text(values: Tensor, level: float = 0.0) -> Evidence:
@@ -336,7 +348,7 @@ def test_the_error_of_four_texts_is_that_of_the_mean_over_texts() -> None:
 
 def test_numbers_that_are_none_stand_out_from_nothing() -> None:
     excess = torch.tensor([math.nan, 0.9, 0.9, 0.9])
-    assert stands_out(excess, torch.tensor([0.0, math.nan, math.inf, 0.0]), 0.35).tolist() == [
+    assert exceeds_chance(excess, torch.tensor([0.0, math.nan, math.inf, 0.0]), 0.35).tolist() == [
         False,
         False,
         False,

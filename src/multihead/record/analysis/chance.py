@@ -1,8 +1,8 @@
 """Chance: what a head that spreads its attention evenly over its visible keys scores, and how sure a difference is.
 
-Chance is the probe itself, measured on the sample's own request with q k = 0: under a causal mask the second query puts
-50 % on the previous token by chance, and the hundredth 1 %. So a mean over queries compares like with like, and every
-probe of one's own has a chance too. Biases, and the weight of learned sinks, are left out.
+Chance is the probe itself, measured on the sample's call with all scores set to 0: under a causal mask the second
+query puts 50 % on the previous token by chance, and the hundredth 1 %. So a mean over queries compares like with like,
+and every probe of one's own has a chance too. Biases, and the weight of learned sinks, are left out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Evidence:
     count: Tensor
 
 
-def chance(
+def chance_of_probes(
     sample: SampleRecord,
     probes: Iterable[Statistic],
     *,
@@ -82,7 +82,7 @@ def chance(
         probes: statistics; those without a function or without a chance are left out, and so are those that lack an
             input, such as token ids.
         special: one flag per key, True for special tokens.
-        known: what was computed for other samples of the same record; it is added to.
+        known: chance that was computed for other samples of the same record; new results are added to it.
         progress: called after each block of queries.
 
     Returns:
@@ -94,8 +94,8 @@ def chance(
     )
     wanted = [each for each in probes if isinstance(each, Probe) and each.chance and each.axes == "queries"]
     try:
-        places = _seen_keys(sample)
-    except MaskError:  # the class of the mask is not defined here
+        places = _visibility_key_of_sample(sample)
+    except MaskError:  # the mask's class is not defined in this process
         return {}
     inputs = {"ids": content_key(sample.text.ids), "special_keys": content_key(marks)}
     keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
@@ -111,7 +111,7 @@ def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], co
 
     The standard error is that of the mean over texts if there are at least `FEWEST`. Otherwise each text is divided
     into `BLOCKS` blocks of consecutive queries, because neighbouring queries resemble each other and are no
-    independent observations, and it is that of the mean over blocks.
+    independent observations, and the error is that of the mean over blocks.
 
     Args:
         values: the statistic per query, (heads, queries), one tensor per text.
@@ -126,7 +126,7 @@ def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], co
         totals.append(known.sum(-1))
         levels.append(level.sum(-1))
         numbers.append(counts.sum(-1))
-        # Each head's counted queries are numbered, and every block gets the same number of them, or one more.
+        # The queries that count are numbered per head; each block gets the same number of them, or one more.
         number = numbers[-1][:, None]
         place = ((counts.cumsum(-1) - 1).clamp(min=0) * number.clamp(max=blocks)) // number.clamp(min=1)
         sums = known.new_zeros(len(value), blocks).scatter_add_(1, place, known - level)
@@ -136,7 +136,7 @@ def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], co
     count = torch.stack(numbers).sum(0)
     number = count.clamp(min=1)
     mean, level = torch.stack(totals).sum(0) / number, torch.stack(levels).sum(0) / number
-    return Evidence(mean, level, _standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double())
+    return Evidence(mean, level, _masked_standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double())
 
 
 def standard_error(units: Tensor) -> Tensor:
@@ -145,26 +145,26 @@ def standard_error(units: Tensor) -> Tensor:
     >>> standard_error(torch.tensor([[1.0], [2.0], [3.0], [2.0]])), standard_error(torch.zeros(3, 1))
     (tensor([0.4082]), tensor([inf]))
     """
-    return _standard_error(units.mT, torch.ones_like(units.mT, dtype=torch.bool))
+    return _masked_standard_error(units.mT, torch.ones_like(units.mT, dtype=torch.bool))
 
 
 def error_of_mean(count: Tensor, squares: Tensor) -> Tensor:
-    """Return the standard error of means of `count` independent numbers with some sum of squares about the mean."""
+    """Return the standard error of means, from counts and sums of squared deviations: (heads,)."""
     error = (squares / ((count - 1) * count).clamp(min=1)).sqrt()
     return error.masked_fill(count < FEWEST, torch.inf)
 
 
-def stands_out(excess: Tensor, error: Tensor, least: float) -> Tensor:
-    """Return where a difference from chance is at least `least` and more than `ERRORS` standard errors: bool.
+def exceeds_chance(excess: Tensor, error: Tensor, least: float) -> Tensor:
+    """Return where a difference from chance is at least `least` and above `ERRORS` standard errors: bool, same shape.
 
-    >>> stands_out(torch.tensor([0.5, 0.5, 0.1]), torch.tensor([0.1, 0.2, 0.01]), 0.35)
+    >>> exceeds_chance(torch.tensor([0.5, 0.5, 0.1]), torch.tensor([0.1, 0.2, 0.01]), 0.35)
     tensor([ True, False, False])
     """
     return (excess >= least) & (excess > ERRORS * error)
 
 
-def _standard_error(units: Tensor, full: Tensor) -> Tensor:
-    """Return the standard error of the mean of the units that are full, (heads, units) each."""
+def _masked_standard_error(units: Tensor, full: Tensor) -> Tensor:
+    """Return the standard error of the mean of `units` where `full` is True: (heads,) of (heads, units)."""
     count = full.sum(-1)
     mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
     return error_of_mean(count, (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1))
@@ -173,10 +173,10 @@ def _standard_error(units: Tensor, full: Tensor) -> Tensor:
 def _measure_even_spread(
     sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
 ) -> dict[str, Tensor]:
-    """Measure an even spread: (heads or 1, queries) float64 each; probes that lack an input are left out."""
-    windows = any(segment.apart for segment in sample.segments)  # each is a call of its own
+    """Measure probes on scores of 0: (heads or 1, queries) float64 each; probes that lack an input are left out."""
+    windows = any(segment.apart for segment in sample.segments)  # a window is measured as a call of its own
     requests = [
-        even(segment.request, 0 if windows else segment.key_start, exact=sample.num_keys < EXACT_KEYS)
+        with_zero_scores(segment.request, 0 if windows else segment.key_start, exact=sample.num_keys < EXACT_KEYS)
         for segment in sample.segments
     ]
     first = [int(each) for request in requests for each in first_keys(request, bounds_of(request)) if each >= 0]
@@ -190,7 +190,7 @@ def _measure_even_spread(
             first_key=None if windows else min(first, default=0),
         )
         chosen = possible_probes(probes, request, context, has_values=False)
-        for part in _in_blocks(request):
+        for part in _split_queries(request):
             found = measured(part, chosen, context)
             parts.append({name: value[0].double().cpu() for name, value in found.items()})
             done += part.shape.query_length
@@ -200,18 +200,16 @@ def _measure_even_spread(
     return {name: torch.cat([each[name].expand(heads, -1) for each in parts], -1) for name in parts[0]}
 
 
-def even(request: AttentionRequest, before: int = 0, *, exact: bool) -> AttentionRequest:
-    """Return a call whose scores are all 0 where another one sees a key.
-
-    It has one head, unless heads see different keys.
+def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool) -> AttentionRequest:
+    """Return a call with the same visible keys and all scores 0; one head, unless heads see different keys.
 
     Args:
-        request: the other call.
-        before: how many hidden keys are added before its own.
+        request: the call whose mask is kept.
+        before: how many hidden keys are added before the call's own keys.
         exact: whether it is computed in float64, where the device has it; otherwise in float32.
     """
     mask, shape = request.mask, request.shape
-    if before:  # the keys that a cache has dropped come back, and are hidden
+    if before:  # keys that a cache dropped are added again, hidden, so that positions are right
         mask = mask.after_dropping(-before) & Documents((before, shape.key_length))
     dtype = torch.float64 if exact and shape.device.type != "mps" else torch.float32
     bias = None
@@ -227,8 +225,8 @@ def even(request: AttentionRequest, before: int = 0, *, exact: bool) -> Attentio
     return AttentionRequest(q, k, k, shape, mask, 1.0, start, bias)
 
 
-def _in_blocks(request: AttentionRequest) -> Iterator[AttentionRequest]:
-    """Cut a call into blocks of queries, where no tensor of it has a row per query."""
+def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
+    """Split a call into blocks of queries; one block if its bias or mask holds tensors."""
     queries = request.shape.query_length
     if queries <= ROWS or request.bias is not None or request.mask.holds_tensors:
         yield request
@@ -239,8 +237,8 @@ def _in_blocks(request: AttentionRequest) -> Iterator[AttentionRequest]:
         yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + first)
 
 
-def _seen_keys(sample: SampleRecord) -> tuple[object, ...]:
-    """Return what identifies the keys that each query sees, and its position."""
+def _visibility_key_of_sample(sample: SampleRecord) -> tuple[object, ...]:
+    """Return a hashable key, equal for samples whose queries have equal positions and see equal keys."""
     intervals = sample.intervals()
     if intervals is not None:
         windows = tuple(each.key_start for each in sample.segments if each.apart)
@@ -255,14 +253,14 @@ def _seen_keys(sample: SampleRecord) -> tuple[object, ...]:
 
 
 def visibility_key(request: AttentionRequest) -> tuple[object, object]:
-    """Return what identifies the keys that a mask and a bias hide, for calls of one shape and `query_start`."""
+    """Return a hashable key of the keys that a mask and a bias hide, for calls of equal shape and `query_start`."""
     bias = request.bias
     hidden = None if bias is None else (type(bias), content_key(values_of(bias) == -torch.inf))
     return content_key(request.mask), hidden
 
 
 def content_key(value: object) -> object:
-    """Return what identifies a value, equal for tensors of equal elements."""
+    """Return a hashable key of a value, equal for tensors with equal elements."""
     if isinstance(value, Tensor):
         numbers = value.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.blake2b(numbers.data).digest()

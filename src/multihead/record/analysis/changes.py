@@ -17,7 +17,7 @@ from multihead.locale.texts import statistic_label
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
-from multihead.record.analysis.similar import are_alike, divergence, spaced_queries
+from multihead.record.analysis.similar import divergence, have_same_texts, spaced_queries
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
@@ -97,7 +97,7 @@ class ChangedHead:
         return f"L{self.layer} H{self.head}: " + "; ".join(parts)
 
     def row(self) -> dict[str, str | int | float]:
-        """Return it as a row of a table: the statistic `entropy` is `entropy_before`, `_after` and `_difference`."""
+        """Return the head as a table row: the statistic `entropy` is `entropy_before`, `_after` and `_difference`."""
         found: dict[str, str | int | float] = {
             "layer": self.layer,
             "head": self.head,
@@ -127,7 +127,7 @@ def changes(
     among: Sequence[Kind] = KINDS,
     progress: Progress | None = None,
 ) -> list[ChangedHead]:
-    """Compare the heads of two runs; see `Record.changed`."""
+    """Return the heads of two runs with their changes, the most changed first; see `Record.changed`."""
     if top is not None:
         check_integer("top", top)
     if queries is not None:
@@ -138,7 +138,7 @@ def changes(
     first, second = (_profiles_of_run(run, sample, pairs, statistics, among) for run in (before, after))
     done, total = 0, sum(counts.values())
 
-    def advance(more: int) -> None:
+    def add_compared_queries(more: int) -> None:
         nonlocal done
         done += more
         if progress is not None:
@@ -146,7 +146,7 @@ def changes(
 
     found = []
     for number, (one, other) in pairs.items():
-        values = divergence(one, other, rows[number], progress=advance)
+        values = divergence(one, other, rows[number], progress=add_compared_queries)
         found += [
             ChangedHead(
                 layer=number,
@@ -162,7 +162,7 @@ def changes(
             )
             for head in range(one.num_heads)
         ]
-    # NaN compares with nothing: a head without finite weights comes last.
+    # NaN has no order, so heads without finite weights are sorted last explicitly.
     return sorted(found, key=lambda each: (math.isnan(each.divergence), -each.divergence))[:top]
 
 
@@ -185,7 +185,7 @@ def _profiles_of_run(
 def _layers_of_both_runs(
     before: Sequence[LayerRecord], after: Sequence[LayerRecord], sample: int
 ) -> dict[int, tuple[SampleRecord, SampleRecord]]:
-    """Return the layers that both runs have with the same heads, queries and keys, by number.
+    """Return layer number -> its sample in both runs, for layers with the same heads, queries and keys.
 
     Raises:
         ArgumentError: there are none, or the two texts differ.
@@ -196,7 +196,7 @@ def _layers_of_both_runs(
         if layer.number in others:
             one, other = layer.sample(sample), others[layer.number].sample(sample)
             _check_same_text(one, other)
-            if one.num_heads == other.num_heads and are_alike(one, other):
+            if one.num_heads == other.num_heads and have_same_texts(one, other):
                 found[layer.number] = one, other
     if not found:
         raise ArgumentError(
@@ -207,7 +207,7 @@ def _layers_of_both_runs(
 
 
 def _check_same_text(one: SampleRecord, other: SampleRecord) -> None:
-    """Reject two texts that differ, as far as their tokens are known."""
+    """Raise ArgumentError if the known token ids or tokens of two samples differ."""
     ids, tokens = (one.text.ids, other.text.ids), (one.text.tokens, other.text.tokens)
     differ = ids[0] is not None and ids[1] is not None and not torch.equal(ids[0], ids[1])
     if differ or (None not in tokens and tokens[0] != tokens[1]):

@@ -12,7 +12,7 @@ from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import visible
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
-from multihead.record.analysis.highlights import layer_profiles, of_kind
+from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
 from multihead.record.layer import LayerRecord
 from multihead.record.summaries import Of
 
@@ -64,7 +64,7 @@ def find(
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> list[FoundHead]:
-    """Find heads; see `Record.find`. `statistics` has those that are not built in, and `among` the kinds."""
+    """Find the heads in the wanted ranges, see `Record.find`; `statistics` are those that are not built in."""
     by_name = {kind.name: kind for kind in among}
     shown = {**{name: _format_of_kind(kind) for name, kind in by_name.items()}, **(statistics or {})}
     if not wanted:
@@ -95,7 +95,7 @@ def _is_within(value: float, limits: Range) -> bool:
 
 
 def _format_of_kind(kind: Kind) -> Statistic:
-    """Return how the number of a kind is shown."""
+    """Return the statistic that gives label, unit and number format of a kind."""
     number_format = SHARE if kind.probe is None or kind.of_largest is not None else kind.probe.number_format
     return Statistic(kind.name, label=kind.label("en"), number_format=number_format)
 
@@ -107,7 +107,7 @@ def _wanted_numbers(
     by_name: Mapping[str, Kind],
     statistics: Mapping[str, Statistic],
 ) -> dict[str, Tensor]:
-    """Return the wanted statistics that a layer has: (heads,) each."""
+    """Return the wanted statistics and kinds that a layer has: name -> (heads,)."""
     summary = layer.summary(of)
     found = {}
     for name in wanted:
@@ -118,13 +118,13 @@ def _wanted_numbers(
             found[name] = summary[kind.statistic]
         elif kind is not None and kind.texts == "given" and layer.samples:
             (profile,) = layer_profiles([layer], sample=None, statistics=statistics, among=(kind,))
-            if (measured := of_kind(kind, profile.evidence)) is not None:
+            if (measured := evidence_of_kind(kind, profile.evidence)) is not None:
                 found[name] = measured.mean
     return found
 
 
 def _error_of_missing_number(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
-    """Say that no layer has a number."""
+    """Return the error that no layer has a statistic or kind of this name."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
     kind = by_name.get(name)
     if name in RENAMED:

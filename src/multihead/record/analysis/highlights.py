@@ -23,10 +23,10 @@ from multihead.record.analysis.chance import (
     Evidence,
     Known,
     Progress,
-    chance,
+    chance_of_probes,
     compare_with_chance,
+    exceeds_chance,
     standard_error,
-    stands_out,
 )
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
@@ -49,7 +49,7 @@ MOST_FINDINGS = 6
 
 @dataclass(frozen=True, eq=False)
 class LayerKinds:
-    """The means of one layer's heads, the chance of each, and the kinds that these decide about.
+    """The means of one layer's heads, the chance of each mean, and the kinds that follow from them.
 
     Attributes:
         number: the layer's number.
@@ -60,7 +60,7 @@ class LayerKinds:
         chance: statistic -> (heads,) float64, what an even spread over the visible keys gives; only the statistics
             that have such a number.
         evidence: statistic -> its mean, its chance and how sure the difference is, for the same statistics, and for the
-            share of attention near the query, which is no statistic of a record.
+            share of attention near the query, which records do not store.
         kinds: per head, the names of one or more kinds, the most specific first.
         crosses: whether the keys are another text than the queries (cross-attention).
     """
@@ -84,7 +84,7 @@ class LayerKinds:
 
 @dataclass(frozen=True, eq=False)
 class LayerProfile(LayerKinds):
-    """One layer of a record as the report and the terminal read it.
+    """The kinds and the mask of one layer of a record, for the report and the terminal.
 
     Attributes:
         visibility: what the queries may see.
@@ -138,9 +138,11 @@ def heads_of_kinds(
             raise ArgumentError(f"There is no kind {name!r}.", f"Give some of {', '.join(sorted(known))}.")
     found = []
     for kind in (each for each in among if not names or each.name in names):
-        for place, head, share, level in sorted(_heads_of(kind, profiles), key=lambda each: (-each[2], *each[:2])):
+        for place, head, share, level in sorted(
+            _heads_of_topic(kind, profiles), key=lambda each: (-each[2], *each[:2])
+        ):
             one = profiles[place]
-            measured = of_kind(kind, one.evidence)
+            measured = evidence_of_kind(kind, one.evidence)
             assert measured is not None
             error, n = float(measured.error[head]), int(measured.count[head])
             written = (kind.written(share), kind.written(level))
@@ -177,10 +179,10 @@ class Finding:
         return self.brief
 
 
-def of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
-    """Return the numbers that decide about a kind, (heads,) each; None where its statistic was not measured.
+def evidence_of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
+    """Return the numbers that decide about a kind, (heads,) each; None if its statistic was not measured.
 
-    Those of a kind `of_largest` are shares of what an even spread gives, whose own share is 1.
+    For a kind with `of_largest` they are divided by chance, so the chance itself is 1.
     """
     found = evidence.get(kind.statistic)
     if found is None or kind.of_largest is None:
@@ -189,7 +191,7 @@ def of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
     return Evidence(found.mean / largest, (found.chance > 0).double(), found.error / largest, found.count)
 
 
-def heads_reaching(kind: Kind, found: Evidence) -> Tensor:
+def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
     """Return which heads have a kind: (heads,) bool."""
     named = found.chance > 0 if kind.of_largest is not None else torch.ones_like(found.mean, dtype=torch.bool)
     if kind.of_largest is not None:
@@ -197,11 +199,11 @@ def heads_reaching(kind: Kind, found: Evidence) -> Tensor:
     if kind.at_least is not None:
         named = named & (found.mean >= kind.at_least)
     if kind.above_chance is not None:
-        named = named & stands_out(found.mean - found.chance, found.error, kind.above_chance)
+        named = named & exceeds_chance(found.mean - found.chance, found.error, kind.above_chance)
     return named
 
 
-def kinds(
+def kinds_of_heads(
     evidence: Mapping[str, Evidence], *, heads: int, crosses: bool = False, among: Sequence[Kind] = KINDS
 ) -> tuple[tuple[str, ...], ...]:
     """Name the kinds of each head of a layer, the most specific first; a head may have several.
@@ -209,22 +211,22 @@ def kinds(
     A share must exceed chance, so an even spread has no kind but broad, however short the text.
 
     Args:
-        evidence: statistic -> what was measured, (heads,) each; a kind without it names no head.
+        evidence: statistic -> what was measured, (heads,) each; no head has a kind whose statistic is missing.
         heads: how many heads.
         crosses: whether the keys are another text, where some kinds mean nothing.
         among: the kinds.
 
     >>> def found(mean, chance):
     ...     return Evidence(torch.tensor(mean), torch.full((2,), chance), torch.full((2,), 0.01), torch.full((2,), 9))
-    >>> kinds({"entropy": found([0.2, 4.1], 4.2), "previous_mass": found([0.91, 0.02], 0.02)}, heads=2)
+    >>> kinds_of_heads({"entropy": found([0.2, 4.1], 4.2), "previous_mass": found([0.91, 0.02], 0.02)}, heads=2)
     (('previous',), ('broad',))
     """
     measured = {
         kind: found
         for kind in among
-        if not (crosses and kind.self_attention_only) and (found := of_kind(kind, evidence)) is not None
+        if not (crosses and kind.self_attention_only) and (found := evidence_of_kind(kind, evidence)) is not None
     }
-    which = {kind: heads_reaching(kind, found) for kind, found in measured.items()}
+    which = {kind: heads_with_kind(kind, found) for kind, found in measured.items()}
     named = []
     for head in range(heads):
         of_head = [kind for kind, heads_reached in which.items() if heads_reached[head]]
@@ -290,8 +292,8 @@ def _profile_of_layer(
             for name, each in layer.repeated.shares.items()
             if name in layer.repeated.chance
         }
-    named = kinds(found, heads=layer.num_heads, crosses=crosses, among=among)
-    means.pop(NEAR.name, None)  # it is no statistic of the record
+    named = kinds_of_heads(found, heads=layer.num_heads, crosses=crosses, among=among)
+    means.pop(NEAR.name, None)  # measured here for the kinds only: records have no such statistic
     chances = {name: found[name].chance for name in means if name in found}
     return LayerProfile(layer.number, layer.name, means, chances, found, named, crosses, seen[0])
 
@@ -306,15 +308,15 @@ def _statistics_and_chance(
     known: Known,
     progress: Progress | None,
 ) -> tuple[dict[str, Measured], dict[str, Tensor]]:
-    """Return the statistics of a sample per query, with those that are derived here, and the chance of each."""
+    """Return the statistics of a sample per query, with separator and near mass added, and the chance of each."""
     found = dict(one.measured())
     marks = one.text.special if special is None else special
     marks = marks if marks is not None and len(marks) == one.num_keys else None
-    levels = chance(
+    levels = chance_of_probes(
         one, [*(statistic(name, shown) for name in found), NEAR], special=marks, known=known, progress=progress
     )
     if marks is not None and any(marks[1:]) and "special_mass" in found:
-        # special_mass counts the first token too if that is a special token itself.
+        # special_mass includes the first token if that token is special; its mass is subtracted.
         both = marks[0] and "first_mass" in found
         values, counted, _ = found["special_mass"]
         found[SEPARATOR.name] = Measured(
@@ -340,8 +342,8 @@ def findings(
 ) -> list[Finding]:
     """Find the most notable heads, at most six, and describe what each does; no head twice.
 
-    Each exceeds chance clearly: it has the kind that the sentence is about, see `kinds`, or reaches farther than an
-    even spread by `FARTHER` and three standard errors. A model with random weights has none.
+    Each head exceeds chance clearly: it has the kind that the sentence is about, see `kinds_of_heads`, or reaches
+    farther than an even spread by `FARTHER` and three standard errors. A model with random weights has none.
 
     Args:
         layers: the layers of a record.
@@ -364,13 +366,13 @@ def findings(
     found: list[Finding] = []
     taken: set[tuple[int, int]] = set()
     for topic in topics:
-        heads = [each for each in _heads_of(topic, read, near) if each[:2] not in taken]
+        heads = [each for each in _heads_of_topic(topic, read, near) if each[:2] not in taken]
         if not heads:
             continue
         place, head, value, level = max(heads, key=lambda each: (each[2], -each[0], -each[1]))
         profile = read[place]
         if topic is None:
-            values = {"value": _rounded_count(value), "chance": _rounded_count(level)}
+            values = {"value": _format_rounded(value), "chance": _format_rounded(level)}
             brief, sentence = (words[each].format(**values) for each in ("distance.brief", "distance.sentence"))
         else:
             names = {"first": first, "separator": separator}
@@ -379,7 +381,7 @@ def findings(
         brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
         name = FAR if topic is None else topic.name
         found.append(
-            Finding(name, profile.number, head, value, level, sentence, _count_topic(topic, read, words), brief)
+            Finding(name, profile.number, head, value, level, sentence, _describe_count(topic, read, words), brief)
         )
         taken.add((place, head))
         if len(found) == MOST_FINDINGS:
@@ -387,24 +389,24 @@ def findings(
     return found
 
 
-def _rounded_count(value: float) -> str:
+def _format_rounded(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
-def _heads_of(
+def _heads_of_topic(
     topic: Kind | None, profiles: Sequence[LayerKinds], near: Collection[str] = ()
 ) -> Iterator[tuple[int, int, float, float]]:
-    """List the heads that a finding may be about: index of the layer, head, number, chance.
+    """Yield the heads that a finding may be about: index of the layer, head, number, chance.
 
     Without a topic these are the heads that reach farthest, apart from those with a kind in `near`.
     """
     for layer, one in enumerate(profiles):
-        found = one.evidence.get("mean_distance") if topic is None else of_kind(topic, one.evidence)
+        found = one.evidence.get("mean_distance") if topic is None else evidence_of_kind(topic, one.evidence)
         if found is None or (topic is None and one.crosses):
             continue
         if topic is None:
             level = found.chance
-            far = stands_out((found.mean - level) / level, found.error / level, FARTHER) & (level > 0)
+            far = exceeds_chance((found.mean - level) / level, found.error / level, FARTHER) & (level > 0)
             chosen = [bool(each) and not {*near} & {*named} for each, named in zip(far, one.kinds, strict=True)]
         else:
             chosen = [topic.name in named for named in one.kinds]
@@ -413,11 +415,11 @@ def _heads_of(
                 yield layer, head, float(found.mean[head]), float(found.chance[head])
 
 
-def _count_topic(topic: Kind | None, profiles: Sequence[LayerProfile], words: Mapping[str, str]) -> str:
+def _describe_count(topic: Kind | None, profiles: Sequence[LayerProfile], words: Mapping[str, str]) -> str:
     if topic is None:
         values = torch.cat([one.means["mean_distance"] for one in profiles if "mean_distance" in one.means])
         return words["count.mean"].format(value=f"{float(values.nanmean()):.1f}")
-    layers = Counter(layer for layer, *_ in _heads_of(topic, profiles))
+    layers = Counter(layer for layer, *_ in _heads_of_topic(topic, profiles))
     number, heads = sum(layers.values()), sum(len(one.kinds) for one in profiles)
     most, in_one = layers.most_common(1)[0]
     if number <= 4 or len(layers) == 1:

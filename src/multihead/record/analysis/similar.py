@@ -1,4 +1,4 @@
-"""Find the heads whose weights are nearest to those of one."""
+"""Find the heads whose attention weights are nearest to those of a given head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multihead.record.sample import SampleRecord
 CELLS = 1 << 25
 """Weights compared over all heads if the number of queries is not given: a second or two."""
 
-TILE = 1 << 21  # weights of one layer that are held at once
+TILE = 1 << 21  # limit of the weights of one layer that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class NearHead:
 def nearest(
     layers: Sequence[LayerRecord], layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
 ) -> list[NearHead]:
-    """Find heads; see `Record.nearest`."""
+    """Return the heads whose weights diverge least from those of one head, the nearest first; see `Record.nearest`."""
     check_integer("top", top)
     if queries is not None:
         check_integer("queries", queries)
     known = {each.number: each for each in layers}
     if isinstance(layer, bool) or not isinstance(layer, int) or layer not in known:
-        raise ArgumentError(f"There is no layer {layer!r}.", f"Give {numbers_in_words(list(known))}.")
+        raise ArgumentError(f"There is no layer {layer!r}.", f"Give {describe_layer_numbers(list(known))}.")
     one = known[layer].sample(sample)
     if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < one.num_heads:
         raise ArgumentError(f"There is no head {head!r}.", f"Give one from 0 to {one.num_heads - 1}.")
     alike = {
         number: each.samples[sample]
         for number, each in known.items()
-        if -each.num_samples <= sample < each.num_samples and are_alike(each.samples[sample], one)
+        if -each.num_samples <= sample < each.num_samples and have_same_texts(each.samples[sample], one)
     }
     cells = one.num_keys * sum(each.num_heads for each in alike.values())
     rows = spaced_queries(one.num_queries, affordable_queries(cells) if queries is None else queries)
@@ -71,14 +71,14 @@ def nearest(
         for index, value in enumerate(divergence(one, each, rows, head=head))
         if (number, index) != (layer, head)
     ]
-    # NaN compares with nothing: a head without finite weights comes last.
+    # NaN has no order, so heads without finite weights are sorted last explicitly.
     return sorted(found, key=lambda each: (math.isnan(each.divergence), each.divergence))[:top]
 
 
-def numbers_in_words(numbers: Sequence[int]) -> str:
-    """List the layer numbers that a user can choose.
+def describe_layer_numbers(numbers: Sequence[int]) -> str:
+    """Describe the layer numbers that a user can choose, for an error message.
 
-    >>> numbers_in_words([0, 1, 2]), numbers_in_words([17, 18]), numbers_in_words([4])
+    >>> describe_layer_numbers([0, 1, 2]), describe_layer_numbers([17, 18]), describe_layer_numbers([4])
     ('one from 0 to 2', 'one of 17, 18', '4')
     """
     if len(numbers) == 1:
@@ -88,7 +88,7 @@ def numbers_in_words(numbers: Sequence[int]) -> str:
     return f"one of {', '.join(map(str, numbers))}"
 
 
-def are_alike(one: SampleRecord, other: SampleRecord) -> bool:
+def have_same_texts(one: SampleRecord, other: SampleRecord) -> bool:
     """Whether the queries and keys of two layers are the same texts."""
     return (one.num_queries, one.num_keys, one.query_start, one.crosses) == (
         other.num_queries,
@@ -121,7 +121,7 @@ def divergence(
     head: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Compare heads of two layers, tile by tile: (heads of the other,) float64, nats.
+    """Return the divergence of heads of two layers, computed tile by tile: (heads of `other`,) float64, nats.
 
     Args:
         one: one layer on a text.
@@ -142,10 +142,10 @@ def divergence(
         part = places[first : first + step]
         chosen = slice(part.start, part.stop, part.step)
         end = max(one.num_keys if each is None else int(each[1][chosen].max()) for each in intervals)
-        seen = slice(0, end)  # keys that none of these queries sees make no difference
+        seen = slice(0, end)  # later keys have weight 0 for all of these queries
         p = one.weights(head, queries=chosen, keys=seen)
-        p = _with_sink(p if head is None else p[None])  # (heads or 1, rows, keys + 1)
-        q = _with_sink(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
+        p = _append_sink_weight(p if head is None else p[None])  # (heads or 1, rows, keys + 1)
+        q = _append_sink_weight(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
         between = (entropy_of((p + q) / 2) - (entropy_of(p) + entropy_of(q)) / 2).clamp(min=0)
         compared = (p[..., :-1].sum(-1) > 0) & (q[..., :-1].sum(-1) > 0) & between.isfinite()
         total += between.masked_fill(~compared, 0).sum(-1)
@@ -155,6 +155,6 @@ def divergence(
     return total / count
 
 
-def _with_sink(weights: Tensor) -> Tensor:
+def _append_sink_weight(weights: Tensor) -> Tensor:
     """Append the weight on a learned sink to the weights of the keys, as one more key."""
     return torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)

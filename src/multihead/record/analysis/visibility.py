@@ -53,11 +53,11 @@ def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
 
 
 def visibility_of(sample: SampleRecord) -> Visibility:
-    """Read what the queries of a sample may see: off its bounds, or block by block; never queries x keys at once."""
+    """Find which keys a sample's queries may see: from intervals if possible, else block by block."""
     try:
         count, start, stop = _count_seen_keys(sample)
-    except MaskError:  # the class of the mask is not defined here
-        return _without_mask(sample)
+    except MaskError:  # the mask's class is not defined in this process
+        return _visibility_without_mask(sample)
     pattern, before, after = _name_of_pattern(count, start, stop, sample.query_start, sample.num_keys)
     count = count.expand(sample.num_heads, -1).double()
     sees = count > 0
@@ -75,7 +75,7 @@ def visibility_of(sample: SampleRecord) -> Visibility:
 
 
 def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of keys that each query sees, the first, and that after the last: (heads or 1, queries)."""
+    """Return per query how many keys it sees, the first of them, and one after the last: (heads or 1, queries)."""
     intervals = sample.intervals()
     if intervals is not None:
         start, stop = (each[None] for each in intervals)
@@ -90,8 +90,8 @@ def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)
 
 
-def _without_mask(sample: SampleRecord) -> Visibility:
-    """Return what is known without the mask: which queries see a key."""
+def _visibility_without_mask(sample: SampleRecord) -> Visibility:
+    """Return the visibility where the mask is unknown: which queries see a key, and NaN for the numbers of keys."""
     sees = sample.sees
     nan = torch.full((sample.num_heads,), torch.nan, dtype=torch.float64)
     return Visibility(
@@ -106,10 +106,10 @@ def _without_mask(sample: SampleRecord) -> Visibility:
 
 
 def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
-    """Share of each query's attention on keys at most `LOCAL_REACH` tokens from it.
+    """Return the share of each query's attention on keys at most `LOCAL_REACH` tokens away.
 
-    Exact where the record keeps q and k: of at most seven weights per query those that were not measured are computed.
-    Where only statistics were kept it is a lower bound, the larger of self + previous + next and, by Markov's
+    It is exact if the record keeps q and k: at most seven weights per query are read from statistics or computed. If
+    only statistics were kept, it is a lower bound, the larger of self + previous + next and, by Markov's
     inequality, 1 - distance / 4: a key beyond 3 tokens is at least 4 away.
 
     Returns:
@@ -146,14 +146,14 @@ def _band_mass_bound(sample: SampleRecord) -> Tensor:
 
 
 def _name_of_pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:
-    """Return the name of the mask whose rows see [start, stop); rows that see nothing are ignored."""
+    """Return pattern, `before` and `after` of a mask by the keys [start, stop) of its rows, empty rows ignored."""
     seen = count > 0
     if not bool(seen.any()) or not bool((count == stop - start)[seen].all()):
         return "other", 0, 0
     position = (torch.arange(count.shape[-1]) + query_start).expand_as(count)[seen]
     start, stop = start[seen], stop[seen]
     if bool(((start == 0) & (stop == keys)).all()):
-        # One query at the end of its keys (a decoding step) sees everything there is, full and causal alike.
+        # For one query at the end of its keys (a decoding step), full and causal masks are the same.
         return "full", 0, 0
     after, before = int((stop - 1 - position).max()), int((position - start).max())
     if after < 0 or before < 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multihead.locale.texts import statistic_label, text
-from multihead.record.plots import colors, pyplot, scale_end
+from multihead.record.plots import end_of_color_scale, import_pyplot, report_colormap
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -53,7 +53,7 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     Returns:
         the picture as PNG, and its caption.
     """
-    plt = pyplot()
+    plt = import_pyplot()
     heads = [(place, head) for place, layer in enumerate(record.layers) for head in range(layer.num_heads)]
     ones = [layer.sample() if layer.samples else None for layer in record.layers]
     cells = max((one.num_queries * one.num_keys for one in ones if one is not None), default=0)
@@ -86,11 +86,11 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
         part = tuple(slice(start, start + length) for start, length in zip(places[at], maps[at].shape, strict=True))
         tiles[part], inside[part] = maps[at], True
     single = all(one is None or max(one.num_queries, one.num_keys) <= CELLS for one in ones)
-    end = scale_end(tiles, single=single)
+    end = end_of_color_scale(tiles, single=single)
     size = min(1.0, 10 / across)
     figure, ax = plt.subplots(figsize=(0.6 + across * size, 0.4 + rows * size), layout="constrained")
-    shades = colors()(np.sqrt(np.clip(np.nan_to_num(tiles) / end, 0, 1)))
-    shades[np.isnan(tiles)] = colors().get_bad()
+    shades = report_colormap()(np.sqrt(np.clip(np.nan_to_num(tiles) / end, 0, 1)))
+    shades[np.isnan(tiles)] = report_colormap().get_bad()
     shades[~inside] = 1
     ax.imshow(shades, interpolation="nearest")
     ax.set_axis_off()
@@ -119,6 +119,6 @@ def _png_in_few_colours(figure: Any) -> bytes:
 
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=80)
-    pyplot().close(figure)
+    import_pyplot().close(figure)
     Image.open(drawn).convert("RGB").quantize(48).save(written, format="png", optimize=True)
     return written.getvalue()
