@@ -22,11 +22,11 @@ BEFORE, AFTER = 24, 8
 """Tokens of a text that are kept around the position of an example."""
 
 
-Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
+DistanceMoments: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """How many numbers there are, their mean, and the sum of their squared deviations from it: (rows,) each."""
 
 
-def merged_moments(one: Moments, other: Moments) -> Moments:
+def merged_moments(one: DistanceMoments, other: DistanceMoments) -> DistanceMoments:
     """Return the moments of all numbers of two sets.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
