@@ -116,7 +116,7 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
 
 class TestTheModelIsPutBack:
     def implementations(self, model: Any) -> list[str]:
-        return [config._attn_implementation for config in huggingface.configurations(model)]
+        return [config._attn_implementation for config in huggingface.configurations_of(model)]
 
     def test_after_the_context(self) -> None:
         model = family("bert")
