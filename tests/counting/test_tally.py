@@ -18,7 +18,7 @@ from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import PLANS
 from multihead.kernels.plan.bounds import BOUNDS
 from multihead.observation.layer_filter import LayerFilter
-from multihead.observation.measuring import Measuring
+from multihead.observation.measuring import StatisticsMeasurer
 from multihead.record.analysis.chance import error_of_mean
 from tests.counting.tiny import bert
 from tests.families import DECODER, TEXT, family
@@ -115,13 +115,13 @@ def test_chance_in_single_precision_agrees_with_double() -> None:
 
 def test_chance_is_measured_once_for_layers_whose_queries_see_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    measure = Measuring.of_even_spread
+    measure = StatisticsMeasurer.measure_even_spread
 
-    def counted(self: Measuring, *given: Any) -> Any:
+    def counted(self: StatisticsMeasurer, *given: Any) -> Any:
         calls.append(given[-1])
         return measure(self, *given)
 
-    monkeypatch.setattr(Measuring, "of_even_spread", counted)
+    monkeypatch.setattr(StatisticsMeasurer, "measure_even_spread", counted)
     alternating = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
     torch.manual_seed(0)
     options = {**DECODER, **TEXT, "num_hidden_layers": 4, "use_sliding_window": True, **alternating}
@@ -169,8 +169,8 @@ def test_plans_of_a_batch_are_dropped_after_it_because_its_lengths_do_not_recur(
 
 
 def test_layers_are_chosen_as_in_observe() -> None:
-    assert list(tallied(bert(), texts_of(), layer_filter=LayerFilter.of([1])).layers) == [1]
-    missed = tallied(bert(), texts_of(), layer_filter=LayerFilter.of([7]))
+    assert list(tallied(bert(), texts_of(), layer_filter=LayerFilter.from_argument([1])).layers) == [1]
+    missed = tallied(bert(), texts_of(), layer_filter=LayerFilter.from_argument([7]))
     names = "0: encoder.layer.0.attention.self, 1: encoder.layer.1.attention.self"
     sentence = f"No layer that ran matches 7. Choose among {names}."
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):

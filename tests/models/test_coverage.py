@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import multihead as mh
 from multihead.errors import ModelError
-from multihead.models.coverage import attention_elsewhere, require_coverage
+from multihead.models.coverage import attention_outside_interface, require_coverage
 from tests.families import FAMILIES, TEXT, family
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
@@ -27,12 +27,12 @@ def mpt() -> Any:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_families_that_use_the_interface_have_no_attention_elsewhere(name: str) -> None:
-    assert attention_elsewhere(family(name)) == {}
+    assert attention_outside_interface(family(name)) == {}
 
 
 def test_layers_that_compute_weights_themselves_are_named() -> None:
     reason = "MptAttention computes its weights itself, without transformers' AttentionInterface."
-    assert attention_elsewhere(mpt()) == {"blocks.0.attn": reason, "blocks.1.attn": reason}
+    assert attention_outside_interface(mpt()) == {"blocks.0.attn": reason, "blocks.1.attn": reason}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_layers_that_compute_weights_themselves_are_named() -> None:
     ],
 )
 def test_attention_by_own_products_by_torch_functions_and_by_parts_is_found(config: Any, module: str) -> None:
-    assert list(attention_elsewhere(hf.AutoModel.from_config(config))) == [module]
+    assert list(attention_outside_interface(hf.AutoModel.from_config(config))) == [module]
 
 
 def test_the_pooling_head_of_siglip_is_named() -> None:
@@ -54,7 +54,9 @@ def test_the_pooling_head_of_siglip_is_named() -> None:
     expected = {
         "head.attention": "torch.nn.MultiheadAttention computes its attention itself; mh.use and mh.observe replace it."
     }
-    assert {name.removeprefix("vision_model."): why for name, why in attention_elsewhere(model).items()} == expected
+    assert {
+        name.removeprefix("vision_model."): why for name, why in attention_outside_interface(model).items()
+    } == expected
 
 
 def test_layers_of_torch_and_ours_are_told_apart() -> None:
@@ -64,7 +66,7 @@ def test_layers_of_torch_and_ours_are_told_apart() -> None:
 
     model = nn.ModuleDict({"torch": nn.MultiheadAttention(8, 2), "ours": mh.MultiHeadAttention(8, 2)})
     model["fused"], model["linear"] = FusedAttention(), nn.Linear(2, 2)
-    assert attention_elsewhere(model) == {
+    assert attention_outside_interface(model) == {
         "torch": "torch.nn.MultiheadAttention computes its attention itself; mh.use and mh.observe replace it.",
         "fused": "FusedAttention calls torch's scaled_dot_product_attention itself.",
     }
@@ -75,7 +77,7 @@ def test_routers_and_weights_that_are_no_attention_are_no_false_alarm() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.matmul(x.softmax(-1), x)
 
-    assert attention_elsewhere(Router()) == {}
+    assert attention_outside_interface(Router()) == {}
 
 
 def called_by_closure(layer: Any) -> Any:
@@ -101,14 +103,14 @@ def test_a_forward_around_that_of_the_class_is_no_other_attention(wrapped: Any) 
     model = family("llama")
     layer = model.model.layers[1].self_attn
     layer.forward = wrapped(layer)
-    assert attention_elsewhere(model) == {}
+    assert attention_outside_interface(model) == {}
 
 
 def test_a_wrapper_is_judged_by_what_it_calls_and_not_by_what_it_wraps() -> None:
     model = family("llama")
     layer = model.model.layers[1].self_attn
     layer.forward = update_wrapper(lambda hidden_states, **_: (hidden_states, None), layer.forward)
-    assert attention_elsewhere(model) == {
+    assert attention_outside_interface(model) == {
         "model.layers.1.self_attn": "The forward of this LlamaAttention was replaced. LlamaAttention replaces the "
         "forward of LlamaAttention, which calls transformers' AttentionInterface."
     }
@@ -147,7 +149,7 @@ def test_eager_attention_of_ones_own_is_compared_with_ours(
         f"The eager attention of Own, {function.__name__}, computes something else than "
         "softmax(scaling * q k' + mask) v."
     )
-    assert attention_elsewhere(model) == ({} if equal else {"model.layers.1.self_attn": expected})
+    assert attention_outside_interface(model) == ({} if equal else {"model.layers.1.self_attn": expected})
 
 
 def test_the_error_names_the_first_module_and_its_reason() -> None:

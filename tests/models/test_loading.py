@@ -19,7 +19,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import multihead as mh
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
-from multihead.models.loading import CONTINUED, Encoded, LoadedModel, decoder_input, encode, load, without_messages
+from multihead.models.loading import (
+    CONTINUED,
+    EncodedText,
+    LoadedModel,
+    decoder_input,
+    encode,
+    load,
+    silence_transformers,
+)
 from tests.families import family
 from tests.gguf_file import written
 
@@ -250,7 +258,7 @@ class TestRefusals:
         assert str(caught.value) == "vit has no tokenizer. Give a model that reads text."
 
 
-def together(encoded: Encoded) -> str:
+def together(encoded: EncodedText) -> str:
     """Concatenate the text of the tokens."""
     pairs = zip(encoded.tokens, encoded.special, strict=True)
     return "".join(token for token, mark in pairs if not mark and token != CONTINUED)
@@ -332,7 +340,7 @@ def test_quiet_restores_all_settings() -> None:
 
     library.enable_progress_bar()
     before = library.get_verbosity()
-    with without_messages():
+    with silence_transformers():
         assert not library.is_progress_bar_enabled()
         assert library.get_verbosity() == logging.CRITICAL
         warnings.warn("nobody hears this", stacklevel=1)
@@ -393,7 +401,7 @@ def test_of_an_encoder_decoder_model_the_encoder_reads(tmp_path: Path) -> None:
     loaded = load(str(tmp_path))
     assert loaded.reader is loaded.model.get_encoder()
     ids = torch.tensor([[3, 4, 5]])
-    encoded = Encoded(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 1)] * 3)
+    encoded = EncodedText(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 1)] * 3)
     with torch.no_grad(), mh.observe(loaded.reader) as record:
         loaded.reader(**loaded.arguments(encoded))
     assert [layer.num_heads for layer in record.layers] == [4, 4]

@@ -15,7 +15,7 @@ from transformers import masking_utils as library
 from multihead import masks
 from multihead.models.huggingface import mask_for
 from multihead.models.lazy_mask import LazyMask
-from multihead.models.mask_functions import Extent, mask_of_function
+from multihead.models.mask_functions import MaskExtent, mask_of_function
 
 LEFT = torch.tensor([0, 2])
 PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 2, 2]])
@@ -45,9 +45,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], masks.Mask | None]] = {
 }
 
 
-def extent(**changes: Any) -> Extent:
+def extent(**changes: Any) -> MaskExtent:
     sizes: dict[str, Any] = {"batch": 2, "queries": 9, "keys": 9, "query_offset": 0, "key_offset": 0}
-    return Extent(**{**sizes, **changes}, device=torch.device("cpu"))
+    return MaskExtent(**{**sizes, **changes}, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from multihead.models.pretrained import Given, Inputs, is_within, pretrained_models, recorded_inputs
+from multihead.models.pretrained import InputTracker, TokenInputs, is_within, pretrained_models, recorded_inputs
 from tests.families import batch_of, family
 
 
@@ -32,19 +32,19 @@ def test_a_module_is_within_itself_and_those_around_it_and_not_within_one_with_a
     assert is_within("anything", "")
 
 
-def ask_within(model: Any, module: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Given, Given]:
+def ask_within(model: Any, module: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[TokenInputs, TokenInputs]:
     """Run a model and return the inputs of the queries and of the memory while one of its layers runs."""
-    found: list[tuple[Given, Given]] = []
+    found: list[tuple[TokenInputs, TokenInputs]] = []
     with torch.no_grad(), recorded_inputs(model) as inputs:
 
         def ask(*_: object) -> None:
-            assert inputs.running
-            found.append((inputs.queries_of(name), inputs.memory_of(name)))
+            assert inputs.is_running
+            found.append((inputs.inputs_of_queries(name), inputs.encoder_inputs(name)))
 
         handle = module.register_forward_pre_hook(ask)
         model(**batch)
         handle.remove()
-        assert not inputs.running
+        assert not inputs.is_running
     return found[0]
 
 
@@ -85,7 +85,7 @@ def test_positional_arguments_are_understood() -> None:
     model, ids = family("bert"), batch_of("bert")["input_ids"]
     with torch.no_grad(), recorded_inputs(model) as inputs:
         model(ids, torch.ones_like(ids))
-    found = inputs.queries_of("encoder.layer.0.attention.self")
+    found = inputs.inputs_of_queries("encoder.layer.0.attention.self")
     assert found.ids is not None
     assert torch.equal(found.ids, ids)
     assert found.tokens is not None
@@ -100,7 +100,7 @@ def test_passes_are_counted_and_an_exception_ends_one() -> None:
             model(input_ids=batch["input_ids"] + 1000)
         model(**batch)
     assert inputs.passes == 3
-    assert not inputs.running
+    assert not inputs.is_running
 
 
 def test_no_hook_is_left() -> None:
@@ -118,12 +118,12 @@ def test_a_module_of_ones_own_tells_its_ids_where_it_calls_them_so() -> None:
     model, ids = Reader(), torch.tensor([[4, 5]])
     with recorded_inputs(model) as inputs:
         model(ids)
-    assert torch.equal(inputs.queries_of("attention").ids, ids)
+    assert torch.equal(inputs.inputs_of_queries("attention").ids, ids)
 
 
 def test_what_nobody_was_given_is_told_as_nothing() -> None:
-    assert Inputs().queries_of("layer").ids is None
-    assert Inputs().memory_of("layer").tokens is None
+    assert InputTracker().inputs_of_queries("layer").ids is None
+    assert InputTracker().encoder_inputs("layer").tokens is None
 
 
 def test_the_patches_of_an_image_encoder_do_not_have_the_padding_of_the_text() -> None:

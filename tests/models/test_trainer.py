@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from multihead.models.trainer import around_steps
+from multihead.models.trainer import call_around_steps
 
 
 class Model(nn.Module):
@@ -34,6 +34,6 @@ def test_they_are_called_before_and_after_each_step_with_accumulated_gradients(t
     trainer = Trainer(model, arguments, train_dataset=[{"x": torch.ones(2)} for _ in range(4)])
     calls: list[str] = []
     model.register_forward_pre_hook(lambda *_: calls.append("forward"))
-    around_steps(trainer, lambda step: calls.append(f"begin {step}"), lambda: calls.append("end"))
+    call_around_steps(trainer, lambda step: calls.append(f"begin {step}"), lambda: calls.append("end"))
     trainer.train()
     assert calls == ["begin 0", "forward", "forward", "end", "begin 1", "forward", "forward", "end"]

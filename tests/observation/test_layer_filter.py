@@ -13,7 +13,7 @@ NAMES = [f"encoder.layer.{index}.attention.self" for index in range(12)] + ["dec
 
 
 def chosen(layers: Any) -> list[int]:
-    layer_filter = LayerFilter.of(layers)
+    layer_filter = LayerFilter.from_argument(layers)
     return [index for index, name in enumerate(NAMES) if layer_filter.matches(name, index)]
 
 
@@ -35,17 +35,17 @@ def test_layers_are_chosen_by_index_part_or_glob(layers: Any, expected: list[int
 
 
 def test_what_matches_nothing_is_known() -> None:
-    assert LayerFilter.of([0, 13, "decoder", "head"]).missed(NAMES) == [13, "head"]
+    assert LayerFilter.from_argument([0, 13, "decoder", "head"]).unmatched_items(NAMES) == [13, "head"]
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, ""])
 def test_what_is_neither_an_index_nor_a_name_is_refused(wrong: Any) -> None:
     with pytest.raises(ArgumentError) as caught:
-        LayerFilter.of([0, wrong])
+        LayerFilter.from_argument([0, wrong])
     assert str(caught.value) == f'layers holds {wrong!r}. Give indices from 0, or names such as "layer.3".'
 
 
 def test_an_empty_choice_is_refused() -> None:
     with pytest.raises(ArgumentError) as caught:
-        LayerFilter.of([])
+        LayerFilter.from_argument([])
     assert str(caught.value) == "layers is empty. Give indices or names, or None for all layers."

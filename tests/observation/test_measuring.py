@@ -7,16 +7,16 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import probes
-from multihead.observation.measuring import Measuring, places_of
+from multihead.observation.measuring import StatisticsMeasurer, token_indices_per_text
 from multihead.tensors.shapes import AttentionShape
 
 SHAPE = AttentionShape(1, 2, 2, 5, 5, 4, 4, torch.device("cpu"), torch.float32)
 
 
-def measuring(*chosen: str | probes.Probe, special_ids: tuple[int, ...] = ()) -> tuple[Measuring, nn.Module]:
+def measuring(*chosen: str | probes.Probe, special_ids: tuple[int, ...] = ()) -> tuple[StatisticsMeasurer, nn.Module]:
     layer = mh.MultiHeadAttention(8, 2)
     found = tuple(probes.PROBES[each] if isinstance(each, str) else each for each in chosen)
-    return Measuring(layer, {id(layer): "layer"}, found, special_ids), layer
+    return StatisticsMeasurer(layer, {id(layer): "layer"}, found, special_ids), layer
 
 
 class TestContext:
@@ -48,5 +48,5 @@ def text_of(*lengths: int) -> Tensor:
 
 def test_some_tokens_of_each_packed_text_are_found_by_rank() -> None:
     flags = torch.tensor([5, 6, 5, 7, 5, 6, 8, 9, 8, 8]) == 8
-    found = places_of(flags, text_of(3, 1, 2, 4))
+    found = token_indices_per_text(flags, text_of(3, 1, 2, 4))
     assert found[:, [0, 6]].tolist() == [[-1, 6], [-1, 8], [-1, 9]]

@@ -7,13 +7,13 @@ from inspect import signature
 import pytest
 
 from multihead.counting.result import Census
-from multihead.observation.presentation import PRESENTERS, presenter
+from multihead.observation.presentation import PRESENTERS, presenting_function
 from multihead.observation.record import Record
 
 
 @pytest.mark.parametrize("method", PRESENTERS)
 def test_a_method_finds_its_function(method: str) -> None:
     caller = Census.report if method == "census" else getattr(Record, method)
-    found = signature(presenter(method)).parameters
+    found = signature(presenting_function(method)).parameters
     passed = set(signature(caller).parameters) - {"self", "others", "options"}
     assert passed <= set(found)

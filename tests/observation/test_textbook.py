@@ -17,8 +17,8 @@ from multihead.observation.textbook import (
     add_repeated,
     measure_repeated,
     repeated_tokens,
-    start_of,
-    words_of,
+    start_token_id,
+    word_token_ids,
 )
 from multihead.probes import DEFAULT
 from multihead.record.analysis.highlights import findings, layer_profiles
@@ -144,8 +144,8 @@ class Tokens(SimpleNamespace):
 
 
 def test_marks_are_no_words() -> None:
-    assert words_of(Tokens(all_special_ids=[0, 2], added_tokens_decoder={5: "<added>"})) == [1, 3, 4]
-    assert words_of(Tokens(all_special_ids=[0])) == [1, 2, 3, 4, 5]
+    assert word_token_ids(Tokens(all_special_ids=[0, 2], added_tokens_decoder={5: "<added>"})) == [1, 3, 4]
+    assert word_token_ids(Tokens(all_special_ids=[0])) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_marks_are_no_words() -> None:
     [({"bos_token_id": 1, "cls_token_id": 7}, 1), ({"bos_token_id": None, "cls_token_id": 7}, 7), ({}, None)],
 )
 def test_a_text_begins_with_the_mark_that_the_model_knows(marks: dict[str, Any], start: int | None) -> None:
-    assert start_of(SimpleNamespace(**marks)) == start
+    assert start_token_id(SimpleNamespace(**marks)) == start

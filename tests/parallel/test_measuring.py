@@ -15,7 +15,7 @@ from multihead.kernels.native.library import reason_of_absence
 from multihead.kernels.parts import Part
 from multihead.parallel import context_parallel, measuring, unshard
 from multihead.parallel.layout import Layout
-from multihead.probes.statistics import parts_of, resolve_probes
+from multihead.probes.statistics import parts_of_probes, resolve_probes
 from tests.parallel import cases
 from tests.parallel.processes import Processes
 
@@ -23,7 +23,7 @@ PROBES = (
     *("entropy", "mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass", "first_mass"),
     *("largest_weight", "largest_key", "largest_score", probes.offset_mass(-5), probes.first_keys_mass(3)),
 )
-WANTED = parts_of(resolve_probes(PROBES))
+WANTED = parts_of_probes(resolve_probes(PROBES))
 CASES = (
     *(("full", "all"), ("causal", "none"), ("window", "none"), ("lengths", "all")),
     *(("prefix", "all"), ("user-defined", "none"), ("a tensor", "all")),

@@ -14,7 +14,7 @@ from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.place import Place
 from multihead.probes import blocks as module
-from multihead.probes.blocks import Blocks, CancelledError, blocks
+from multihead.probes.blocks import BlockSums, CancelledError, blocks
 from multihead.scores.bias import RelativeBias
 
 QUERIES, KEYS, HEADS, START = 150, 170, 4, 20
@@ -68,7 +68,7 @@ def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tupl
 
 def cut(
     dense: Tensor, heads: list[int], rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int]
-) -> Blocks:
+) -> BlockSums:
     """Sum weights and cells block by block, in loops."""
     found = []
     for first in range(*rows, block[0]):
@@ -78,10 +78,10 @@ def cut(
             line.append(part.sum((-2, -1)))
         found.append(torch.stack(line, -1))
     both = torch.stack(found, -2)
-    return Blocks(both[0], both[1].long())
+    return BlockSums(both[0], both[1].long())
 
 
-def compare(found: Blocks, wanted: Blocks, tolerance: float) -> None:
+def compare(found: BlockSums, wanted: BlockSums, tolerance: float) -> None:
     assert torch.equal(found.counts, wanted.counts)
     torch.testing.assert_close(found.sums, wanted.sums, atol=tolerance, rtol=tolerance)
 

@@ -13,9 +13,9 @@ from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.from_native import measurable_parts, measure
-from multihead.probes.lookups import at_offset, on_first
+from multihead.probes.lookups import weight_at_offset, weight_on_first_keys
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.statistics import of_call
+from multihead.probes.statistics import statistics_of_call
 from multihead.probes.streaming import STREAMED, measure_in_tiles
 from tests.kernel_names import needs_native
 from tests.oracle import pooled
@@ -47,8 +47,8 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     found = measure(subject, PARTS | {("tokens_mass", "special")})
     tiled, on_special = measure_in_tiles(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
     assert on_special is not None
-    tiled |= {part: at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "offset_mass"}
-    tiled |= {FIRST_KEY: on_first(subject, 1), SPECIAL_KEYS: on_special[..., 0]}
+    tiled |= {part: weight_at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "offset_mass"}
+    tiled |= {FIRST_KEY: weight_on_first_keys(subject, 1), SPECIAL_KEYS: on_special[..., 0]}
     for part, value in tiled.items():
         # What a row that sees nothing comes to is decided later.
         left_out = torch.zeros_like(value, dtype=torch.bool)
@@ -81,5 +81,5 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
 def test_the_first_key_of_the_context_replaces_that_of_the_kernel() -> None:
     q = torch.zeros(1, 1, 2, 4)
     ready = Attended(q, torch.full((1, 1, 2), 2.0).log(), {FIRST_KEY: torch.full((1, 1, 2), 0.5)})
-    found = of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), ProbeContext(first_key=-1))
+    found = statistics_of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), ProbeContext(first_key=-1))
     assert found["first_mass"].tolist() == [[[0, 0]]]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.probes.context import ProbeContext
-from multihead.probes.lookups import at_offset, is_small, on_first, on_set
+from multihead.probes.lookups import is_small_set, weight_at_offset, weight_on_first_keys, weight_on_set
 from multihead.probes.measured_call import MeasuredCall
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -33,14 +33,14 @@ def test_offsets_and_first_keys_are_cells_of_the_dense_map(
     first = torch.tensor(data.draw(st.lists(st.integers(-3, size.keys), min_size=size.batch, max_size=size.batch)))
     subject = MeasuredCall.of(request, logsumexp, ProbeContext(first_key=first))
     empty = logsumexp == -torch.inf
-    found = at_offset(subject, offset).masked_fill(empty, 0)
+    found = weight_at_offset(subject, offset).masked_fill(empty, 0)
     assert oracle.difference(found, torch.where(key == positions + offset, p, 0).sum(-1)) <= 1e-12
     inside = (key >= first[:, None]) & (key < first[:, None] + count)
-    found = on_first(subject, count).masked_fill(empty, 0)
+    found = weight_on_first_keys(subject, count).masked_fill(empty, 0)
     assert oracle.difference(found, torch.where(inside[:, None, None], p, 0).sum(-1)) <= 1e-12
     flags = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size.keys, max_size=size.keys)))
     flags = flags & (torch.arange(size.batch)[:, None] != 1)  # the second sample has none
-    found = on_set(subject, flags).masked_fill(empty, 0)
+    found = weight_on_set(subject, flags).masked_fill(empty, 0)
     assert oracle.difference(found, (p * flags[:, None, None]).sum(-1)) <= 1e-12
 
 
@@ -50,15 +50,15 @@ def test_many_keys_are_looked_up_a_few_at_a_time() -> None:
     _, logsumexp = attention_with_logsumexp(q, k, k)
     subject = MeasuredCall.of(request_of(q, k, k), logsumexp, ProbeContext())
     p = (q @ k.mT / 2).softmax(-1)
-    assert oracle.difference(on_first(subject, 150), p[..., :150].sum(-1)) <= 1e-12
+    assert oracle.difference(weight_on_first_keys(subject, 150), p[..., :150].sum(-1)) <= 1e-12
     flags = torch.rand(1, 200) < 0.5
-    assert oracle.difference(on_set(subject, flags), (p * flags).sum(-1)) <= 1e-12
+    assert oracle.difference(weight_on_set(subject, flags), (p * flags).sum(-1)) <= 1e-12
 
 
 def test_a_set_of_one_key_in_sixteen_is_small() -> None:
     flags = torch.zeros(2, 64, dtype=torch.bool)
     flags[1, :4] = True
-    assert is_small(flags)
+    assert is_small_set(flags)
     flags[1, 9] = True
-    assert not is_small(flags)
-    assert is_small(flags[:0])
+    assert not is_small_set(flags)
+    assert is_small_set(flags[:0])

@@ -75,5 +75,5 @@ def test_the_first_key_is_told_or_the_first_that_is_seen(
 def test_rows_that_see_nothing_or_nan_are_left_out_by_a_huge_divisor() -> None:
     q = torch.zeros(1, 1, 3, 4)
     subject = MeasuredCall.of(request_of(q, q, q), torch.tensor([[[-torch.inf, torch.nan, 2.0]]]), ProbeContext())
-    assert subject.divisor[0, 0, 2] == 2
-    assert torch.equal((3.0 - subject.divisor).exp(), torch.tensor([[[0, 0, torch.e]]]))
+    assert subject.finite_logsumexp[0, 0, 2] == 2
+    assert torch.equal((3.0 - subject.finite_logsumexp).exp(), torch.tensor([[[0, 0, torch.e]]]))

@@ -28,7 +28,7 @@ from multihead.probes import (
     streaming,
     tokens_mass,
 )
-from multihead.probes.statistics import of_call
+from multihead.probes.statistics import statistics_of_call
 from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -346,7 +346,7 @@ def test_what_a_kernel_had_at_hand_is_not_computed_again() -> None:
     q = torch.zeros(1, 1, 2, 4)
     marked = torch.full((1, 1, 2), 3.0)
     call = AttentionCall(request_of(q, q, q), Attended(q, torch.full((1, 1, 2), 2.0).log(), {"entropy": marked}))
-    found = of_call(call, ("entropy", "effective_keys", "largest_weight"))
+    found = statistics_of_call(call, ("entropy", "effective_keys", "largest_weight"))
     assert found["entropy"] is marked
     assert found["effective_keys"].flatten().tolist() == pytest.approx([math.exp(3), math.exp(3)])
     assert found["largest_weight"].flatten().tolist() == pytest.approx([0.5, 0.5])
@@ -420,7 +420,7 @@ def test_a_call_with_dropout_is_measured_before_it() -> None:
     request = request_of(q, k, v, dropout=0.5)
     attended = Attended(torch.zeros_like(q), (q @ k.mT / 2).logsumexp(-1))
     context = ProbeContext(output_weight=torch.eye(8, dtype=torch.float64))
-    found = of_call(AttentionCall(request, attended), ("output_norm",), context)["output_norm"]
+    found = statistics_of_call(AttentionCall(request, attended), ("output_norm",), context)["output_norm"]
     torch.testing.assert_close(found, ((q @ k.mT / 2).softmax(-1) @ v).norm(dim=-1), atol=1e-12, rtol=0)
 
 
@@ -486,7 +486,7 @@ def test_a_probe_of_a_script_is_computed_from_what_the_kernel_measured() -> None
     q, logsumexp = torch.zeros(1, 1, 2, 4), torch.tensor([[[-torch.inf, 0.5]]])
     at_hand: dict[Part, Tensor] = {("offset_mass", 0): torch.tensor([[[0, 0.25]]])}
     call = AttentionCall(request_of(q, q, q), Attended(q, logsumexp, at_hand))
-    assert of_call(call, (late_mass(),))["late_mass"].tolist() == [[[0, 0.75]]]
+    assert statistics_of_call(call, (late_mass(),))["late_mass"].tolist() == [[[0, 0.75]]]
 
 
 def test_a_comparison_is_a_share_of_queries() -> None:

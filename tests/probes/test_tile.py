@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_weights, attention_with_logsumexp, request_of, statistics
 from multihead.masks.place import Place
 from multihead.probes import tile as tiles
-from multihead.probes.tile import LARGE, RowTotals, head_indices, is_large, is_usual, tile
+from multihead.probes.tile import LARGE, RowLogsumexps, head_indices, is_finite_and_small, is_large, tile
 from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -185,7 +185,7 @@ def test_tiles_are_computed_in_pieces_of_bounded_size(monkeypatch: pytest.Monkey
 
 def test_totals_of_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(400.0)
-    request, totals = request_of(q, k, k), RowTotals()
+    request, totals = request_of(q, k, k), RowLogsumexps()
     logsumexp = attention_with_logsumexp(q, k, k)[1]
     rows: list[slice] = []
     streamed = tiles._logsumexp_block_by_block
@@ -207,5 +207,5 @@ def test_the_usual_logsumexp_is_that_of_rows_with_keys_without_nan_and_not_large
         (-LARGE - 1, False, True),
     ):
         logsumexp = torch.tensor([[[0.5, value, -2.0]]])
-        assert (is_usual(logsumexp), is_large(logsumexp)) == (usual, large)
-    assert is_usual(torch.zeros(1, 2, 0))
+        assert (is_finite_and_small(logsumexp), is_large(logsumexp)) == (usual, large)
+    assert is_finite_and_small(torch.zeros(1, 2, 0))

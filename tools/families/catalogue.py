@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, models
 
-from multihead.models.coverage import looks_up
+from multihead.models.coverage import uses_attention_interface
 
 _ROOT = Path(models.__file__).parent
 
@@ -61,7 +61,10 @@ def attention_layers() -> set[tuple[str, str]]:
             found |= {
                 (family, each.__name__)
                 for each in vars(module).values()
-                if inspect.isclass(each) and issubclass(each, nn.Module) and each.__module__ == name and looks_up(each)
+                if inspect.isclass(each)
+                and issubclass(each, nn.Module)
+                and each.__module__ == name
+                and uses_attention_interface(each)
             }
     return found
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 import multihead as mh
 from multihead.errors import ModelError
 from multihead.models import huggingface
-from multihead.models.coverage import attention_elsewhere, looks_up, require_coverage
+from multihead.models.coverage import attention_outside_interface, require_coverage, uses_attention_interface
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.detours import DETOURS, detour
@@ -127,7 +127,7 @@ def compare(family: str, kind: Any, mutation: str | None = None) -> Result:
 
 def _refusal(model: Any, error: ModelError) -> str:
     """Return the first layer with attention of its own and the reason, or the error where there is none."""
-    elsewhere = {} if model is None else attention_elsewhere(model)
+    elsewhere = {} if model is None else attention_outside_interface(model)
     if not elsewhere:
         return str(error)
     name, reason = next(iter(elsewhere.items()))
@@ -140,7 +140,9 @@ def _judge_by_structure(kind: Any, result: Result) -> None:
     try:
         with torch.device("meta"):
             model = kind(full_configuration(kind.config_class, kind))
-        if not any(looks_up(type(each)) for each in model.modules()) and not attention_elsewhere(model):
+        if not any(
+            uses_attention_interface(type(each)) for each in model.modules()
+        ) and not attention_outside_interface(model):
             result.outcome, result.reason = "no attention", ""
         require_coverage(model)
     except ModelError as error:
@@ -154,8 +156,8 @@ class _NotBuiltError(Exception):
 
 
 def _compare(model: Any, result: Result, mutation: str | None) -> None:
-    layers = {name: each for name, each in model.named_modules() if looks_up(type(each))}
-    if not layers and not attention_elsewhere(model):
+    layers = {name: each for name, each in model.named_modules() if uses_attention_interface(type(each))}
+    if not layers and not attention_outside_interface(model):
         result.outcome = "no attention"
         return
     with huggingface.install(model):

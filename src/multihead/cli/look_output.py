@@ -14,7 +14,7 @@ from multihead.locale.texts import section, short_statistic_label, text, unit_la
 
 if TYPE_CHECKING:
     from multihead.kinds import Kind
-    from multihead.models.loading import Encoded
+    from multihead.models.loading import EncodedText
     from multihead.observation.record import Record
     from multihead.probes.probe import Statistic
     from multihead.record.analysis.highlights import LayerProfile
@@ -73,7 +73,7 @@ def print_heads(
 def _sentence_on_input(record: Record, run: ModelInputs, lang: str) -> str:
     """Return the sentence on the model, its heads, and the tokens that it read."""
 
-    def count_tokens(encoded: Encoded) -> str:
+    def count_tokens(encoded: EncodedText) -> str:
         number = len(encoded.tokens)
         return text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
 

@@ -24,7 +24,7 @@ from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.escaping import visible
-from multihead.observation.presentation import presenter
+from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.chance import Evidence, error_of_mean
@@ -434,7 +434,7 @@ class Census:
             InputError: the path cannot be written, or no shard is counted.
             MissingPackageError: the packages of the extra "view" are not installed.
         """
-        written: Path = presenter("census")(self, path, after, lang=lang, **options)
+        written: Path = presenting_function("census")(self, path, after, lang=lang, **options)
         return written
 
     def nearest(self, layer: int, head: int, *, top: int = 5) -> list[DifferentHead]:

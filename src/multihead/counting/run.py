@@ -131,7 +131,7 @@ def census(
         tokenizer_id=tokenizer_id(loaded.tokenizer),
         special_ids=tuple(sorted(loaded.tokenizer.all_special_ids)),
         probes=tuple(identity_of_probe(probe) for probe in wanted),
-        layers=None if layers is None else LayerFilter.of(layers).items,
+        layers=None if layers is None else LayerFilter.from_argument(layers).items,
         texts=names,
         column=column,
         share=float(share),

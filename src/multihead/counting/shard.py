@@ -21,7 +21,7 @@ from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
 from multihead.counting.tally import Tally, replace_attention
 from multihead.files import write_whole
-from multihead.models.loading import LoadedModel, tokens_of_texts, without_messages
+from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
 
@@ -97,7 +97,7 @@ class ShardCounter:
         ids = list(self._tokenize([text for _, text in texts], counts))
         places = [place for place, each in enumerate(ids) if len(each)]
         counts.empty += len(ids) - len(places)
-        chosen = None if plan.layers is None else LayerFilter.of(plan.layers)
+        chosen = None if plan.layers is None else LayerFilter.from_argument(plan.layers)
         kept = [ids[place] for place in places]
         options = self.probes, plan.special_ids, plan.examples, chosen
         with replace_attention(model) as packed, Tally.measure_model(model, *options) as tally:
@@ -138,7 +138,7 @@ class ShardCounter:
         most, tokenizer = self.plan.tokens, self.loaded.tokenizer
         left = iter(texts)
         while some := list(islice(left, _AT_ONCE)):
-            with without_messages():
+            with silence_transformers():
                 found = tokenizer(some, truncation=True, max_length=most + 1)["input_ids"]
                 cut = [place for place, ids in enumerate(found) if len(ids) > most]
                 # Truncated by the tokenizer, so that the text keeps the special token at its end.
@@ -184,7 +184,7 @@ class _ShardExamples:
             found.update(best.text[best.value > -torch.inf].tolist())
         left = iter(sorted(found))
         while some := list(islice(left, _AT_ONCE)):
-            pieces = tokens_of_texts(counter.loaded, [texts[each] for each in some], tokens=counter.plan.tokens)
+            pieces = tokenize_texts(counter.loaded, [texts[each] for each in some], tokens=counter.plan.tokens)
             self._pieces.update(zip(some, pieces, strict=True))
 
     def examples_of_layer(self, layer: LayerSums) -> list[list[dict[str, Any]]]:

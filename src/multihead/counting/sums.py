@@ -22,11 +22,11 @@ BEFORE, AFTER = 24, 8
 """Tokens of a text that are kept around the position of an example."""
 
 
-Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
+DistanceMoments: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """How many numbers there are, their mean, and the sum of their squared deviations from it: (rows,) each."""
 
 
-def merge_moments(one: Moments, other: Moments) -> Moments:
+def merge_moments(one: DistanceMoments, other: DistanceMoments) -> DistanceMoments:
     """Return the moments of the union of two sets of numbers, (rows,) each.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".

@@ -18,8 +18,8 @@ from multihead.kernels.choose import temporary_plans
 from multihead.models.huggingface import install
 from multihead.models.packed import leave_out_padding
 from multihead.observation.layer_filter import LayerFilter
-from multihead.observation.measuring import Measuring
-from multihead.observation.observe import names_of, recording_calls
+from multihead.observation.measuring import StatisticsMeasurer
+from multihead.observation.observe import module_names, recording_calls
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
 from multihead.probes.catalogue import DEFAULT
@@ -75,7 +75,7 @@ class Tally:
         def new_layer_sums(name: str, num_heads: int) -> LayerSums:
             return LayerSums(num_heads, name=name, examples=examples, reading=reading)
 
-        measuring = Measuring(model, names_of(model), (*probes, LARGEST_KEY), tuple(special_ids))
+        measuring = StatisticsMeasurer(model, module_names(model), (*probes, LARGEST_KEY), tuple(special_ids))
         with recording_calls(Record(), layer_filter, "summary", measuring, new_layer_sums) as recorder:
             yield Tally(model, reading, recorder)
 

@@ -1,10 +1,10 @@
-"""Hugging Face models: load one, make it call this attention, convert each call and its mask, restore."""
+"""Hugging Face models: load one, make it call this library's attention, and restore it."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # imported when it is used, as what it needs takes long to import
+    if name == "load":  # imported on first use, because loading.py takes long to import
         from multihead.models.loading import load
 
         return load

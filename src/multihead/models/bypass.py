@@ -1,6 +1,6 @@
 """Find the modules of a running model whose attention bypasses ours.
 
-What code of a forward runs is known only when it runs: a layer may compute its own attention for one index, or read
+Which code of a forward runs is known only at run time: a layer may compute its own attention for one index, or read
 the mask and ignore transformers' AttentionInterface. So modules that look attention up in the interface, and modules
 that read the mask of `mask_for`, are watched: each must make a call of ours, itself or in its submodules.
 """
@@ -18,21 +18,21 @@ import torch
 from torch import nn
 
 from multihead.errors import ModelError
-from multihead.models.coverage import multiplies_matrices, of_interface
+from multihead.models.coverage import any_base_uses_interface, multiplies_matrices
 from multihead.models.lazy_mask import uses
-from multihead.models.pretrained import innermost, is_within
+from multihead.models.pretrained import innermost_model, is_within
 from multihead.models.rejection import CHOICE
 from multihead.tensors.undo import Undo
 
 Report = Callable[[str], object]
 
 
-class Calls(threading.local):
-    """Attention calls of this thread.
+class CallCounts(threading.local):
+    """How many attention calls this thread has made.
 
     Attributes:
         count: number of calls so far.
-        before: that number, and how often masks had been read, when a module began its newest forward pass, by its id.
+        before: per id of a module, `count` and how often masks had been read when it began its newest forward pass.
     """
 
     def __init__(self) -> None:
@@ -40,28 +40,30 @@ class Calls(threading.local):
         self.before: dict[int, tuple[int, int]] = {}
 
 
-calls = Calls()
+calls = CallCounts()
 
 
-def watch(undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: Report) -> None:
-    """Report modules that run without a call of ours, though they attend or read our mask.
+def report_bypassing_modules(
+    undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: Report
+) -> None:
+    """Report modules that run without a call of ours, though they compute attention or read our mask.
 
     Args:
-        undo: receives the steps that end it.
+        undo: receives the steps that remove the hooks.
         model: a module that contains models of transformers.
         models: these models, by qualified name.
         implementation: the name of our attention; while a model runs another one, nothing is reported.
         report: receives a sentence that names the module.
     """
-    attending = [name for name, module in model.named_modules() if of_interface(type(module))]
+    attending = [name for name, module in model.named_modules() if any_base_uses_interface(type(module))]
     for name, module in model.named_modules():
-        around = innermost(name, models)
+        around = innermost_model(name, models)
         attends = name in attending
-        # A part of attention may read the mask, such as the indexer of sparse attention.
         kind: Any = type(module)
-        if kind.__module__.split(".")[0] == "multihead":  # a drop-in, or a layer of ours
+        if kind.__module__.split(".")[0] == "multihead":  # a layer of this library counts as a call
             undo.after(module, partial(_count_call))
-        reads = _may_read(kind) and not any(is_within(name, each) for each in attending)
+        # Parts of an attention layer, such as the indexer of sparse attention, may read the mask without attending.
+        reads = _may_use_mask(kind) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.before(module, _begin_forward)
@@ -116,8 +118,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 @cache
-def _may_read(kind: Any) -> bool:
-    """Whether modules of a class can compute attention with a mask: they multiply, and have an argument for a mask."""
+def _may_use_mask(kind: Any) -> bool:
+    """Whether modules of a class can compute attention with a mask: its forward multiplies and has a mask argument."""
     if kind.__module__.split(".")[0] in ("multihead", "torch"):
         return False
     parameters = inspect.signature(kind.forward).parameters.values()

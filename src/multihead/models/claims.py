@@ -17,14 +17,14 @@ millisecond or more, whether the file has weights for it or not."""
 MOST_LABELS = 10_000_000
 """Maximum number of classes in a configuration; transformers creates a name for each."""
 
-# num_hidden_layers, n_layer, encoder_layers, depths, num_hidden_groups and inner_group_num of ALBERT ...
+# Matches num_hidden_layers, n_layer, encoder_layers, depths, num_hidden_groups and inner_group_num of ALBERT ...
 _COUNTED = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
-_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
+_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # type of a number -> its bytes
 _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _GGUF_INTEGERS = {4: "I", 5: "i", 10: "Q", 11: "q"}
 
 
-def check_size_claims(model: str, config: Any) -> None:
+def check_configured_sizes(model: str, config: Any) -> None:
     """Reject a configuration with more layers or classes than any model has.
 
     Args:
@@ -34,7 +34,7 @@ def check_size_claims(model: str, config: Any) -> None:
     Raises:
         ModelError: a number is above the maximum.
     """
-    for name, number in _claimed_sizes(config):
+    for name, number in _configured_sizes(config):
         most = MOST_LABELS if name == "num_labels" else MOST_LAYERS
         if number > most:
             raise ModelError(
@@ -43,10 +43,10 @@ def check_size_claims(model: str, config: Any) -> None:
             )
 
 
-def _claimed_sizes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of layers and of classes in a configuration, at any depth of it."""
+def _configured_sizes(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield the name and value of each number of layers or classes in a configuration, nested ones included."""
     left = [("", config)]
-    for name, value in left:  # which grows during the loop
+    for name, value in left:  # the loop appends to this list
         if isinstance(value, dict):
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list):
@@ -55,30 +55,30 @@ def _claimed_sizes(config: Any) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
-def gguf_layers(file: BinaryIO) -> dict[str, int]:
-    """Return the number of layers in a GGUF file, without reading its long lists of tokens, which mostly come later."""
+def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:
+    """Read the number of layers, {"num_layers": n}, from the header of a GGUF file; {} where it is not stated."""
 
-    def number(form: str) -> int:
+    def read_number(form: str) -> int:
         return int(struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0])
 
-    def skip(kind: int) -> None:
+    def skip_value(kind: int) -> None:
         if kind == _GGUF_TEXT:
-            file.seek(number("Q"), os.SEEK_CUR)
+            file.seek(read_number("Q"), os.SEEK_CUR)
         elif kind == _GGUF_ARRAY:
-            of, length = number("I"), number("Q")
+            of, length = read_number("I"), read_number("Q")
             if of in _GGUF_SIZES:
                 file.seek(_GGUF_SIZES[of] * length, os.SEEK_CUR)
             else:
                 for _ in range(length):  # a read past the end of the file raises, which ends the loop
-                    skip(of)
+                    skip_value(of)
         else:
             file.seek(_GGUF_SIZES[kind], os.SEEK_CUR)
 
-    file.seek(16)  # after the format, its version and the number of tensors
-    for _ in range(number("Q")):
-        name = file.read(number("Q"))
-        kind = number("I")
+    file.seek(16)  # skip the format, its version and the number of tensors
+    for _ in range(read_number("Q")):
+        name = file.read(read_number("Q"))
+        kind = read_number("I")
         if name.endswith(b".block_count") and kind in _GGUF_INTEGERS:
-            return {"num_layers": number(_GGUF_INTEGERS[kind])}
-        skip(kind)
+            return {"num_layers": read_number(_GGUF_INTEGERS[kind])}
+        skip_value(kind)
     return {}

@@ -28,11 +28,11 @@ _FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forwar
 _SOFTMAX = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
 _PRODUCT = re.compile(r"matmul|bmm|einsum|irfft|natten|mra2_attention")  # irfft: the autocorrelation of Autoformer
 _ATTENTION = re.compile(r"atten|attn", re.IGNORECASE)
-# Weights over layers, over a map without values, or without queries: no attention between tokens.
+# Classes whose weights are over layers, over a map without values, or without queries: no attention between tokens.
 _OF_SOMETHING_ELSE = re.compile(r"AttentionMap$|AttentionResidual$|AttentionGRUCell$|RowAttentionPooling$")
 
 
-def attention_elsewhere(model: nn.Module) -> dict[str, str]:
+def attention_outside_interface(model: nn.Module) -> dict[str, str]:
     """Find the submodules that compute attention without transformers' AttentionInterface.
 
     Attention here means softmax weights between queries and keys. Linear attention, state-space layers and deformable
@@ -47,29 +47,31 @@ def attention_elsewhere(model: nn.Module) -> dict[str, str]:
     return {
         name: reason
         for name, module in model.named_modules()
-        if (reason := _reason_of_module(module) or _unlike_ours(module)) is not None
+        if (reason := _reason_module_unsupported(module) or _reason_eager_differs(module)) is not None
     }
 
 
-def looks_up(kind: Any) -> bool:
+def uses_attention_interface(kind: Any) -> bool:
     """Whether modules of a class look their attention up in transformers' AttentionInterface."""
-    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_read_forward_of(kind).names)
+    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _names_use_interface(
+        _read_class_forward(kind).names
+    )
 
 
-def of_interface(kind: Any) -> bool:
+def any_base_uses_interface(kind: Any) -> bool:
     """Whether a class, or one that it is derived from, looks attention up in transformers' AttentionInterface."""
-    return _base_of_interface(kind.__mro__) is not None
+    return _first_base_using_interface(kind.__mro__) is not None
 
 
 def multiplies_matrices(kind: Any) -> bool:
     """Whether the forward of a class multiplies matrices, as attention does."""
-    return any(_PRODUCT.search(name) for name in _read_forward_of(kind).names)
+    return any(_PRODUCT.search(name) for name in _read_class_forward(kind).names)
 
 
 @cache
-def eager_arguments(kind: Any) -> frozenset[str] | None:
+def names_in_eager_attention(kind: Any) -> frozenset[str] | None:
     """Return the names in the code of the eager attention of a class; None if it is unknown."""
-    functions = _read_forward_of(kind).defaults
+    functions = _read_class_forward(kind).defaults
     names = [{*each.__code__.co_varnames, *map(str, each.__code__.co_consts)} for each in functions]
     return frozenset().union(*names) if names else None
 
@@ -80,17 +82,17 @@ def require_coverage(model: nn.Module) -> None:
     Raises:
         ModelError: some does not; the error names the first such module.
     """
-    elsewhere = attention_elsewhere(model)
+    elsewhere = attention_outside_interface(model)
     if elsewhere:
-        raise rejection_of_class(type(model), elsewhere)
+        raise unsupported_model_error(type(model), elsewhere)
 
 
-def rejection_of_class(kind: type[nn.Module], elsewhere: dict[str, str]) -> ModelError:
+def unsupported_model_error(kind: type[nn.Module], elsewhere: dict[str, str]) -> ModelError:
     """Return the error for a model of a class whose attention would not run on our kernels.
 
     Args:
         kind: the class of the model.
-        elsewhere: the reason per name of an attention that would not; at least one.
+        elsewhere: name of a submodule -> why its attention would not; at least one.
     """
     name, reason = next(iter(elsewhere.items()))
     others = f" (and {len(elsewhere) - 1} more)" if len(elsewhere) > 1 else ""
@@ -100,17 +102,17 @@ def rejection_of_class(kind: type[nn.Module], elsewhere: dict[str, str]) -> Mode
     )
 
 
-def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]:
-    """Find attention classes that a model class looks up by the name of an implementation, in a dict of its file.
+def classes_lacking_implementation(kind: type[nn.Module], implementation: str) -> dict[str, str]:
+    """Find dicts of attention classes, in the file of a model class, that have no class for an implementation.
 
-    Such a model cannot be created with another name: transformers raises a KeyError.
+    A model that chooses its class from such a dict cannot be created: transformers raises a KeyError.
 
     Args:
         kind: the class of a model.
-        implementation: the name.
+        implementation: the name of the implementation.
 
     Returns:
-        one sentence with the reason per class for eager attention; empty if every dict has the name, or there is none.
+        the dict's class for eager attention -> one sentence with the reason; empty if there is no such dict.
     """
     tables = vars(sys.modules.get(kind.__module__, sys)).items()
     without = [
@@ -122,27 +124,27 @@ def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]
     }
 
 
-def _reason_of_module(module: nn.Module) -> str | None:
-    """Return why attention in a module would not run on our kernels; None if it would, or if it has none."""
+def _reason_module_unsupported(module: nn.Module) -> str | None:
+    """Return why attention in a module would not run on our kernels; None if it would, or if the module has none."""
     kind: Any = type(module)
     own = vars(module).get("forward")
     if own is None or kind.__module__.split(".")[0] in ("multihead", "torch"):
-        return _reason_of_class(kind)
-    replaced = _judge_code(kind, _read_function(kind, own, vars(module)), kind.__mro__)
+        return _reason_class_unsupported(kind)
+    replaced = _reason_code_unsupported(kind, _read_forward_code(kind, own, vars(module)), kind.__mro__)
     return replaced and f"The forward of this {kind.__name__} was replaced. {replaced}"
 
 
-def _unlike_ours(module: nn.Module) -> str | None:
+def _reason_eager_differs(module: nn.Module) -> str | None:
     """Return why the eager attention of a class outside transformers is not the function that we compute, or None.
 
-    What eager attention adds by itself, such as a bias, would be lost. Of the classes in transformers, `python -m
-    tools.families` compares all outputs.
+    What eager attention adds by itself, such as a bias, would be lost. Classes of transformers are not tried here:
+    `python -m tools.families` compares their outputs.
     """
     kind: Any = type(module)
     if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
         return None
-    for function in _read_forward_of(kind).defaults:
-        if function.__module__.split(".")[0] != "transformers" and not _agrees_on_small_call(function, module):
+    for function in _read_class_forward(kind).defaults:
+        if function.__module__.split(".")[0] != "transformers" and not _computes_softmax_attention(function, module):
             return (
                 f"The eager attention of {kind.__name__}, {function.__name__}, computes something else than "
                 "softmax(scaling * q k' + mask) v."
@@ -150,7 +152,7 @@ def _unlike_ours(module: nn.Module) -> str | None:
     return None
 
 
-def _agrees_on_small_call(function: FunctionType, module: nn.Module) -> bool:
+def _computes_softmax_attention(function: FunctionType, module: nn.Module) -> bool:
     """Whether an eager attention function returns softmax(scaling * q k' + mask) v for a small call."""
     groups, device = getattr(module, "num_key_value_groups", 1), next(module.parameters(), torch.zeros(())).device
     numbers = torch.arange(2.0 * (groups + 2) * 3 * 4, device=device).sin()
@@ -160,14 +162,14 @@ def _agrees_on_small_call(function: FunctionType, module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             found = function(module, q, k, v, mask, scaling=0.7, dropout=0.0)[0]
-    except Exception:  # noqa: BLE001 - it needs more than every attention function is given
+    except Exception:  # noqa: BLE001 - the function needs other arguments
         return False
     expected = ((0.7 * q @ k.mT + mask).softmax(-1) @ v).transpose(1, 2)
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @cache
-def _reason_of_class(kind: Any) -> str | None:
+def _reason_class_unsupported(kind: Any) -> str | None:
     if kind.__module__.split(".")[0] == "multihead":
         return None
     if kind is nn.MultiheadAttention:
@@ -176,10 +178,10 @@ def _reason_of_class(kind: Any) -> str | None:
         return f"{kind.__name__} may replace the forward of torch.nn.MultiheadAttention."
     if kind.__module__.split(".")[0] == "torch":
         return None
-    return _judge_code(kind, _read_forward_of(kind), kind.__mro__[1:])
+    return _reason_code_unsupported(kind, _read_class_forward(kind), kind.__mro__[1:])
 
 
-def _judge_code(kind: Any, code: _Code, bases: tuple[Any, ...]) -> str | None:
+def _reason_code_unsupported(kind: Any, code: _ForwardCode, bases: tuple[Any, ...]) -> str | None:
     """Return why attention in the code of a forward would not run on our kernels, or None.
 
     Args:
@@ -189,7 +191,7 @@ def _judge_code(kind: Any, code: _Code, bases: tuple[Any, ...]) -> str | None:
     """
     if code.calls:
         return f"{kind.__name__} calls {min(code.calls)} itself."
-    if _look_up(code.names) or _OF_SOMETHING_ELSE.search(kind.__name__):
+    if _names_use_interface(code.names) or _OF_SOMETHING_ELSE.search(kind.__name__):
         return None
     if fused := code.names & _FUSED:
         return f"{kind.__name__} calls torch's {min(fused)} itself."
@@ -199,29 +201,29 @@ def _judge_code(kind: Any, code: _Code, bases: tuple[Any, ...]) -> str | None:
         and any(_PRODUCT.search(name) for name in code.names)
     ):
         return f"{kind.__name__} computes its weights itself, without transformers' AttentionInterface."
-    if (base := _base_of_interface(bases)) is not None:
+    if (base := _first_base_using_interface(bases)) is not None:
         return f"{kind.__name__} replaces the forward of {base.__name__}, which calls transformers' AttentionInterface."
     return None
 
 
-def _base_of_interface(bases: tuple[Any, ...]) -> Any:
+def _first_base_using_interface(bases: tuple[Any, ...]) -> Any:
     """Return the first of some classes with a forward that looks attention up in the interface, or None."""
-    return next((base for base in bases if "forward" in vars(base) and looks_up(base)), None)
+    return next((base for base in bases if "forward" in vars(base) and uses_attention_interface(base)), None)
 
 
-def _look_up(names: frozenset[str]) -> bool:
+def _names_use_interface(names: frozenset[str]) -> bool:
     # `getattr(ALL_ATTENTION_FUNCTIONS, name, eager)` always returns the default: the names are keys, not attributes.
     return "ALL_ATTENTION_FUNCTIONS" in names and ("getattr" not in names or "get_interface" in names)
 
 
 @dataclass(frozen=True)
-class _Code:
+class _ForwardCode:
     """What a forward uses, in its own code and in the methods and functions of the same files that it calls.
 
     Attributes:
-        names: all names.
+        names: all names in this code.
         calls: the attention functions, such as eager ones, that it calls by their own name.
-        defaults: the attention functions that it names besides, as what the interface returns for eager attention.
+        defaults: other attention functions that it names, which the interface returns for eager attention.
     """
 
     names: frozenset[str]
@@ -230,17 +232,17 @@ class _Code:
 
 
 @cache
-def _read_forward_of(kind: Any) -> _Code:
-    """Return what the forward of a class uses."""
-    return _read_function(kind, kind.forward, {})
+def _read_class_forward(kind: Any) -> _ForwardCode:
+    """Return the names and attention functions that the forward of a class uses."""
+    return _read_forward_code(kind, kind.forward, {})
 
 
-def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
-    """Return what a forward uses.
+def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _ForwardCode:
+    """Return the names and attention functions that a forward uses.
 
     Args:
         kind: the class of the module.
-        forward: a function, a method, a partial of one, or one that wraps it.
+        forward: a function or method, a partial of one, or a wrapper around one.
         own: the attributes of the module itself.
     """
     files = {base.__module__ for base in kind.__mro__ if base is not nn.Module} | {getattr(forward, "__module__", "")}
@@ -248,11 +250,11 @@ def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
     calls: set[str] = set()
     defaults: set[FunctionType] = set()
     waiting: list[Any] = [forward]
-    direct = {id(forward)}  # functions that are read whatever their file
+    direct = {id(forward)}  # ids of functions that are read even if another file defines them
     seen: set[CodeType] = set()
     while waiting:
         given = waiting.pop()
-        function = _function_of(given)
+        function = _unwrap_function(given)
         if isinstance(function, partial):
             parts = [function.func, *function.args, *function.keywords.values()]
             waiting += parts
@@ -267,42 +269,42 @@ def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
         found = [function.__globals__.get(name) for name in used]
         for name in used:
             attention = _attention_functions(name, function.__globals__.get(name), found)
-            calls |= {name} if attention and name in called and not _is_attention(function) else set()
+            calls |= {name} if attention and name in called and not _is_attention_function(function) else set()
             defaults |= attention
         waiting += [inspect.getattr_static(kind, name, None) for name in used]
-        if "__class__" in function.__code__.co_freevars:  # super() calls what a later base defines
+        if "__class__" in function.__code__.co_freevars:  # with super() it runs methods of its base classes
             waiting += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
         waiting += found
-        held = [own.get(name) for name in used] + [_content_of_cell(cell) for cell in function.__closure__ or ()]
+        held = [own.get(name) for name in used] + [_closure_cell_content(cell) for cell in function.__closure__ or ()]
         held = [each for each in held if callable(each)]
         waiting += held
         direct |= {id(each) for each in held}
-    return _Code(frozenset(names), frozenset(calls), frozenset(defaults))
+    return _ForwardCode(frozenset(names), frozenset(calls), frozenset(defaults))
 
 
-def _function_of(given: Any) -> Any:
-    """Return the function of a method, or that which a wrapper without code of its own calls."""
+def _unwrap_function(given: Any) -> Any:
+    """Return the function of a method, or the function that a wrapper without code of its own calls."""
     while True:
-        function = getattr(given, "__func__", given)  # that of a static method or a class method
+        function = getattr(given, "__func__", given)  # the function of a static method or a class method
         if inspect.isfunction(function) or isinstance(function, partial) or not hasattr(function, "__wrapped__"):
             return function
         given = function.__wrapped__
 
 
-def _content_of_cell(cell: Any) -> Any:
+def _closure_cell_content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return None  # it is empty
+        return None  # the cell is empty
 
 
 def _attention_functions(name: str, function: Any, others: list[Any]) -> set[FunctionType]:
-    """Return which are attention functions of transformers: a function, and those with its name in some modules."""
+    """Return the attention functions among `function` and the functions called `name` in the modules of `others`."""
     functions = [function, *(getattr(each, name, None) for each in others if inspect.ismodule(each))]
-    return {each for each in functions if _is_attention(each)}
+    return {each for each in functions if _is_attention_function(each)}
 
 
-def _is_attention(function: Any) -> bool:
+def _is_attention_function(function: Any) -> bool:
     """Whether a function has the arguments of those in transformers' AttentionInterface."""
     return inspect.isfunction(function) and function.__code__.co_varnames[:4] == ("module", "query", "key", "value")
 

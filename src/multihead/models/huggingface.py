@@ -26,12 +26,12 @@ from multihead.kernels.sequence_split import reject_in_split
 from multihead.layer.sharding import heads_of_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
-from multihead.models.bypass import Report, calls, raise_rejection, watch
-from multihead.models.coverage import eager_arguments, require_coverage
+from multihead.models.bypass import Report, calls, raise_rejection, report_bypassing_modules
+from multihead.models.coverage import names_in_eager_attention, require_coverage
 from multihead.models.lazy_mask import BooleanMask, LazyMask
-from multihead.models.mask_functions import Extent, mask_of_function, padding_mask, padding_of_keys
+from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
-from multihead.models.rejection import CHOICE, configurations_of, reject_elsewhere
+from multihead.models.rejection import CHOICE, configurations_of, reject_unsupported_models
 from multihead.scores.bias import Bias, add_biases
 from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
@@ -42,8 +42,8 @@ _ADDITIVE = frozenset({"deepseek_v4"})  # model types whose layers append number
 
 
 @dataclass(frozen=True, eq=False)
-class CallKeys:
-    """What only the mask of a call knows of its keys.
+class KeyOffsetAndPadding:
+    """Position and padding of the keys of a call, which only its mask knows.
 
     Attributes:
         key_offset: position of the first key in the sequence, tokens; more than 0 where a cache dropped keys.
@@ -54,7 +54,7 @@ class CallKeys:
     padding: Tensor | None = None
 
 
-call_keys: ContextVar[CallKeys | None] = ContextVar("call_keys", default=None)
+call_keys: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_keys", default=None)
 """The keys of the call that listeners are receiving; None if no Hugging Face model made it."""
 
 
@@ -63,10 +63,10 @@ def install(model: nn.Module, report: Report = raise_rejection) -> Undo:
 
     Args:
         model: any module.
-        report: receives a sentence for a module that runs without calling it; raises by default.
+        report: receives a sentence for each module that bypasses this library's attention; raises by default.
 
     Returns:
-        what undoes it.
+        the handle that restores the model.
 
     Raises:
         ModelError: a model computes attention where it cannot be replaced.
@@ -78,10 +78,10 @@ def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
     models = pretrained_models(model)
     if not models:
         return
-    register()
+    register_in_transformers()
     replace_until(undo, model)
     require_coverage(model)
-    watch(undo, model, models, NAME, report)
+    report_bypassing_modules(undo, model, models, NAME, report)
     for config in configurations_of(model):
         undo.set(config, CHOICE, NAME)
 
@@ -142,7 +142,7 @@ def attend_for(
             "Use this model with attn_implementation='eager'.",
         )
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
-        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned q and k into float32
     if "held_heads" in module.__dict__:  # `parallelize` split the layer
         key, value, s_aux = heads_of_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
@@ -161,7 +161,7 @@ def attend_for(
     if attended is not None and not returned:
         output, weights = attended[0], None
     else:
-        if start is None:  # the mask depends on no position, and listeners count distances
+        if start is None:  # the mask needs no position, but listeners measure distances
             start = 0 if not listeners() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
@@ -172,9 +172,9 @@ def attend_for(
 
 
 def _check_options(module: nn.Module, options: dict[str, object]) -> None:
-    """Check that no tensor was given that the layer's eager attention uses: it would be left out here."""
+    """Reject a tensor in the options that the layer's eager attention uses: our attention would ignore it."""
     for name, value in options.items():
-        if isinstance(value, Tensor) and _is_option_relevant(type(module), name):
+        if isinstance(value, Tensor) and _may_eager_use(type(module), name):
             raise ModelError(
                 f"{type(module).__name__} passes the tensor {name!r} to its attention, which this library's attention "
                 "does not know.",
@@ -183,15 +183,15 @@ def _check_options(module: nn.Module, options: dict[str, object]) -> None:
 
 
 @constant_in_graphs
-def _is_option_relevant(kind: Any, name: str) -> bool:
-    known = eager_arguments(kind)
+def _may_eager_use(kind: Any, name: str) -> bool:
+    known = names_in_eager_attention(kind)
     return known is None or name in known
 
 
 def _mask_of_call(
     module: nn.Module, attention_mask: Tensor | None, queries: int, keys: int, *, is_causal: bool | None
 ) -> tuple[Mask, Bias | None, int | None]:
-    """Return the mask of a call, what its mask adds to the scores, and the position of the first query.
+    """Return the Mask of a call, the bias that its mask tensor adds to scores, and the position of the first query.
 
     The position is None where the mask depends on no position.
     """
@@ -232,7 +232,7 @@ def _returns_weights(options: dict[str, object]) -> bool:
 
 
 def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a call, and pass what is known from its mask only to the listeners, where there are any.
+    """Compute a call, and let listeners know the position and padding of its keys from its mask.
 
     Returns:
         the output, and the logsumexp.
@@ -240,9 +240,9 @@ def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None
     if not listeners():
         attended = attend(request)
         return attended.output, attended.logsumexp
-    place = CallKeys()
+    place = KeyOffsetAndPadding()
     if isinstance(attention_mask, LazyMask):
-        place = CallKeys(attention_mask.key_offset, attention_mask.padding)
+        place = KeyOffsetAndPadding(attention_mask.key_offset, attention_mask.padding)
     token = call_keys.set(place)
     try:
         attended = attend(request)
@@ -277,13 +277,13 @@ def mask_for(
 
     Returns:
         a mask that stores no queries x keys tensor if the mask function is recognised; in a graph a bool tensor, or
-        None where `attend_for` finds out without one.
+        None where `attend_for` knows from `is_causal` alone.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
 
-    def dense(**skips: bool) -> Any:
+    def dense_mask(**skips: bool) -> Any:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -297,16 +297,20 @@ def mask_for(
         )
 
     if is_traced():
-        # A graph depends on no values: what needs none stays a value in `attend_for`, all other masks are tensors.
+        # A graph must not depend on values of tensors: `attend_for` makes a plain causal mask, all others are tensors.
         whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
-        return None if whole and options.get("allow_is_causal_skip", True) else _mask_as_model_reads(dense(), options)
-    extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
+        return (
+            None
+            if whole and options.get("allow_is_causal_skip", True)
+            else _mask_in_model_format(dense_mask(), options)
+        )
+    extent = MaskExtent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = mask_of_function(function, extent)
     if sequence_split.active is not None:
-        _check_in_split(mask, padding)
+        _check_mask_of_rank(mask, padding)
     if mask is None:
-        mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+        mask = Keep(dense_mask(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     elif padding is not None:
         mask = mask & padding_mask(padding)
     lazy = LazyMask(
@@ -317,11 +321,11 @@ def mask_for(
         padding=padding,
         device=extent.device,
     )
-    return _mask_as_model_reads(lazy, options)
+    return _mask_in_model_format(lazy, options)
 
 
-def _mask_as_model_reads(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Return a mask as the layers of the model read it: as numbers, where they append numbers to it."""
+def _mask_in_model_format(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return a mask as the model's layers expect it: Boolean, or numbers to add where they append numbers to it."""
     if getattr(options.get("config"), "model_type", "") not in _ADDITIVE:
         return mask
     dtype = options.get("dtype") or torch.float32
@@ -329,7 +333,7 @@ def _mask_as_model_reads(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
     return torch.zeros((), dtype=dtype, device=shown.device).where(shown, torch.finfo(dtype).min)
 
 
-def _check_in_split(mask: Mask | None, padding: Tensor | None) -> None:
+def _check_mask_of_rank(mask: Mask | None, padding: Tensor | None) -> None:
     """Check that a mask that the model made of one rank's tokens is also the mask of the whole sequence.
 
     Args:
@@ -341,7 +345,7 @@ def _check_in_split(mask: Mask | None, padding: Tensor | None) -> None:
             "attention_mask hides tokens of this rank, and in context_parallel masks are those of the whole sequence.",
             "Give attention_mask=torch.ones_like(input_ids), and context_parallel(..., mask=masks.Lengths(lengths)).",
         )
-    if mask is None or mask.holds_tensors:  # documents that were read from positions, chunks, or an unknown function
+    if mask is None or mask.holds_tensors:  # from documents in positions, chunks, or an unknown function
         raise ModelError(
             f"The model's mask of this rank's tokens is {mask!r}, which does not say what the whole sequence shows.",
             "Give attention_mask=torch.ones_like(input_ids), so that the model reads no documents from positions, and "
@@ -370,7 +374,7 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
     # Half of the lowest number: two masks may have been added, and rounding to another dtype changes the lowest.
     hidden = tensor <= torch.finfo(tensor.dtype).min / 2
     bias = tensor.masked_fill(hidden, 0)
-    added_to_scores = is_traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph depends on no values
+    added_to_scores = is_traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph cannot read the values
     return Keep(~hidden), bias if added_to_scores else None
 
 
@@ -381,11 +385,11 @@ def _is_selected(indices: Tensor, count: int) -> Tensor:
 
 
 @cache
-def register() -> None:
-    """Register the name in transformers, once per process."""
+def register_in_transformers() -> None:
+    """Register `attend_for` and `mask_for` in transformers under NAME, once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend_for)
     AttentionMaskInterface.register(NAME, mask_for)
-    reject_elsewhere(NAME)
+    reject_unsupported_models(NAME)
     output_attentions.allow_output_attentions(NAME)

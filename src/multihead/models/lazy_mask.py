@@ -1,4 +1,4 @@
-"""Mask tensors that a model passes on: one stores its mask as a value, and none can be added to scores."""
+"""Mask tensors that a model passes to its layers; `LazyMask` stores a Mask in place of cells."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ _CHOICES = frozenset(
         "nonzero",
     )
 )
-# Of two masks too: added, they would show what either of them shows.
+# Operations that fail between two masks too: their sum would show what either of them shows.
 _SUMS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
 
 
-class Uses(threading.local):
-    """How often code of this thread has read the values of a mask, other than in a call of our attention."""
+class MaskReads(threading.local):
+    """Counts how often code of this thread has read the values of a mask, outside calls of our attention."""
 
     count = 0
 
 
-uses = Uses()
+uses = MaskReads()
 
 
 class BooleanMask(Tensor):
@@ -116,7 +116,7 @@ class BooleanMask(Tensor):
         """Run an operation on the dense mask.
 
         Raises:
-            ModelError: it computes numbers from the mask.
+            ModelError: the operation computes numbers from the mask.
         """
         uses.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
@@ -215,7 +215,7 @@ class LazyMask(BooleanMask):
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
                 if not start and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
                     return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
-        if name == "add.Tensor" and _hides_nothing(args):
+        if name == "add.Tensor" and _adds_only_full_masks(args):
             args = pytree.tree_map_only(
                 LazyMask, lambda mask: torch.zeros((), device=mask.device).expand(mask.shape), args
             )
@@ -223,8 +223,8 @@ class LazyMask(BooleanMask):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def _hides_nothing(terms: tuple[Any, ...]) -> bool:
-    """Whether a mask that hides nothing is added to scores or to a bias, where it is 0, as some layers do."""
+def _adds_only_full_masks(terms: tuple[Any, ...]) -> bool:
+    """Whether the terms of a sum are scores or biases, and masks that hide nothing, which count as 0."""
     scores = [each for each in terms if not isinstance(each, LazyMask)]
     shown = all(each.mask == _FULL for each in terms if isinstance(each, LazyMask))
     return shown and all(isinstance(each, Tensor) and each.is_floating_point() for each in scores) and bool(scores)

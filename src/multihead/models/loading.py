@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.files import is_folder
-from multihead.models.claims import check_size_claims, gguf_layers
+from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ CONTINUED = "⤷"
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _GENERATORS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
-_INCOMPLETE = "\ufffd"  # decoded from an incomplete sequence of bytes
+_INCOMPLETE = "\ufffd"  # what an incomplete sequence of bytes is decoded to
 _SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_NEEDS = ("gguf", "accelerate")
 _PATIENCE = 10  # seconds that the Hugging Face hub has for its answer
@@ -53,7 +53,7 @@ class LoadedModel:
         title: a short name to show.
         model: the model, in evaluation mode.
         tokenizer: the tokenizer of transformers, or None where the model has none.
-        feature_extractor: of a model that reads audio, what converts it to features; else None.
+        feature_extractor: converts audio to features, for a model that reads audio; else None.
     """
 
     name: str
@@ -80,7 +80,7 @@ class LoadedModel:
         if not isinstance(positions, int) or positions < 1:
             return None
         if getattr(config, "model_type", "").startswith(("roberta", "xlm-roberta", "camembert")):
-            # Their positions start after the id of the padding token.
+            # Positions of these models start after the id of the padding token.
             positions -= int(getattr(config, "pad_token_id", 1) or 0) + 1
         length = getattr(self.tokenizer, "model_max_length", None)
         return min(positions, length) if isinstance(length, int) else positions
@@ -92,7 +92,7 @@ class LoadedModel:
         encoder: nn.Module = model.get_encoder() if self.has_decoder else model
         return encoder
 
-    def arguments(self, encoded: Encoded) -> dict[str, Tensor]:
+    def arguments(self, encoded: EncodedText) -> dict[str, Tensor]:
         """Return the arguments of the reader's forward for a text."""
         device = next(self.model.parameters()).device
         return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
@@ -121,13 +121,13 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedText:
     """A text as the model's tokens.
 
     Attributes:
         ids: (1, tokens), int64.
         mask: (1, tokens), int64, all 1.
-        tokens: the part of the text in each token; `CONTINUED` where it continues the character before.
+        tokens: the part of the text in each token; `CONTINUED` where it continues the character of the token before.
         special: whether each token is a special token, such as [CLS].
         unknown: whether each token is the unknown token, for text that is not in the vocabulary.
         offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
@@ -175,13 +175,13 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
     target = _checked_device(device)
     transformers = _import_transformers()
-    file = _describing_file(model)
-    source = _arguments_of_source(model, file)
+    file = _find_describing_file(model)
+    source = _from_pretrained_arguments(model, file)
     report = stage or (lambda name: None)
-    with without_messages(), nullcontext() if file is not None else _without_retries():
+    with silence_transformers(), nullcontext() if file is not None else _offline_if_unreachable():
         report("weights")
         config = _load_configuration(transformers, source)
-        check_size_claims(model, config)
+        check_configured_sizes(model, config)
         classes = (*_GENERATORS, *_HEADS) if _has_generating_head(config) else _HEADS
         network = _load_pretrained(transformers, model, source, file is not None, dtype, classes)
         report("tokenizer")
@@ -192,7 +192,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     return loaded
 
 
-def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Encoded:
+def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> EncodedText:
     """Encode a text as the model's tokens, with the part of the text that each token covers.
 
     A character that takes several tokens, as Chinese characters and emoji do where tokens are bytes, is shown whole on
@@ -217,7 +217,7 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
         if tokens is None
         else {"truncation": True, "max_length": _check_token_count(loaded, tokens)}
     )
-    with without_messages():
+    with silence_transformers():
         encoding = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
     ids = [int(each) for each in encoding["input_ids"]]
     most = loaded.max_tokens
@@ -233,10 +233,10 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     special = [bool(each) for each in encoding["special_tokens_mask"]]
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
     offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]] if fast else None
-    shown = _tokens_as_read(loaded.tokenizer, ids, offsets, special, text)
+    shown = _token_texts(loaded.tokenizer, ids, offsets, special, text)
     offsets = offsets or [(0, 0)] * len(ids)
     rows = torch.tensor([ids])
-    return Encoded(
+    return EncodedText(
         rows,
         torch.ones_like(rows),
         shown,
@@ -247,10 +247,10 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     )
 
 
-def tokens_of_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -> list[list[str]]:
-    """Return the part of each text that each of its tokens covers, with the gap before it, of many texts at once.
+def tokenize_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -> list[list[str]]:
+    """Tokenize many texts at once: per text, the part of it that each token covers, with the gap before the token.
 
-    Joined they are the text, with its special tokens, wherever the tokenizer has offsets.
+    Joined, the tokens are the text with its special tokens, if the tokenizer has offsets.
 
     Args:
         loaded: the model.
@@ -259,20 +259,20 @@ def tokens_of_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -
     """
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
-    with without_messages():
+    with silence_transformers():
         found = loaded.tokenizer(list(texts), truncation=True, max_length=tokens, **options)
     special = found["special_tokens_mask"]
     offsets = found["offset_mapping"] if fast else [None] * len(texts)
     rows = zip(found["input_ids"], offsets, special, texts, strict=True)
-    return [_tokens_as_read(loaded.tokenizer, ids, places, marks, text, gaps=True) for ids, places, marks, text in rows]
+    return [_token_texts(loaded.tokenizer, ids, places, marks, text, gaps=True) for ids, places, marks, text in rows]
 
 
-def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> Encoded:
+def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> EncodedText:
     """Return the tokens that the decoder of an encoder-decoder model reads, its start token first.
 
     Args:
         loaded: the model.
-        arguments: those of its encoder.
+        arguments: the arguments of the encoder.
         text: the decoder's text; None generates one, greedily and with at most `GENERATED` tokens.
 
     Raises:
@@ -288,11 +288,11 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
     settings = getattr(model, "generation_config", None) or config
     if text is not None:
         check_text(text)
-        with without_messages():
+        with silence_transformers():
             ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
         starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
         start = next((each for each in starts if each is not None), None)
-        if start is None:  # the code of a language, which its tokenizer puts at the end
+        if start is None:  # the text starts with a language code, which the tokenizer puts last
             ids = ids[-1:] + ids[:-1]
         elif ids[:1] != [start]:
             ids = [int(start), *ids]
@@ -302,16 +302,16 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
                 f"{loaded.title} was saved without the head that generates text.",
                 "Give the text of its decoder; the option of look is --decoder-text.",
             )
-        limit = GENERATED if most is None else max(1, min(GENERATED, most - 8))  # 8: its start and language tokens
+        limit = GENERATED if most is None else max(1, min(GENERATED, most - 8))  # 8: for start and language tokens
         # Whisper otherwise returns the text without its start tokens.
         whole = "force_unique_generate_call"
         options = {whole: True} if whole in inspect.signature(model.generate).parameters else {}
-        with without_messages(), torch.no_grad():
+        with silence_transformers(), torch.no_grad():
             found = model.generate(**arguments, do_sample=False, num_beams=1, max_new_tokens=limit, **options)
         ids = found[0].tolist()
     ends = settings.eos_token_id
     while len(ids) > 1 and ids[-1] in (ends if isinstance(ends, list) else [ends]):
-        del ids[-1]  # nothing is generated from it
+        del ids[-1]  # no token is generated after the end token
     if most is not None and len(ids) > most:
         raise InputError(
             f"The text of the decoder is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
@@ -321,8 +321,8 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
     special = [each in marks for each in ids]
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
     rows = torch.tensor([ids])
-    shown = tokens_of(loaded.tokenizer, ids, special)
-    return Encoded(rows, torch.ones_like(rows), shown, special, unknown, [(0, 0)] * len(ids))
+    shown = decode_tokens(loaded.tokenizer, ids, special)
+    return EncodedText(rows, torch.ones_like(rows), shown, special, unknown, [(0, 0)] * len(ids))
 
 
 def check_text(text: str) -> None:
@@ -340,7 +340,7 @@ def check_text(text: str) -> None:
 
 
 @contextmanager
-def without_messages() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence the reports, progress bars and warnings of transformers and its hub while the context is active."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
@@ -350,7 +350,7 @@ def without_messages() -> Iterator[None]:
     hub_logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings(), _without_bar_of_gguf():
+        with warnings.catch_warnings(), _silence_gguf_progress():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -361,7 +361,7 @@ def without_messages() -> Iterator[None]:
 
 
 @contextmanager
-def _without_bar_of_gguf() -> Iterator[None]:
+def _silence_gguf_progress() -> Iterator[None]:
     """Silence the progress bar of GGUF files, which ignores the settings of transformers."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -389,14 +389,14 @@ def _checked_device(device: str) -> torch.device:
     return target
 
 
-def _describing_file(model: str) -> Path | None:
+def _find_describing_file(model: str) -> Path | None:
     """Return the file that describes a local model: its config.json, or a GGUF file, which describes itself.
 
     The argument is this file, its folder, or an installed package that contains it.
     """
     path = _local_path(model)
     if model.strip() and is_folder(path):
-        return _file_in(path, model)
+        return _find_file_in_folder(path, model)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return path
     package = model.replace("-", "_")
@@ -404,7 +404,7 @@ def _describing_file(model: str) -> Path | None:
         return None
     spec = importlib.util.find_spec(package)
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
-    files = [config for place in places for config in place.rglob("config.json") if _describes_model(config)]
+    files = [config for place in places for config in place.rglob("config.json") if _is_model_configuration(config)]
     files = files or [file for place in places for file in place.rglob("*.gguf")]
     # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
     return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
@@ -413,11 +413,11 @@ def _describing_file(model: str) -> Path | None:
 def _local_path(model: str) -> Path:
     try:
         return Path(model).expanduser()
-    except RuntimeError:  # ~name without such a user
+    except RuntimeError:  # ~name where there is no such user
         return Path(model)
 
 
-def _file_in(folder: Path, model: str) -> Path:
+def _find_file_in_folder(folder: Path, model: str) -> Path:
     """Return the file that describes the model in a folder."""
     if (folder / "config.json").is_file():
         return folder / "config.json"
@@ -432,7 +432,7 @@ def _file_in(folder: Path, model: str) -> Path:
     return files[0]
 
 
-def _arguments_of_source(model: str, file: Path | None) -> dict[str, str]:
+def _from_pretrained_arguments(model: str, file: Path | None) -> dict[str, str]:
     """Return the arguments of `from_pretrained` for a model.
 
     Raises:
@@ -447,10 +447,11 @@ def _arguments_of_source(model: str, file: Path | None) -> dict[str, str]:
 
 
 @contextmanager
-def _without_retries() -> Iterator[None]:
-    """Look up models on this machine only while the Hugging Face hub cannot be reached.
+def _offline_if_unreachable() -> Iterator[None]:
+    """Look models up on this machine only, in this context, if the Hugging Face hub cannot be reached.
 
-    Without this, its library requests each file of a model six times, which takes over a minute without a network.
+    Without this, the library of the hub requests each file of a model six times, which takes over a minute without a
+    network.
     """
     from huggingface_hub import constants, get_session
 
@@ -465,7 +466,7 @@ def _without_retries() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _describes_model(config: Path) -> bool:
+def _is_model_configuration(config: Path) -> bool:
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -502,13 +503,13 @@ def _load_pretrained(
         try:
             config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
             # A configuration may name a kernel of the Hugging Face hub, which is code, also in its parts.
-            config._attn_implementation = None  # noqa: SLF001 - not what the file names; as an argument it would yield to it
+            config._attn_implementation = None  # noqa: SLF001 - an argument would not override the file
             options = {"config": config, "dtype": choice, "trust_remote_code": False}
             return getattr(transformers, head).from_pretrained(**source, **options)
         except Exception as error:  # a broken file can raise any error
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue
-            _reject_code(model, str(error))
+            _reject_remote_code(model, str(error))
             if is_local or isinstance(error, ValueError):
                 mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
                 lines = str(error).strip().splitlines()
@@ -523,11 +524,11 @@ def _load_pretrained(
     raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
 
 
-def _reject_code(model: str, message: str) -> None:
+def _reject_remote_code(model: str, message: str) -> None:
     """Reject a model that would run code, since the message of transformers advises to allow that.
 
     Raises:
-        ModelError: this is why the model was not loaded.
+        ModelError: the message says that the model would run code.
     """
     if "weights_only" in message or "Weights only load failed" in message:
         raise ModelError(
@@ -543,11 +544,11 @@ def _reject_code(model: str, message: str) -> None:
 
 
 def _load_configuration(transformers: Any, source: dict[str, str]) -> Any:
-    """Return the configuration of a model, or an empty one if it cannot be read, which is an error on loading."""
+    """Return the configuration of a model; an empty one if it cannot be read, since loading will raise the error."""
     try:
         if "gguf_file" in source:
             with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
-                return gguf_layers(file)
+                return read_gguf_layer_counts(file)
         return transformers.PretrainedConfig.get_config_dict(**source)[0]
     except Exception:  # noqa: BLE001 - a broken file can raise any error
         return {}
@@ -570,7 +571,7 @@ def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
 
 
 def _check_token_count(loaded: LoadedModel, tokens: int) -> int:
-    """Reject fewer tokens than the special ones and one of the text."""
+    """Return `tokens`, and reject a number that leaves no token for the text besides the special ones."""
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if tokens < least:
         raise ArgumentError(
@@ -579,7 +580,7 @@ def _check_token_count(loaded: LoadedModel, tokens: int) -> int:
     return tokens
 
 
-def _tokens_as_read(
+def _token_texts(
     tokenizer: Any,
     ids: Sequence[int],
     offsets: Sequence[tuple[int, int]] | None,
@@ -590,11 +591,11 @@ def _tokens_as_read(
 ) -> list[str]:
     """Return the text of each token: by its offsets where the tokenizer has them, else decoded one by one."""
     if offsets is None:
-        return tokens_of(tokenizer, ids, special)
-    return _tokens_by_place(tokenizer, ids, offsets, special, text, gaps=gaps)
+        return decode_tokens(tokenizer, ids, special)
+    return _token_texts_by_offsets(tokenizer, ids, offsets, special, text, gaps=gaps)
 
 
-def _tokens_by_place(
+def _token_texts_by_offsets(
     tokenizer: Any,
     ids: Sequence[int],
     offsets: Sequence[tuple[int, int]],
@@ -630,8 +631,8 @@ def _gaps_between_tokens(text: str, offsets: Sequence[tuple[int, int]]) -> list[
     return gaps
 
 
-def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
-    """Return the text of each token, decoded one by one; tokens that are parts of one character together."""
+def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
+    """Decode tokens one by one into their texts; tokens that are parts of one character are decoded together."""
     shown: list[str] = []
     first = 0
     for index, (id_, mark) in enumerate(zip(ids, special, strict=True)):
@@ -647,7 +648,7 @@ def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> li
     return shown
 
 
-def word_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None] | None:
+def wordpiece_continuations(tokenizer: Any, ids: Sequence[int]) -> list[str | None] | None:
     """Return "" for each token that continues a word, None for the others; None without WordPiece tokens ("##ing")."""
     continues = [str(tokenizer.convert_ids_to_tokens(id_)).startswith("##") for id_ in ids]
     return ["" if each else None for each in continues] if any(continues) else None

@@ -21,7 +21,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Extent:
+class MaskExtent:
     """Positions of the queries and keys of a mask in the whole sequence.
 
     Attributes:
@@ -46,7 +46,7 @@ class Extent:
         return self.query_offset - self.key_offset
 
 
-def mask_of_function(function: MaskFunction, extent: Extent) -> Mask | None:
+def mask_of_function(function: MaskFunction, extent: MaskExtent) -> Mask | None:
     """Convert a mask function to a mask, or return None where the function is unknown.
 
     A function is recognised by its name and by the variables of its closure. Since a name proves nothing, the mask is
@@ -55,20 +55,20 @@ def mask_of_function(function: MaskFunction, extent: Extent) -> Mask | None:
     Source: transformers/masking_utils.py.
     """
     if getattr(function, "__closure__", None) is None and inspect.isfunction(function):
-        return _without_variables(function)
-    mask = _read_function(function, extent)
+        return _mask_of_plain_function(function)
+    mask = _mask_by_name(function, extent)
     return mask if mask is not None and _agrees_on_three_queries(mask, function, extent) else None
 
 
 @cache
-def _without_variables(function: MaskFunction) -> Mask | None:
-    """Convert a function whose result depends on the indices only; compared once, on a small map."""
-    extent = Extent(2, 5, 5, 0, 0, torch.device("cpu"))
-    mask = _read_function(function, extent)
+def _mask_of_plain_function(function: MaskFunction) -> Mask | None:
+    """Convert a mask function without closure variables; it is compared with its mask once, on a small map."""
+    extent = MaskExtent(2, 5, 5, 0, 0, torch.device("cpu"))
+    mask = _mask_by_name(function, extent)
     return mask if mask is not None and _agrees_on_three_queries(mask, function, extent) else None
 
 
-def _read_function(function: MaskFunction, extent: Extent) -> Mask | None:
+def _mask_by_name(function: MaskFunction, extent: MaskExtent) -> Mask | None:
     name = getattr(function, "__qualname__", "")
     closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
     reader = _READERS.get(name)
@@ -78,7 +78,7 @@ def _read_function(function: MaskFunction, extent: Extent) -> Mask | None:
         return None  # a closure of that name with other variables, or a window of no key
 
 
-def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
+def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExtent) -> bool:
     """Whether a mask and a mask function agree on three queries: O(batch * keys) cells."""
     rows = sorted({0, extent.queries // 2, extent.queries - 1} & set(range(extent.queries)))
     if not rows or not extent.keys:
@@ -90,7 +90,7 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: Extent)
     try:
         expected = function(batch, head, index[None, None, :, None] + extent.query_offset, key)
     except (RuntimeError, IndexError, TypeError):
-        return False  # it takes only single indices
+        return False  # the function takes only single indices
     size = (extent.batch, 1, len(rows), extent.keys)
     read = torch.cat(
         [
@@ -110,7 +110,7 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: Extent)
     return bool((expected.expand(size) == read.expand(size)).all())
 
 
-def _masks_of_parts(closure: dict[str, Any], extent: Extent) -> list[Mask] | None:
+def _masks_of_subfunctions(closure: dict[str, Any], extent: MaskExtent) -> list[Mask] | None:
     functions = list(closure["mask_functions"])
     if any(_name_of_function(each).startswith("packed_sequence_mask_function") for each in functions):
         # Inside one packed sequence positions increase by one per token, so a mask that depends on differences of
@@ -120,17 +120,19 @@ def _masks_of_parts(closure: dict[str, Any], extent: Extent) -> list[Mask] | Non
         ]
         inner = [inspect.getclosurevars(each).nonlocals["mask_function"] for each in remapped]
         functions = [each for each in functions if each not in remapped] + inner
-    masks = [_read_function(each, extent) for each in functions]
+    masks = [_mask_by_name(each, extent) for each in functions]
     return None if any(mask is None for mask in masks) else [mask for mask in masks if mask is not None]
 
 
-def _and_of_parts(closure: dict[str, Any], extent: Extent) -> Mask | None:
-    parts = _masks_of_parts(closure, extent)
+def _intersection_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
+    parts = _masks_of_subfunctions(closure, extent)
     if parts is None:
         return None
     if Causal() in parts:
         # `key > query - w` and `key <= query` are one window: the query and the w - 1 keys before it.
-        windows = [Window(each.lookback, after=_later_keys(extent)) for each in parts if each.lookback is not None]
+        windows = [
+            Window(each.lookback, after=_later_keys_limit(extent)) for each in parts if each.lookback is not None
+        ]
         overlays = [each for each in windows if each in parts]
         if overlays:
             parts = [each for each in parts if each != Causal() and each not in overlays]
@@ -138,28 +140,28 @@ def _and_of_parts(closure: dict[str, Any], extent: Extent) -> Mask | None:
     return reduce(lambda left, right: left & right, parts)
 
 
-def _or_of_parts(closure: dict[str, Any], extent: Extent) -> Mask | None:
-    parts = _masks_of_parts(closure, extent)
+def _union_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
+    parts = _masks_of_subfunctions(closure, extent)
     return None if parts is None else reduce(lambda left, right: left | right, parts)
 
 
-def _window_of_earlier_keys(closure: dict[str, Any], extent: Extent) -> Mask:
+def _window_of_earlier_keys(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     """Convert `key > query - w`: the query, the w - 1 keys before it, and all after it."""
-    return Window(int(closure["sliding_window"]), after=_later_keys(extent))
+    return Window(int(closure["sliding_window"]), after=_later_keys_limit(extent))
 
 
-def _later_keys(extent: Extent) -> int:
-    """Return at least as many keys as there are after any query; ranks may hold more than this call has."""
+def _later_keys_limit(extent: MaskExtent) -> int:
+    """Return an upper bound on the number of keys after a query; other ranks may hold keys that this call lacks."""
     return extent.keys if sequence_split.active is None else FURTHEST
 
 
-def _window_both_ways(closure: dict[str, Any], extent: Extent) -> Mask:
+def _window_both_ways(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     """Convert `|query - key| <= w`, both ends included."""
     width = int(closure["sliding_window"])
     return Window(width + 1, after=width)
 
 
-def _documents_of_chunks(closure: dict[str, Any], extent: Extent) -> Mask | None:
+def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
     """Convert chunks of equal size, which start at the first token that is not padding, to documents."""
     size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
     if extent.key_offset:
@@ -171,11 +173,11 @@ def _documents_of_chunks(closure: dict[str, Any], extent: Extent) -> Mask | None
     return Documents(truncate_documents(lengths, extent.keys))
 
 
-def _keep_of_padding(closure: dict[str, Any], extent: Extent) -> Mask:
+def _keep_of_padding(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     return padding_mask(padding_of_keys(closure["padding_mask"], extent))
 
 
-def _documents_of_numbers(closure: dict[str, Any], extent: Extent) -> Mask | None:
+def _documents_of_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
     """Convert sequence numbers, one per token and in increasing order, to documents."""
     number = closure["packed_sequence_mask"]  # (batch, length)
     if extent.key_offset or extent.query_offset or not bool((number.diff(dim=-1) >= 0).all()):
@@ -193,11 +195,11 @@ def padding_mask(padding: Tensor) -> Mask:
     if bool(padding.all()):
         return Full()
     if bool((padding[:, 1:] <= padding[:, :-1]).all()):
-        return Lengths(padding.sum(-1))  # on the right: kernels need no tensor of cells, and small calls no plan
+        return Lengths(padding.sum(-1))  # padding on the right: kernels need no tensor of cells
     return Keep(padding, "batch keys")
 
 
-def padding_of_keys(attention_mask: Tensor, extent: Extent) -> Tensor:
+def padding_of_keys(attention_mask: Tensor, extent: MaskExtent) -> Tensor:
     """Slice the available keys out of a 2-D attention mask: (batch, keys) bool, True = no padding."""
     kept = attention_mask.to(device=extent.device, dtype=torch.bool)
     kept = kept[:, extent.key_offset : extent.key_offset + extent.keys]
@@ -217,11 +219,11 @@ def _name_of_function(function: object) -> str:
     return getattr(function, "__qualname__", "")
 
 
-_READERS: dict[str, Callable[[dict[str, Any], Extent], Mask | None]] = {
+_READERS: dict[str, Callable[[dict[str, Any], MaskExtent], Mask | None]] = {
     "causal_mask_function": lambda closure, extent: Causal(),
     "bidirectional_mask_function": lambda closure, extent: Full(),
-    "and_masks.<locals>.and_mask": _and_of_parts,
-    "or_masks.<locals>.or_mask": _or_of_parts,
+    "and_masks.<locals>.and_mask": _intersection_mask,
+    "or_masks.<locals>.or_mask": _union_mask,
     "sliding_window_overlay.<locals>.inner_mask": _window_of_earlier_keys,
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": _window_both_ways,
     "chunked_overlay.<locals>.inner_mask": _documents_of_chunks,

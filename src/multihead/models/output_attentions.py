@@ -25,7 +25,7 @@ from multihead.tensors.tracing import is_traced, runs_backward
 
 LARGEST = 1 << 28
 """How many weights are computed at once: 1 GiB in float32."""
-# What these return is known without the weights.
+# Attributes and methods that need the size and the dtype of the weights only.
 _OF_THE_SIZE = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")),
@@ -36,11 +36,11 @@ _OF_THE_SIZE = frozenset(
 )
 
 
-class _Transformers:
-    """What is read of transformers in every call.
+class _OutputCollector:
+    """Holds the variable in which transformers collects outputs, so that a call need not import it.
 
     Attributes:
-        collector: the variable that holds the outputs to be collected of a forward pass; None at first.
+        collector: transformers' context variable of the outputs that a forward pass collects; None at first.
     """
 
     collector: ClassVar[Any] = None
@@ -54,30 +54,30 @@ def allow_output_attentions(implementation: str) -> None:
     kind: Any = PreTrainedConfig
     option, check = kind.output_attentions, kind.validate_output_attentions
 
-    def put(config: Any, value: Any) -> None:
+    def set_output_attentions(config: Any, value: Any) -> None:
         if getattr(config, CHOICE, None) == implementation:
             config._output_attentions = value  # noqa: SLF001 - what transformers' own setter does for "eager"
         else:
             option.fset(config, value)
 
     @wraps(check)
-    def checked(config: Any) -> None:
+    def validate_unless_ours(config: Any) -> None:
         if getattr(config, CHOICE, None) != implementation:
             check(config)
 
-    kind.output_attentions = property(option.fget, put, doc=option.__doc__)
-    kind.validate_output_attentions = checked
+    kind.output_attentions = property(option.fget, set_output_attentions, doc=option.__doc__)
+    kind.validate_output_attentions = validate_unless_ours
     waiting = [kind]
     while waiting:
         each = waiting.pop()
         waiting += each.__subclasses__()
         listed = vars(each).get("__class_validators__", [])  # each class has a list of its own
-        listed[:] = [checked if validator is check else validator for validator in listed]
-    _Transformers.collector = _active_collector
+        listed[:] = [validate_unless_ours if validator is check else validator for validator in listed]
+    _OutputCollector.collector = _active_collector
 
 
 def are_weights_wanted(options: dict[str, Any]) -> bool:
-    """Whether the layer that makes the call that runs now should return its weights.
+    """Whether the layer whose attention call is running should return its weights.
 
     Most models collect them by hooks, if they were requested. Others, and programs that call a layer by itself, read
     them from the output of the layer: then they are always returned.
@@ -87,9 +87,9 @@ def are_weights_wanted(options: dict[str, Any]) -> bool:
     """
     if options.get("output_attentions"):
         return True
-    collector = _Transformers.collector
+    collector = _OutputCollector.collector
     if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
-        return False  # in a compiled graph the variable can be read only if it was set in it
+        return False  # a compiled graph can read the variable only if it has set it
     collected = collector.get()
     if collected is None:
         return not is_traced() and not runs_backward()  # checkpointing computes the output again, and nothing else
@@ -124,7 +124,7 @@ class LazyWeights(Tensor):
 
     @staticmethod
     def __new__(cls: type[LazyWeights], request: AttentionRequest, logsumexp: Tensor) -> LazyWeights:
-        """Create a tensor of the size of the weights, without any."""
+        """Create a tensor of the size of the weights that stores no weights."""
         shape = request.shape
         size = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
         made: LazyWeights = torch.Tensor._make_wrapper_subclass(cls, size, dtype=shape.dtype, device=shape.device)  # noqa: SLF001 - torch's documented way
@@ -151,7 +151,7 @@ class LazyWeights(Tensor):
         entries = _entry_per_axis(index, self.ndim)
         if entries is None or self._request is None:
             return self.read()[index]
-        samples, heads, queries, keys = map(_places_of_entry, entries, self.shape)
+        samples, heads, queries, keys = map(_range_of_entry, entries, self.shape)
         self._check_size(self.shape[0] * len(heads) * len(queries) * len(keys))  # a tile has all samples
         cells = tile(
             self._request, self._logsumexp, heads=list(heads), queries=_as_slice(queries), keys=_as_slice(keys)
@@ -216,8 +216,8 @@ def _entry_per_axis(index: Any, axes: int) -> list[Any] | None:
     return [*plain[:place], *[slice(None)] * (axes - len(plain)), *plain[place:]]
 
 
-def _places_of_entry(entry: Any, size: int) -> range:
-    """Return the places at an int or a slice of an axis."""
+def _range_of_entry(entry: Any, size: int) -> range:
+    """Return the indices on an axis of `size` that an int or a slice selects."""
     places = range(size)
     return places[entry] if isinstance(entry, slice) else range(places[entry], places[entry] + 1)
 

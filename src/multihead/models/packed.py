@@ -36,12 +36,12 @@ _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  #
 
 
 @dataclass(frozen=True)
-class Family:
-    """How a model class takes one packed row.
+class PackedFamily:
+    """How models of a class run on one packed row of tokens.
 
     Attributes:
         name: the family, for the documentation and errors.
-        masks: returns what a token of a row sees of its own sample, from the configuration; a dict where the layers
+        masks: returns the mask of each token within its own sample, from the configuration; a dict where the layers
             of a model have different masks.
         positions: returns the position ids of a padded batch, (batch or 1, length), where the caller gives none; None
             where the model takes none.
@@ -69,53 +69,53 @@ def _roberta_positions(model: Any, inputs: dict[str, Any], real: Tensor) -> Tens
     return embeddings.create_position_ids_from_input_ids(ids, embeddings.padding_idx)  # type: ignore[no-any-return]
 
 
-def _sees_all(_: Any) -> Mask:
+def _full_mask(_: Any) -> Mask:
     return Full()
 
 
-def _sees_earlier(config: Any) -> Mask:
+def _causal_mask(config: Any) -> Mask:
     return Causal() if getattr(config, "is_causal", True) else Full()
 
 
-def _sees_near(config: Any) -> Mask:
+def _two_sided_window(config: Any) -> Mask:
     width = config.sliding_window  # keys on each side
     return Window(width + 1, after=width)
 
 
-def _near_earlier(config: Any) -> Mask:
+def _causal_window(config: Any) -> Mask:
     if config.sliding_window is None:
-        return _sees_earlier(config)
-    return Window(config.sliding_window) if getattr(config, "is_causal", True) else _sees_near(config)
+        return _causal_mask(config)
+    return Window(config.sliding_window) if getattr(config, "is_causal", True) else _two_sided_window(config)
 
 
-def _earlier_by_layer(config: Any) -> dict[str, Mask]:
-    return {"full_attention": _sees_earlier(config), "sliding_attention": _near_earlier(config)}
+def _causal_masks_by_layer(config: Any) -> dict[str, Mask]:
+    return {"full_attention": _causal_mask(config), "sliding_attention": _causal_window(config)}
 
 
-def _all_by_layer(config: Any) -> dict[str, Mask]:
-    return {"full_attention": Full(), "sliding_attention": _sees_near(config)}
+def _full_masks_by_layer(config: Any) -> dict[str, Mask]:
+    return {"full_attention": Full(), "sliding_attention": _two_sided_window(config)}
 
 
 FAMILIES = {
-    "BertModel": Family("BERT", _sees_all, _columns_in_padded_row, read_by_model="encoder"),
-    "RobertaModel": Family("RoBERTa", _sees_all, _roberta_positions, read_by_model="encoder"),
-    "XLMRobertaModel": Family("XLM-RoBERTa", _sees_all, _roberta_positions, read_by_model="encoder"),
-    "DistilBertModel": Family("DistilBERT", _sees_all, _columns_in_padded_row),
-    "ElectraModel": Family("ELECTRA", _sees_all, _columns_in_padded_row),
-    "ModernBertModel": Family("ModernBERT", _all_by_layer, _columns_in_padded_row),
-    "LlamaModel": Family("Llama", _sees_earlier, _columns_in_padded_row),
-    "MistralModel": Family("Mistral", _near_earlier, _columns_in_padded_row),
-    "Qwen2Model": Family("Qwen2", _earlier_by_layer, _columns_in_padded_row),
-    "Qwen3Model": Family("Qwen3", _earlier_by_layer, _columns_in_padded_row),
-    "T5Stack": Family("T5", _sees_all, None, relative="block.0"),
+    "BertModel": PackedFamily("BERT", _full_mask, _columns_in_padded_row, read_by_model="encoder"),
+    "RobertaModel": PackedFamily("RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
+    "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
+    "DistilBertModel": PackedFamily("DistilBERT", _full_mask, _columns_in_padded_row),
+    "ElectraModel": PackedFamily("ELECTRA", _full_mask, _columns_in_padded_row),
+    "ModernBertModel": PackedFamily("ModernBERT", _full_masks_by_layer, _columns_in_padded_row),
+    "LlamaModel": PackedFamily("Llama", _causal_mask, _columns_in_padded_row),
+    "MistralModel": PackedFamily("Mistral", _causal_window, _columns_in_padded_row),
+    "Qwen2Model": PackedFamily("Qwen2", _causal_masks_by_layer, _columns_in_padded_row),
+    "Qwen3Model": PackedFamily("Qwen3", _causal_masks_by_layer, _columns_in_padded_row),
+    "T5Stack": PackedFamily("T5", _full_mask, None, relative="block.0"),
 }
 """The supported families, by the class of transformers that holds their layers."""
 
 
-_padded: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())  # those who need it
+_padded: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())  # a key per open `run_models_padded`
 
 
-class _RowMask(LazyMask):
+class _PackedRowMask(LazyMask):
     """The mask of a packed row.
 
     Attributes:
@@ -141,7 +141,7 @@ def leave_out_padding(model: nn.Module) -> Undo:
         model: a model of transformers, or a module that contains some.
 
     Returns:
-        what undoes it.
+        the handle that undoes it.
 
     Raises:
         ModelError: it contains no model of transformers, or one of a family that is not supported.
@@ -150,7 +150,7 @@ def leave_out_padding(model: nn.Module) -> Undo:
     return Undo.of(partial(_add_hooks, model, stacks))
 
 
-def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, Family]], undo: Undo) -> None:
+def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], undo: Undo) -> None:
     used = install(model)
     undo.callback(used.close)
     for module, family in stacks:
@@ -163,7 +163,7 @@ def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, Family]], undo: U
 
 
 @contextmanager
-def running_padded() -> Iterator[None]:
+def run_models_padded() -> Iterator[None]:
     """Run packed models padded in this context, and in no other thread: a record finds samples by their rows."""
     user = object()
     with Undo() as undo:
@@ -172,8 +172,8 @@ def running_padded() -> Iterator[None]:
         yield
 
 
-def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, Family]]:
-    """Return the modules to pack; every model of transformers must be one, be around one or be within one."""
+def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, PackedFamily]]:
+    """Return the modules to pack and their families; every model of transformers must be, contain or lie in one."""
     models = pretrained_models(model)
     found = {name: family for name, module in models.items() if (family := _family_of_class(type(module))) is not None}
     for name, module in models.items():
@@ -189,7 +189,7 @@ def _refusal_error(finding: str) -> ModelError:
     return ModelError(finding, f"Give a model of one of these families: {names}; or use packed=False.")
 
 
-def _family_of_class(kind: type[nn.Module]) -> Family | None:
+def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
     """Return the family of a class of transformers, or of a subclass that runs the same forward pass."""
     for parent in kind.__mro__:
         if parent.__module__.startswith("transformers.") and parent.__name__ in FAMILIES:
@@ -204,7 +204,7 @@ def _names_of_arguments(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _pack_inputs(
-    family: Family, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    family: PackedFamily, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pack the inputs of a model; runs before its forward pass. None leaves them as they are."""
     if is_traced():
@@ -220,7 +220,7 @@ def _pack_inputs(
         return None
     masks = family.masks(model.config)
     windows = any(mask.lookback is not None for mask in (masks.values() if isinstance(masks, dict) else (masks,)))
-    if (windows and _fills_cache(model, inputs)) or ((windows or family.relative) and _has_holes(real, tokens)):
+    if (windows and _fills_cache(model, inputs)) or ((windows or family.relative) and _has_inner_padding(real, tokens)):
         return None
     packing = Packing(lengths, real.flatten().nonzero().flatten(), batch, length)
     if family.positions is not None and inputs.get("position_ids") is None:
@@ -230,9 +230,11 @@ def _pack_inputs(
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
     documents = Documents(counts)
     if isinstance(masks, dict):
-        inputs["attention_mask"] = {name: _row_mask(mask & documents, packing) for name, mask in masks.items()}
+        inputs["attention_mask"] = {
+            name: _mask_of_packed_row(mask & documents, packing) for name, mask in masks.items()
+        }
     else:
-        inputs["attention_mask"] = _row_mask(masks & documents, packing)
+        inputs["attention_mask"] = _mask_of_packed_row(masks & documents, packing)
     return (), inputs
 
 
@@ -256,29 +258,29 @@ def _can_pack(model: Any, inputs: dict[str, Any]) -> bool:
     rotary = getattr(getattr(model, "rotary_emb", None), "rope_type", "default")
     return not (
         _padded.get()
-        or getattr(config, "_attn_implementation", None) != NAME  # it was changed afterwards
+        or getattr(config, "_attn_implementation", None) != NAME  # another attention was chosen since
         or getattr(config, "is_decoder", False)
         or inputs.get("encoder_hidden_states") is not None
         or inputs.get("output_attentions", getattr(config, "output_attentions", False))
-        or not _is_new(inputs.get("past_key_values"))
+        or not _is_empty_cache(inputs.get("past_key_values"))
         or getattr(config, "chunk_size_feed_forward", 0)
         or {"dynamic", "longrope"} & set(rotary.values() if isinstance(rotary, dict) else (rotary,))
     )
 
 
-def _has_holes(real: Tensor, tokens: int) -> bool:
-    """Whether there is padding between the tokens of a sample: then there are more pairs of neighbours than tokens."""
+def _has_inner_padding(real: Tensor, tokens: int) -> bool:
+    """Whether there is padding between the tokens of a sample: then there are fewer pairs of neighbours."""
     neighbours = (real[:, 1:] & real[:, :-1]).sum()
     return bool(neighbours + real.any(1).sum() != tokens)
 
 
 def _fills_cache(model: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a model fills a cache; one with windows keeps the last keys of each row."""
+    """Whether a call of a model returns a cache of its keys and values."""
     given = inputs.get("use_cache")
     return bool(getattr(model.config, "use_cache", False) if given is None else given)
 
 
-def _is_new(store: Any) -> bool:
+def _is_empty_cache(store: Any) -> bool:
     """Whether a cache is absent, or one without tokens whose keys and values can be padded afterwards."""
     if store is None:
         return True
@@ -288,26 +290,26 @@ def _is_new(store: Any) -> bool:
     return plain and store.get_seq_length() == 0
 
 
-def _row_mask(mask: Mask, packing: Packing) -> _RowMask:
+def _mask_of_packed_row(mask: Mask, packing: Packing) -> _PackedRowMask:
     tokens = len(packing.index)
-    made = _RowMask(
+    made = _PackedRowMask(
         (1, 1, tokens, tokens), mask, query_start=0, key_offset=0, padding=None, device=packing.index.device
     )
     made.packing, made.packed_lengths = packing, packing.lengths
     return made
 
 
-def _packing_of(kwargs: dict[str, Any]) -> Packing | None:
+def _packing_in_arguments(kwargs: dict[str, Any]) -> Packing | None:
     """Return the packing that the mask among the arguments of a part of the model carries."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
-    return mask.packing if isinstance(mask, _RowMask) else None
+    return mask.packing if isinstance(mask, _PackedRowMask) else None
 
 
 def _unpack_outputs(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Restore the padded batch in everything that a model, or a part of it, returns; runs after its forward pass."""
-    packing = _packing_of(kwargs)
+    packing = _packing_in_arguments(kwargs)
     return output if packing is None else _unpack_tensors(output, packing)
 
 
@@ -324,11 +326,11 @@ def _unpack_tensors(output: Any, packing: Packing) -> Any:
         return tuple(_unpack_tensors(value, packing) for value in output)
     for layer in getattr(output, "layers", ()):
         if layer.is_initialized and layer.keys.shape[-2] == len(packing.index):
-            layer.keys, layer.values = (_unpacked_heads(each, packing) for each in (layer.keys, layer.values))
+            layer.keys, layer.values = (_unpack_cached_heads(each, packing) for each in (layer.keys, layer.values))
     return output
 
 
-def _unpacked_heads(x: Tensor, packing: Packing) -> Tensor:
+def _unpack_cached_heads(x: Tensor, packing: Packing) -> Tensor:
     """Unpack the keys or values of a cache: (1, kv_heads, tokens, dim) -> (batch, kv_heads, length, dim)."""
     heads, dim = x.shape[1], x.shape[3]
     padded = packing.unpack(x.transpose(1, 2).flatten(2))  # (batch, length, kv_heads * dim)
@@ -340,10 +342,11 @@ def _add_relative_bias(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give the first block of T5 its bias by distance in linear memory; runs before its forward pass.
 
-    The block itself computes a bias of tokens x tokens. Within a document distances are the same in the row.
+    The block itself computes a bias of tokens x tokens. Distances within a document are the same in the packed row and
+    in the padded batch.
     """
     hidden_states, mask, *others = args
-    if not isinstance(mask, _RowMask):
+    if not isinstance(mask, _PackedRowMask):
         return None
     layer, tokens = block.layer[0].SelfAttention, hidden_states.shape[1]
     weight = layer.relative_attention_bias.weight

@@ -24,7 +24,7 @@ from multihead.tensors.undo import Undo
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     """Return the Hugging Face models in a module, itself included, by qualified name."""
     if "transformers" not in sys.modules:
-        return {}  # then there cannot be one
+        return {}  # without transformers no such model can exist
     from transformers import PreTrainedModel
 
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
@@ -39,13 +39,13 @@ def is_within(name: str, other: str) -> bool:
     return not other or f"{name}.".startswith(f"{other}.")
 
 
-def innermost(name: str, models: Iterable[str]) -> str | None:
+def innermost_model(name: str, models: Iterable[str]) -> str | None:
     """Return the name of the innermost of some models around a module, itself included; None if there is none."""
     return max((each for each in models if is_within(name, each)), key=len, default=None)
 
 
-def crosses(origin: CallOrigin, name: str) -> bool:
-    """Whether the keys of a call come from another sequence than its queries: its layer knows, or else its names do.
+def is_cross_attention_call(origin: CallOrigin, name: str) -> bool:
+    """Whether the keys of a call come from another sequence than its queries: its origin says so, or else its layer.
 
     Args:
         origin: where the call comes from.
@@ -63,14 +63,14 @@ def is_cross_attention(module: nn.Module, name: str = "") -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class TokenInputs:
     """Inputs of one model in a forward pass.
 
     Attributes:
         ids: (batch, tokens) int64, a copy of the token ids on the CPU, or None.
         tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
-        batches: length of its main input, then those of all inputs; none where the batch is unknown, as in models that
-            are not from Hugging Face.
+        batches: batch size of its main input, then of every input; () where it is unknown, as in models that are not
+            from Hugging Face.
     """
 
     ids: Tensor | None = None
@@ -79,7 +79,7 @@ class Given:
 
 
 @dataclass(eq=False)
-class _Model:
+class _TrackedModel:
     """A model that may take tokens.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Model:
     prefix: str
     module: nn.Module
     signature: inspect.Signature
-    given: Given = Given()
+    given: TokenInputs = TokenInputs()
 
     @property
     def takes_tokens(self) -> bool:
@@ -100,13 +100,13 @@ class _Model:
         return not self.signature.parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
 
     @property
-    def pairs(self) -> bool:
-        """Whether it is an encoder and a decoder: then its `input_ids` are the encoder's alone."""
+    def is_encoder_decoder(self) -> bool:
+        """Whether it has an encoder and a decoder: then its `input_ids` are the encoder's alone."""
         return "decoder_input_ids" in self.signature.parameters
 
 
 @dataclass(eq=False)
-class Inputs:
+class InputTracker:
     """Inputs of a model and of the models in it, updated while they run.
 
     Attributes:
@@ -117,33 +117,33 @@ class Inputs:
     passes: int = 0
     any_ids: bool = False
     _depth: int = 0
-    _models: list[_Model] = field(default_factory=list)  # each one before those within it
+    _models: list[_TrackedModel] = field(default_factory=list)  # a model comes before the models in it
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether a forward pass is running."""
         return self._depth > 0
 
-    def queries_of(self, name: str) -> Given:
+    def inputs_of_queries(self, name: str) -> TokenInputs:
         """Return the inputs from which the queries of a layer are computed.
 
         A layer belongs to the innermost model around it that takes tokens. An encoder and a decoder are models of their
         own, so that each has its own ids and padding.
         """
-        found: Given | None = None
+        found: TokenInputs | None = None
         for model in reversed(self._models):
             if not f"{name}.".startswith(model.prefix):
                 continue
             if found is not None:
                 # A model of texts and images embeds the tokens itself and passes the embeddings to its inner model.
-                return found if model.pairs else Given(model.given.ids, found.tokens)
+                return found if model.is_encoder_decoder else TokenInputs(model.given.ids, found.tokens)
             if model.takes_tokens:
                 found = model.given
                 if found.ids is not None:
                     return found
             elif model.prefix:
-                return Given()  # an image or sound encoder: its queries are not the tokens of the model around it
-        return Given() if found is None else found
+                return TokenInputs()  # an image or sound encoder: its queries are not the tokens of the model around it
+        return TokenInputs() if found is None else found
 
     def rows_per_sample(self, name: str, rows: int) -> int:
         """Return how many rows of a batch in a layer belong to each sample of the innermost model around it.
@@ -152,53 +152,55 @@ class Inputs:
         """
         around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
         batch, *others = next((model.given.batches for model in around), ()) or (rows,)
-        return 1 if not self.running or not batch or rows in others or rows % batch else max(rows // batch, 1)
+        return 1 if not self.is_running or not batch or rows in others or rows % batch else max(rows // batch, 1)
 
-    def memory_of(self, name: str) -> Given:
+    def encoder_inputs(self, name: str) -> TokenInputs:
         """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
 
         While it decodes, such a model gets the output of its encoder and no ids: then the result is the last inputs of
         the encoder.
         """
         for model in self._models:
-            if f"{name}.".startswith(model.prefix) and model.pairs:
+            if f"{name}.".startswith(model.prefix) and model.is_encoder_decoder:
                 if model.given.ids is not None:
                     return model.given
                 whole: Any = model.module
                 encoder = whole.get_encoder()
                 return next((each.given for each in self._models if each.module is encoder), model.given)
-        return Given()
+        return TokenInputs()
 
-    def enter(self, model: _Model, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def begin_pass(
+        self, model: _TrackedModel, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Receive the arguments of a model that is about to run; torch omits `kwargs` while it adds the hook."""
         if self not in _receiving.get():
             return  # another thread runs the model, whose calls the listeners of this one do not receive
         self.passes += self._depth == 0
         self._depth += 1
-        model.given = _given_inputs(model, args, kwargs or {})
+        model.given = _read_token_inputs(model, args, kwargs or {})
         self.any_ids |= model.given.ids is not None
 
-    def leave(self, *_: object) -> None:
+    def end_pass(self, *_: object) -> None:
         """Count a model that has run."""
         if self in _receiving.get():
             self._depth = max(self._depth - 1, 0)
 
 
-_receiving: ContextVar[tuple[Inputs, ...]] = ContextVar("receiving", default=())
+_receiving: ContextVar[tuple[InputTracker, ...]] = ContextVar("receiving", default=())
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
+def recorded_inputs(model: nn.Module) -> Iterator[InputTracker]:
     """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
-    inputs = Inputs()
+    inputs = InputTracker()
     with Undo() as undo:
         undo.callback(lambda: _receiving.set(tuple(each for each in _receiving.get() if each is not inputs)))
         _receiving.set((*_receiving.get(), inputs))
         for name, module in {"": model, **pretrained_models(model)}.items():
-            each = _Model(name and f"{name}.", module, _parameters_of_forward(module))
+            each = _TrackedModel(name and f"{name}.", module, _parameters_of_forward(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
-            undo.before(module, partial(inputs.enter, each), with_kwargs=True, prepend=True)
-            undo.after(module, inputs.leave, always_call=True)
+            undo.before(module, partial(inputs.begin_pass, each), with_kwargs=True, prepend=True)
+            undo.after(module, inputs.end_pass, always_call=True)
         yield inputs
 
 
@@ -207,7 +209,7 @@ def _parameters_of_forward(module: nn.Module) -> inspect.Signature:
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
         return _signature_of_method(forward.__func__)
-    return inspect.signature(forward)  # the instance has another one
+    return inspect.signature(forward)  # the instance has a forward of its own
 
 
 @lru_cache(maxsize=256)
@@ -216,11 +218,11 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=tuple(signature.parameters.values())[1:])  # without self
 
 
-def _given_inputs(model: _Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
     try:
         bound = model.signature.bind_partial(*args, **kwargs).arguments
     except TypeError:
-        return Given()  # the model itself will raise an error about its arguments
+        return TokenInputs()  # the model itself will raise an error about its arguments
     ids, mask = bound.get("input_ids"), bound.get("attention_mask")
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
@@ -234,5 +236,5 @@ def _given_inputs(model: _Model, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         () if main is None or not lengths else (lengths.get(main, next(iter(lengths.values()))), *lengths.values())
     )
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        return Given(None, tokens, batches)
-    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens, batches)
+        return TokenInputs(None, tokens, batches)
+    return TokenInputs(ids.detach().to("cpu", torch.int64, copy=True), tokens, batches)

@@ -8,7 +8,7 @@ else with the mask that was made for it. So its own methods are extended, where 
   `from_pretrained`, `from_config` or the class itself creates it, and before weights are loaded;
 - `PreTrainedModel.set_attn_implementation` is for loaded models.
 
-With any other name they do what they did.
+For any other implementation these methods do what they did before.
 """
 
 from __future__ import annotations
@@ -19,60 +19,66 @@ from typing import Any
 
 from torch import nn
 
-from multihead.models.coverage import attention_elsewhere, chosen_by_name, rejection_of_class
-from multihead.models.pretrained import innermost, pretrained_models
+from multihead.models.coverage import (
+    attention_outside_interface,
+    classes_lacking_implementation,
+    unsupported_model_error,
+)
+from multihead.models.pretrained import innermost_model, pretrained_models
 
 CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
 
 
-def reject_elsewhere(implementation: str) -> None:
-    """Make transformers reject an implementation for models that compute attention elsewhere; once per process."""
+def reject_unsupported_models(implementation: str) -> None:
+    """Make transformers reject an implementation for models that bypass its AttentionInterface; once per process."""
     from transformers import PreTrainedModel
 
     kind: Any = PreTrainedModel
-    kind.__init__ = _checking_the_class(kind.__init__, implementation)
-    kind.post_init = _checking_the_layers(kind.post_init, implementation)
-    kind.set_attn_implementation = _checking_the_request(kind.set_attn_implementation, implementation)
+    kind.__init__ = _wrap_init(kind.__init__, implementation)
+    kind.post_init = _wrap_post_init(kind.post_init, implementation)
+    kind.set_attn_implementation = _wrap_set_implementation(kind.set_attn_implementation, implementation)
 
 
-def _checking_the_class(init: Callable[..., None], implementation: str) -> Callable[..., None]:
+def _wrap_init(init: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(init)
-    def checked(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(config, CHOICE, None) == implementation and (by_name := chosen_by_name(type(model), implementation)):
-            raise rejection_of_class(type(model), by_name)
+    def checked_init(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(config, CHOICE, None) == implementation and (
+            by_name := classes_lacking_implementation(type(model), implementation)
+        ):
+            raise unsupported_model_error(type(model), by_name)
         init(model, config, *args, **kwargs)
 
-    return checked
+    return checked_init
 
 
-def _checking_the_layers(post_init: Callable[..., None], implementation: str) -> Callable[..., None]:
+def _wrap_post_init(post_init: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(post_init)
-    def checked(model: Any) -> None:
+    def checked_post_init(model: Any) -> None:
         _check_attention_interface(model, lambda config: getattr(config, CHOICE, None) == implementation)
         post_init(model)
 
-    return checked
+    return checked_post_init
 
 
-def _checking_the_request(set_implementation: Callable[..., None], implementation: str) -> Callable[..., None]:
+def _wrap_set_implementation(set_implementation: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(set_implementation)
-    def checked(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+    def checked_set_implementation(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         requested = _requested_implementations(model.config, attn_implementation)
-        of_model = requested[id(model.config)]  # also for copies of a configuration, which are no part of it
+        of_model = requested[id(model.config)]  # also used for copies of a part of the configuration
 
-        def concerns(config: Any) -> bool:
+        def is_requested(config: Any) -> bool:
             return bool(requested.get(id(config), of_model) == implementation)
 
-        _check_attention_interface(model, concerns)
+        _check_attention_interface(model, is_requested)
         set_implementation(model, attn_implementation, *args, **kwargs)
         # transformers leaves out layers with a copy of the configuration.
         for config in configurations_of(model):
-            if concerns(config):
+            if is_requested(config):
                 setattr(config, CHOICE, implementation)
             elif id(config) not in requested and getattr(config, CHOICE, None) == implementation:
                 setattr(config, CHOICE, getattr(model.config, CHOICE))
 
-    return checked
+    return checked_set_implementation
 
 
 def configurations_of(model: nn.Module) -> list[Any]:
@@ -89,25 +95,27 @@ def configurations_of(model: nn.Module) -> list[Any]:
     return list(listed.values())
 
 
-def _check_attention_interface(model: Any, concerns: Callable[[Any], bool]) -> None:
+def _check_attention_interface(model: Any, is_requested: Callable[[Any], bool]) -> None:
     """Check that all attention in the models with some configurations goes through transformers' AttentionInterface.
 
     Args:
         model: a model of transformers.
-        concerns: whether the attention of the model with a configuration should be ours.
+        is_requested: whether the attention of the model with a configuration should be ours.
 
     Raises:
-        ModelError: some does not.
+        ModelError: some attention does not.
     """
     models = pretrained_models(model)
-    wanting = {name for name, part in models.items() if concerns(part.config)}
+    wanting = {name for name, part in models.items() if is_requested(part.config)}
     if not wanting:
         return
     elsewhere = {
-        name: reason for name, reason in attention_elsewhere(model).items() if innermost(name, models) in wanting
+        name: reason
+        for name, reason in attention_outside_interface(model).items()
+        if innermost_model(name, models) in wanting
     }
     if elsewhere:
-        raise rejection_of_class(type(model), elsewhere)
+        raise unsupported_model_error(type(model), elsewhere)
 
 
 def _requested_implementations(config: Any, request: Any) -> dict[int, Any]:

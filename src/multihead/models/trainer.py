@@ -8,7 +8,7 @@ from typing import Any
 from multihead.errors.optional import require
 
 
-def around_steps(trainer: Any, begin: Callable[[int], object], end: Callable[[], object]) -> None:
+def call_around_steps(trainer: Any, begin: Callable[[int], object], end: Callable[[], object]) -> None:
     """Call `begin` with the number of finished steps before each training step, and `end` after it.
 
     Args:
@@ -22,11 +22,11 @@ def around_steps(trainer: Any, begin: Callable[[int], object], end: Callable[[],
     require("transformers", purpose="Observing the steps of a Trainer", extra="hf")
     from transformers import TrainerCallback
 
-    class Around(TrainerCallback):  # type: ignore[misc]  # the class is Any to mypy
+    class StepCallbacks(TrainerCallback):  # type: ignore[misc]  # the class is Any to mypy
         def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
             begin(state.global_step)
 
         def on_step_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
             end()
 
-    trainer.add_callback(Around())
+    trainer.add_callback(StepCallbacks())

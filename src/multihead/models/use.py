@@ -14,7 +14,7 @@ from multihead.errors.optional import require
 from multihead.kernels.call import AttentionCall, listen
 from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.parts import Part
-from multihead.models.huggingface import install, register
+from multihead.models.huggingface import install, register_in_transformers
 from multihead.models.packed import leave_out_padding
 from multihead.models.pretrained import pretrained_models
 from multihead.tensors.undo import Undo
@@ -60,7 +60,7 @@ def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
     if model is None:
         if packed:
             raise ArgumentError("packed=True was given without a model.", "Give the model: mh.use(model, packed=True).")
-        register()
+        register_in_transformers()
         return None
     if not isinstance(model, nn.Module) or not pretrained_models(model):
         raise ModelError(
@@ -82,7 +82,7 @@ class Used:
     _undo: Undo
 
     def __post_init__(self) -> None:
-        self._undo.permanent = True  # a handle that is not kept undoes nothing
+        self._undo.permanent = True  # deleting the handle must not restore the model
 
     def undo(self) -> None:
         """Restore the attention that the model had before."""

@@ -17,7 +17,7 @@ class LayerFilter:
     items: tuple[int | str, ...]
 
     @staticmethod
-    def of(layers: Sequence[int | str] | int | str) -> LayerFilter:
+    def from_argument(layers: Sequence[int | str] | int | str) -> LayerFilter:
         """Check the `layers` argument of `observe`.
 
         Raises:
@@ -56,7 +56,7 @@ class LayerFilter:
         """Whether a layer is to be recorded."""
         return any(_item_fits_layer(item, name, index) for item in self.items)
 
-    def missed(self, names: Sequence[str]) -> list[int | str]:
+    def unmatched_items(self, names: Sequence[str]) -> list[int | str]:
         """Return the items that match none of these layers."""
         return [
             item

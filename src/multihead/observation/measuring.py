@@ -1,4 +1,4 @@
-"""What probes need besides q and k, and the statistics of all texts of a call at once."""
+"""Collect what probes need besides q and k, and measure all texts of a call at once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.kernels.parts import Part
 from multihead.observation.output_projection import output_weight
 from multihead.probes.context import MAP_SIZE, Pool, ProbeContext
-from multihead.probes.lookups import at_keys
+from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import complete_statistics, parts_of, possible_probes
+from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes
 from multihead.record.analysis.chance import with_zero_scores
 from multihead.record.batch import SampleSpans, shift_all_key_indices
 from multihead.record.summaries import Measured, occurred_before, queries_that_count
@@ -29,8 +29,8 @@ FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys
 
 
 @dataclass(frozen=True, eq=False)
-class Measuring:
-    """The statistics of the layers of a model, and what they need besides q and k.
+class StatisticsMeasurer:
+    """Measures the statistics of a model's layers, and collects what probes need besides q and k.
 
     Attributes:
         root: the model.
@@ -38,7 +38,7 @@ class Measuring:
         probes: the statistics.
         special_ids: the token ids that `special_mass` counts.
         map_size: largest number of rows and columns of the pooled map.
-        map_pool: what a block of it holds.
+        map_pool: whether a block of the pooled map holds the "mean" or the "max" of its weights.
     """
 
     root: nn.Module
@@ -53,7 +53,7 @@ class Measuring:
         """What the probes need besides q and k."""
         return frozenset[str]().union(*(probe.needs for probe in self.probes))
 
-    def context(
+    def probe_context(
         self,
         layer: nn.Module,
         shape: AttentionShape,
@@ -73,7 +73,7 @@ class Measuring:
             distinct: the same shape, numbers that differ between texts where one row holds several; None: the ids.
             first_key: which key is the first of the sample, where that is not the first that its queries see.
             key_start: how many keys of the sample lie before those of the call.
-            id_before: (batch,) int64, the token id of the last of these.
+            id_before: (batch,) int64, the token id of the last key before those of the call.
         """
         compared = special = weight = None
         sets = {}
@@ -93,15 +93,15 @@ class Measuring:
             special, compared, sets, weight, first_key, key_start, id_before, self.map_size, self.map_pool
         )
 
-    def together(
+    def measure_whole_batch(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
     ) -> dict[str, Measured]:
-        """Measure all texts of a call at once: statistic -> its values, and which count, (batch, heads, queries) each.
+        """Measure all texts of a call at once: statistic -> its values, and which queries count.
 
         Args:
             call: a call whose queries and keys are the tokens of whole texts, one per row or packed.
-            places: where they are.
-            ids: their token ids.
+            places: where the texts are in the batch.
+            ids: the token ids of the texts.
             layer: the module that made the call.
         """
         request, shape, logsumexp = call.request, call.request.shape, call.attended.logsumexp.detach()
@@ -114,14 +114,14 @@ class Measuring:
             )
         real, positions, num_keys = places.query_places
         read = read.masked_fill(~real[:, 0], -1)
-        text = torch.arange(shape.batch)[:, None]  # of each token
+        text = torch.arange(shape.batch)[:, None]  # the text of each token
         if places.packed:
             text = torch.arange(len(places.spans)).repeat_interleave(places.span_ends[2] - places.span_ends[1])[None]
         distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts are different
-        context = self.context(layer, shape, read, distinct=distinct)
+        context = self.probe_context(layer, shape, read, distinct=distinct)
         probes, parts = possible_probes(self.probes, request, context), call.attended.statistics
         if places.packed:
-            missing = parts_of(probes) - parts.keys()
+            missing = parts_of_probes(probes) - parts.keys()
             parts = {**parts, **_measure_packed(call, places, text[0], missing, context)}
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
@@ -131,32 +131,32 @@ class Measuring:
         )
         sees = real & (logsumexp.cpu() != -torch.inf)
 
-        def occurred() -> Tensor:
+        def occurs_earlier() -> Tensor:
             flat = distinct.flatten()
             return occurred_before(torch.arange(len(flat)), flat).view(real.shape)
 
-        where = sees, positions, num_keys, occurred
+        where = sees, positions, num_keys, occurs_earlier
         return {
             probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
         }
 
-    def of_even_spread(
+    def measure_even_spread(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
     ) -> dict[str, Tensor]:
-        """Measure what an even spread over the visible keys gives, for the probes that have such a number.
+        """Measure the chance level of each probe: what weights spread evenly over the visible keys give.
 
-        The arguments are those of `together`. It costs as much as one head: it is the same for all heads and layers
-        with one mask.
+        The arguments are those of `measure_whole_batch`. One head is measured, because all heads and layers with one
+        mask have the same chance level.
 
         Returns:
             statistic -> (batch, heads or 1, queries).
         """
         probes = tuple(each for each in self.probes if each.chance and "values" not in each.needs)
         request = with_zero_scores(call.request, exact=call.request.shape.dtype == torch.float64)
-        wanted = parts_of(each for each in probes if not each.needs)
+        wanted = parts_of_probes(each for each in probes if not each.needs)
         request = replace(request, origin=call.request.origin, wanted=wanted)
         spread = AttentionCall(request, attend(request, published=False))
-        found = replace(self, probes=probes).together(spread, places, ids, layer)
+        found = replace(self, probes=probes).measure_whole_batch(spread, places, ids, layer)
         return {name: each.values for name, each in found.items()}
 
 
@@ -172,26 +172,26 @@ def _measure_packed(
     measured = MeasuredCall.of(call.request, logsumexp, context)
     start = places.first_keys[0, 0]  # (tokens,)
 
-    def weights(keys: Tensor) -> Tensor:
-        found = at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)
+    def weight_on(keys: Tensor) -> Tensor:
+        found = weight_at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)
         return found.masked_fill_(logsumexp.isnan(), torch.nan)
 
     for part, count in counts.items():
         found[part] = torch.zeros_like(logsumexp)
         for place in range(min(count, int(text.bincount().max()))):
-            found[part] += weights(start + place)  # 0 after the end of the text, whose query does not see it
+            found[part] += weight_on(start + place)  # 0 after the end of the text: no query of it sees that key
     if SPECIAL_KEYS in missing and context.special_keys is not None:
         first = found.get(FIRST_KEY, call.attended.statistics.get(FIRST_KEY))
-        keys = places_of(context.special_keys[0].cpu(), text)  # (most, tokens)
+        keys = token_indices_per_text(context.special_keys[0].cpu(), text)  # (most, tokens)
         if len(keys) <= FEW_SPECIAL:
             total = torch.zeros_like(logsumexp)
             for each in keys:
-                total += first if first is not None and torch.equal(each, start) else weights(each)
+                total += first if first is not None and torch.equal(each, start) else weight_on(each)
             found[SPECIAL_KEYS] = total
     return found
 
 
-def places_of(flags: Tensor, text: Tensor) -> Tensor:
+def token_indices_per_text(flags: Tensor, text: Tensor) -> Tensor:
     """Find some tokens of each token's text, in a row of packed texts.
 
     Args:

@@ -15,10 +15,10 @@ from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
-from multihead.models.packed import running_padded
+from multihead.models.packed import run_models_padded
 from multihead.models.pretrained import recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
-from multihead.observation.measuring import Measuring
+from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder, Sums
 from multihead.probes.catalogue import PROBES
@@ -85,7 +85,7 @@ def observe(
     >>> seen.layers[0].weights(head=1, queries=slice(0, 2)).shape
     torch.Size([2, 5])
     """
-    with observing_into(
+    with observe_with_sums(
         model,
         layers=layers,
         keep=keep,
@@ -101,7 +101,7 @@ def observe(
 
 
 @contextmanager
-def observing_into(
+def observe_with_sums(
     model: nn.Module,
     *,
     layers: Sequence[int | str] | int | str | None = None,
@@ -114,7 +114,7 @@ def observing_into(
     kinds: Sequence[Kind] = (),
     sums: Sums | None = None,
 ) -> Iterator[Record]:
-    """Do what `observe` does; `sums` makes the sums of a layer, where no samples are kept."""
+    """Observe a model as `observe` does; `sums` makes the running sums of a layer where no samples are kept."""
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     check_kinds((*KINDS, *kinds))
@@ -122,11 +122,11 @@ def observing_into(
     if kinds:
         chosen = resolve_probes((*chosen, *probes_of(kinds)))
     _check_options(model, keep, map_size, map_pool, chosen)
-    root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
-    names = names_of(root)
+    root = getattr(model, "_orig_mod", model)  # the module inside the wrapper of torch.compile
+    names = module_names(root)
     layer_filter = None
     if layers is not None:
-        layer_filter = LayerFilter.of(layers)
+        layer_filter = LayerFilter.from_argument(layers)
         layer_filter.check_modules(list(names.values()))
     record = Record(
         title=type(root).__name__,
@@ -136,9 +136,9 @@ def observing_into(
     bypassed: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(huggingface.install(root, bypassed.append))
-        stack.enter_context(running_padded())
+        stack.enter_context(run_models_padded())
         stack.enter_context(uncompiled())  # a compiled graph does not report its calls
-        measuring = Measuring(root, names, chosen, tuple(special_ids), map_size, map_pool)
+        measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
         recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, sums))
         yield record
     aligned = alignment_heads(root)
@@ -157,14 +157,14 @@ def observing_into(
     recorder.check_complete(root)
 
 
-def names_of(root: nn.Module) -> dict[int, str]:
+def module_names(root: nn.Module) -> dict[int, str]:
     """Return the name of each module of a model by its id; the model itself is named after its class."""
     return {id(module): name or type(module).__name__ for name, module in root.named_modules()}
 
 
 @contextmanager
 def recording_calls(
-    record: Record, layer_filter: LayerFilter | None, keep: Keep, measuring: Measuring, sums: Sums | None
+    record: Record, layer_filter: LayerFilter | None, keep: Keep, measuring: StatisticsMeasurer, sums: Sums | None
 ) -> Iterator[Recorder]:
     """Add the attention calls of a model in this context to a record; see `Recorder`."""
     with recorded_inputs(measuring.root) as inputs:

@@ -32,7 +32,7 @@ def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             continue
-        local = getattr(weight, "to_local", None)  # the columns of this process's heads
+        local = getattr(weight, "to_local", None)  # of a DTensor: the columns for the heads of this process
         if local is not None:
             weight = local()
         # transformers' Conv1D, of GPT-2, holds its weight as (input, output).

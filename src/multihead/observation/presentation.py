@@ -1,4 +1,4 @@
-"""Find the functions that show a record or a census. They are in layers above, so they are imported when called."""
+"""Find the functions that show a record or a census, in higher layers of the package: they are imported on use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PRESENTERS = {
 """What each method of a record calls, and `report` of a census: module and name."""
 
 
-def presenter(method: str) -> Callable[..., Any]:
-    """Return the function that a method calls."""
+def presenting_function(method: str) -> Callable[..., Any]:
+    """Return the function or class that a method in PRESENTERS calls to show its record or census."""
     module, name = PRESENTERS[method]
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found

@@ -16,7 +16,7 @@ from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.escaping import visible
-from multihead.observation.presentation import presenter
+from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, merging, notebook, plots, saving
@@ -70,11 +70,11 @@ class Record:
     _calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
     statistics: dict[str, Statistic] = field(default_factory=dict)
     own_kinds: tuple[Kind, ...] = ()
-    _batches: list[RecordedBatch] = field(default_factory=list)  # later calls, whose samples are not yet cut out
+    _batches: list[RecordedBatch] = field(default_factory=list)  # calls that are not yet cut into samples
 
     @property
     def calls(self) -> list[tuple[SampleRecord, int]]:
-        """Per call and sample, in the order they ran: the sample, and the index of the call in it."""
+        """One pair per call and sample, in the order they ran: the sample, and the index of the call in it."""
         with CUTTING:
             while self._batches:
                 self._calls += [
@@ -170,7 +170,7 @@ class Record:
             tokenizer: a Hugging Face tokenizer, or anything with `convert_ids_to_tokens`, `decode` and
                 `all_special_ids`.
         """
-        from multihead.models.loading import tokens_of, word_pieces
+        from multihead.models.loading import decode_tokens, wordpiece_continuations
 
         known: dict[tuple[int, ...], Text] = {}
         for layer in self.layers:
@@ -182,7 +182,12 @@ class Record:
                     key = tuple(ids.tolist())
                     if key not in known:
                         special = [each in set(tokenizer.all_special_ids) for each in key]
-                        known[key] = Text(ids, tokens_of(tokenizer, key, special), special, word_pieces(tokenizer, key))
+                        known[key] = Text(
+                            ids,
+                            decode_tokens(tokenizer, key, special),
+                            special,
+                            wordpiece_continuations(tokenizer, key),
+                        )
                     reading.named = known[key]
 
     def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean", kinds: bool = True) -> HeadTable:
@@ -446,7 +451,7 @@ class Record:
         return f"<Record of {visible(self.title) or 'a run'}: {self._contents()}>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook: one row per head."""
+        """Return the HTML that a notebook shows: a table with one row per head."""
         rows = self.table().rows if self.layers else []
         return notebook.html_of_table(
             self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
@@ -468,17 +473,17 @@ class Record:
 
     def add(self, layer: LayerRecord, samples: Iterable[SampleRecord]) -> None:
         """Add the newest call of each of some samples of a layer."""
-        self._append(layer)
+        self._append_layer(layer)
         if layer.running_summary is None:
             self.calls.extend((sample, len(sample.calls) - 1) for sample in samples)
 
     def add_batch(self, layer: LayerRecord, batch: RecordedBatch) -> None:
-        """Add a call with which all its samples begin."""
-        self._append(layer)
+        """Add a call that is the first call of all its samples."""
+        self._append_layer(layer)
         layer.batches.append(batch)
         self._batches.append(batch)
 
-    def _append(self, layer: LayerRecord) -> None:
+    def _append_layer(self, layer: LayerRecord) -> None:
         if layer not in self.layers:
             layer.own_kinds = self.own_kinds
             self.layers.append(layer)
@@ -565,7 +570,7 @@ class Record:
             ArgumentError: nothing was recorded, or an invalid argument.
             MissingPackageError: anywidget is not installed.
         """
-        return presenter("view")(self, *others, lang=lang, height=height, linked=linked)
+        return presenting_function("view")(self, *others, lang=lang, height=height, linked=linked)
 
     def report(self, path: str | os.PathLike[str], *, sample: int = 0, lang: str = "en", **options: Any) -> Any:
         """Write one page that shows every head, and opens without a server.
@@ -584,7 +589,7 @@ class Record:
             InputError: the path cannot be written, or nothing was recorded.
             MissingPackageError: the packages of the extra "view" are not installed.
         """
-        return presenter("report")(self, path, sample=sample, lang=lang, **options)
+        return presenting_function("report")(self, path, sample=sample, lang=lang, **options)
 
     def reduce(self, group: Any, *, to: int | None = 0) -> Record | None:
         """Join the records of ranks that observed heads or tokens of one model each; all ranks of the group call it.
@@ -629,7 +634,7 @@ class Record:
 
     @property
     def is_part(self) -> bool:
-        """Whether it holds some heads or tokens only, those of one of several ranks."""
+        """Whether it holds only the heads or tokens of one of several ranks."""
         return any(layer.split is not None for layer in self.layers)
 
     @staticmethod

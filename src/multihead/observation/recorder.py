@@ -21,14 +21,21 @@ from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
 from multihead.models import huggingface, pretrained
-from multihead.models.pretrained import Inputs
+from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
-from multihead.observation.measuring import Measuring
+from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
-from multihead.probes.statistics import from_kernel, of_call, possible_probes, sink_mass, token_parts, without_positions
+from multihead.probes.statistics import (
+    drop_position_parts,
+    measure_token_parts,
+    possible_probes,
+    sink_mass,
+    statistic_from_parts,
+    statistics_of_call,
+)
 from multihead.record.analysis.chance import content_key, visibility_key
 from multihead.record.batch import (
     KeptRows,
@@ -67,11 +74,11 @@ class _PreviousCall:
         edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
             last key); None if a cache of this library links the calls, and for packed samples.
         crosses: whether its keys come from another sequence.
-        window: whether it is a further window of the samples of the call before it.
+        window: whether it computes a further window of the same samples as the call before it.
         samples: returns the records of its samples.
         key_starts: returns (samples,) int64, the position of the first key of each in the sequence; None before it is
             recorded.
-        num_keys: returns (samples,) int64, the number of keys of each with those of its windows so far.
+        num_keys: returns (samples,) int64, the number of keys of each sample in all its windows so far.
     """
 
     batch: int
@@ -85,7 +92,7 @@ class _PreviousCall:
     num_keys: Callable[[], Tensor] | None = None
 
     @staticmethod
-    def of(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
+    def from_call(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
         """Keep what is needed of a call whose first key has the position `offset`."""
         request, shape = call.request, call.request.shape
         if request.continued is not None:
@@ -104,21 +111,21 @@ class Recorder:
     """A listener that adds every attention call of a model to a record."""
 
     record: Record
-    inputs: Inputs
+    inputs: InputTracker
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
-    measuring: Measuring
-    sums: Sums | None = None  # makes those of a layer, where no samples are kept
+    measuring: StatisticsMeasurer
+    sums: Sums | None = None  # makes the sums of a layer where no samples are kept
     wanted: frozenset[Part] = field(init=False)
     _counted: dict[str, str] = field(init=False)  # which queries count, for statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
-    _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # per layer and text
+    _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # of each layer and text
     _counts: dict[str, int] = field(default_factory=dict)
     _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # the layer of the newest call, its q and its k
     _pass: int = -1
-    _spans: SampleSpans | None = None  # of the previous call in this forward pass
-    _levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance in this forward pass, by the mask
-    _gathered_ids: tuple[Tensor, Tensor] | None = None  # of this rank and of all ranks, where a sequence is split
+    _spans: SampleSpans | None = None  # the samples of the previous call in this pass
+    _levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
+    _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
@@ -152,7 +159,7 @@ class Recorder:
         name = self._number_call(self.names[id(module)], again=window)
         keys = huggingface.call_keys.get()
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
-        crosses = pretrained.crosses(caller, self.names[id(module)])
+        crosses = pretrained.is_cross_attention_call(caller, self.names[id(module)])
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
         text = name, None if continued is None else continued.text
@@ -164,7 +171,7 @@ class Recorder:
         layer = self._record_of_layer(name, module, request)
         if sequence is not None:
             if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
-                self._add_part(call, sequence, module, layer)
+                self._add_queries_of_rank(call, sequence, module, layer)
             return
         if crosses and not request.mask.uses_positions:
             # Queries have no position among the keys of another sequence: they are counted from its beginning.
@@ -172,8 +179,8 @@ class Recorder:
             if continued is not None and continued.position is not None:
                 start = continued.position
             if isinstance(start, Tensor) or start != request.query_start:
-                call = AttentionCall(replace(request, query_start=start), without_positions(call.attended))
-        state = _PreviousCall.of(call, offset, crosses=crosses)
+                call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.attended))
+        state = _PreviousCall.from_call(call, offset, crosses=crosses)
         if previous is not None:
             state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
             state.window = window
@@ -183,7 +190,7 @@ class Recorder:
 
     def _begin_pass(self) -> None:
         """Forget what holds for one forward pass of the model, if another one has begun."""
-        if self.inputs.passes != self._pass or not self.inputs.running:
+        if self.inputs.passes != self._pass or not self.inputs.is_running:
             self._pass, self._pass_continues, self._spans, self._newest = self.inputs.passes, False, None, None
             self._counts.clear()
             self._levels.clear()
@@ -194,14 +201,14 @@ class Recorder:
             summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
             # Only processes that form a group share a layer.
             grouped = dist.is_available() and dist.is_initialized()
-            split = _split_of(module, request, sequence_split.active) if grouped else None
+            split = _split_of_layer(module, request, sequence_split.active) if grouped else None
             self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
         return self._layers[name]
 
     def _is_window(self, request: AttentionRequest, module: nn.Module) -> bool:
         """Whether q and k of a call follow those of the layer's call before it in the same tensors.
 
-        So a layer attends within the images or the windows of a sample one by one.
+        A layer that attends within each image or window of a sample one by one makes such calls.
         """
         newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
         self._newest = module, q, k  # held, so that no other tensor takes their memory
@@ -249,7 +256,7 @@ class Recorder:
         ids = self._ids_of_call(request, name, places, crosses=state.crosses)
         windows = 1 if state.crosses else self._windows_per_sample(request, name)
         if layer.running_summary is not None and layer.running_summary.takes_batches:
-            measured = self.measuring.together(call, places, ids, module)
+            measured = self.measuring.measure_whole_batch(call, places, ids, module)
             levels = self._measure_chance(call, places, ids, module)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
             layer.running_summary.add(measured, samples=len(places.spans))
@@ -260,7 +267,7 @@ class Recorder:
             # A cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(places.key_starts, own_offset))
-        starts = _key_starts(places, state, windows, offset)
+        starts = _make_key_starts(places, state, windows, offset)
         if first and self._add_batch(call, layer, state, places, ids, module, windows):
             return
         samples = state.samples()
@@ -281,13 +288,13 @@ class Recorder:
     def _measure_chance(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, module: nn.Module
     ) -> dict[str, Tensor]:
-        """Return `Measuring.of_even_spread`, measured once in a pass for layers whose queries see the same keys."""
+        """Return the chance levels of a call, measured once in a pass for layers whose queries see the same keys."""
         request = call.request
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
         where = (content_key(each) for each in (request.query_start, places.packed_lengths, places.real, ids.queries))
         key = (sizes, *where, *visibility_key(request))
         if key not in self._levels:
-            self._levels[key] = self.measuring.of_even_spread(call, places, ids, module)
+            self._levels[key] = self.measuring.measure_even_spread(call, places, ids, module)
         return self._levels[key]
 
     def _add_batch(
@@ -300,8 +307,8 @@ class Recorder:
         module: nn.Module,
         windows: int,
     ) -> bool:
-        """Begin the samples of a call; whether all of it was added too, as the parts of the whole call are theirs."""
-        new_sample = self._new_sample(layer.name, crosses=state.crosses)
+        """Create the samples of a call; return whether parts of the whole batch sufficed to record it."""
+        new_sample = self._sample_factory(layer.name, crosses=state.crosses)
         parts = self._parts_of_batch(call, places, ids)
         if parts is not None:
             batch = self._record_batch(call, places, parts, ids, self.names[id(module)], new_sample)
@@ -324,23 +331,27 @@ class Recorder:
         return False
 
     def _windows_per_sample(self, request: AttentionRequest, name: str) -> int:
-        """Return how many rows of a call's batch are windows of one sample of those that the model was given."""
+        """Return how many rows of a call's batch are windows of one and the same sample."""
         one_each = request.packed_lengths is not None or request.continued is not None
         return 1 if one_each else self.inputs.rows_per_sample(name, request.shape.batch)
 
-    def _add_part(self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord) -> None:
+    def _add_queries_of_rank(
+        self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord
+    ) -> None:
         """Add the queries of this rank, where a sequence is split over ranks; its samples begin with this call."""
         request, attended, name = call.request, call.attended, self.names[id(module)]
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         length = sequence.whole(request.shape).query_length
-        bare = self._without_tensors(request, device)
+        bare = self._request_to_keep(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         if self._spans is None or not self._spans.fits_call(bare, None, None):
             self._spans = SampleSpans(bare)
         places = self._spans
-        # What is kept may lack the bias, which measures need.
+        # The kept request may lack the bias, which the statistics need.
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
-        ids = CallTokenIds(self._whole_ids(request, sequence, name), None, crosses=False, packed=False, query_start=0)
+        ids = CallTokenIds(
+            self._ids_of_whole_sequence(request, sequence, name), None, crosses=False, packed=False, query_start=0
+        )
         parts = dict(attended.statistics)
         if request.sinks is not None:
             parts["sink_mass"] = sink_mass(attended.logsumexp.detach(), request.sinks)
@@ -351,16 +362,16 @@ class Recorder:
             for probe in self.probes
             if left_out is not None and probe.parts <= shared.keys() and not probe.parts & left_out
         ]
-        statistics = {probe.name: from_kernel(probe, shared, attended.logsumexp.detach()) for probe in ready}
-        others = self._with_all_keys([probe for probe in self.probes if probe not in ready])
+        statistics = {probe.name: statistic_from_parts(probe, shared, attended.logsumexp.detach()) for probe in ready}
+        others = self._probes_over_all_keys([probe for probe in self.probes if probe not in ready])
         keys = sequence.gathered(request.k, 2) if others else None
         values = sequence.gathered(request.v, 2) if any("values" in probe.needs for probe in others) else keys
         samples = []
         for index, span in enumerate(places.spans):
             queries, own_keys = (
-                _overlaps_of_range(sequence.chunks(length), each) for each in (span.queries, span.keys)
+                _find_tokens_on_rank(sequence.chunks(length), each) for each in (span.queries, span.keys)
             )
-            sample = self._new_sample(layer.name)()
+            sample = self._sample_factory(layer.name)()
             if sequence.place[1] > 1:
                 sample.split = TokensOfRank(
                     tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
@@ -372,9 +383,9 @@ class Recorder:
             sample.logsumexp.add(_slice_rows(attended.logsumexp, span, rows).to(device))
             found = {key: _slice_rows(value, span, rows)[0].cpu() for key, value in statistics.items()}
             if keys is not None and values is not None:
-                more = self._measured_with(keys, values, call, whole, span, queries, sample, module, others)
+                more = self._measure_with_all_keys(keys, values, call, whole, span, queries, sample, module, others)
                 found |= {key: value.cpu() for key, value in more.items()}
-            in_order = (*(probe.name for probe in self.probes), *found)  # that of one process, which pages show
+            in_order = (*(probe.name for probe in self.probes), *found)  # as one process orders them, for pages
             sample.set_statistics({key: found[key] for key in in_order if key in found})
             if self.keep in ("cpu", "device"):
                 sample.q = Rows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
@@ -389,9 +400,9 @@ class Recorder:
                 layer.running_summary.add(sample.measured(), samples=1)
         self.record.add(layer, samples)
 
-    def _whole_ids(self, request: AttentionRequest, sequence: SequenceSplit, name: str) -> Tensor | None:
+    def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit, name: str) -> Tensor | None:
         """Return the token ids of the whole sequence, (batch, tokens) int64; they are gathered once per input."""
-        own = self.inputs.queries_of(name).ids if self.inputs.any_ids else None
+        own = self.inputs.inputs_of_queries(name).ids if self.inputs.any_ids else None
         if own is None or own.shape != (request.shape.batch, request.shape.query_length):
             return None
         if self._gathered_ids is None or self._gathered_ids[0] is not own:
@@ -399,7 +410,7 @@ class Recorder:
         return self._gathered_ids[1]
 
     @staticmethod
-    def _with_all_keys(probes: list[Probe]) -> list[Probe]:
+    def _probes_over_all_keys(probes: list[Probe]) -> list[Probe]:
         """Return the probes that are measured with the keys of all ranks; coverage is made of what keys receive."""
         if any("pooled_map" in probe.parts for probe in probes):
             raise ProbeError(
@@ -410,14 +421,14 @@ class Recorder:
             return [*probes, PROBES["received"]]
         return probes
 
-    def _measured_with(
+    def _measure_with_all_keys(
         self,
         keys: Tensor,
         values: Tensor,
         call: AttentionCall,
         whole: AttentionRequest,
         span: Span,
-        queries: list[_Overlap],
+        queries: list[_TokensOnRank],
         sample: SampleRecord,
         module: nn.Module,
         probes: list[Probe],
@@ -433,7 +444,7 @@ class Recorder:
         first_key = first_keys(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
         nothing = (span.queries[0],) * 2
-        for each in queries or [_Overlap(nothing, (0, 0), (0, 0))]:  # without a token of the text: empty statistics
+        for each in queries or [_TokensOnRank(nothing, (0, 0), (0, 0))]:  # a rank without tokens: empty statistics
             rows = slice(*each.own)
             part = replace(
                 slice_request(whole, replace(span, queries=each.positions), packed=False),
@@ -446,7 +457,7 @@ class Recorder:
             context = self._context_of_probes(sample, AttentionCall(part, result), 0, module, first=True)
             context = replace(context, first_key=first_key)
             chosen = possible_probes(probes, part, context)
-            found.append(of_call(AttentionCall(part, result), chosen, context))
+            found.append(statistics_of_call(AttentionCall(part, result), chosen, context))
         joined = {}
         for key in found[0] if found else ():
             each_chunk = [measured[key][0] for measured in found]
@@ -470,11 +481,11 @@ class Recorder:
         if self._spans is None or not self._spans.fits_call(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change them before they are read
-            self._spans = SampleSpans(self._without_tensors(request, request.shape.device), own_packed, real, padding)
+            self._spans = SampleSpans(self._request_to_keep(request, request.shape.device), own_packed, real, padding)
         return self._spans
 
     def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> CallTokenIds:
-        """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer."""
+        """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
         unknown = CallTokenIds(None, None, crosses, places.packed, places.request.query_start)
         if not self.inputs.any_ids:
             return unknown
@@ -485,12 +496,12 @@ class Recorder:
             and bool((continued.lengths < shape.query_length).any())
         ):
             return unknown  # which of the ids are padding is unknown
-        queries = self.inputs.queries_of(name).ids
+        queries = self.inputs.inputs_of_queries(name).ids
         if queries is not None and (
             len(queries) != len(packed) if packed is not None else queries.shape != (shape.batch, shape.query_length)
         ):
             queries = None
-        keys = self.inputs.memory_of(name).ids if unknown.crosses else None
+        keys = self.inputs.encoder_inputs(name).ids if unknown.crosses else None
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
         return replace(unknown, queries=queries, keys=keys)
@@ -518,7 +529,7 @@ class Recorder:
             return None
         missing = wanted - measured.keys()
         if missing:
-            more = token_parts(call, missing, ids.special_keys(call.request, self.measuring.special_ids))
+            more = measure_token_parts(call, missing, ids.special_keys(call.request, self.measuring.special_ids))
             if more is None:
                 return None
             measured = {**measured, **more}
@@ -533,15 +544,15 @@ class Recorder:
         name: str,
         new_sample: Callable[[], SampleRecord],
     ) -> RecordedBatch:
-        """Record a call with which all its samples begin."""
+        """Record a call that is the first call of all its samples."""
         request, logsumexp = call.request, call.attended.logsumexp.detach()
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         if request.shape.device.type != "cpu":
             parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == places.request.shape.device and request.sinks is None and request.bias is None
-        bare = places.request if shared else self._without_tensors(request, device)
+        bare = places.request if shared else self._request_to_keep(request, device)
         batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids, self.probes)
-        if self.record.statistics:  # a user's own: its function may raise an error, so it runs now
+        if self.record.statistics:  # the function of a user's statistic may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):
             fresh = request.origin is not None and request.origin.fresh
@@ -570,14 +581,14 @@ class Recorder:
         context = self._context_of_probes(sample, call, 0 if apart else key_start, module, first=first or apart)
         # Tokens of another text are not compared with the token of the query.
         probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
-        found = of_call(call, possible_probes(probes, call.request, context), context)
+        found = statistics_of_call(call, possible_probes(probes, call.request, context), context)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
-        request = replace(self._without_tensors(call.request, device), query_start=int(call.request.query_start))
+        request = replace(self._request_to_keep(call.request, device), query_start=int(call.request.query_start))
         if sample.k is not None:
             append_new_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
         if layer.running_summary is not None:  # only the token ids are kept until the next call
-            target = replace(self._new_sample(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
+            target = replace(self._sample_factory(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
         target.append_call(
             Segment(request, key_start, apart=apart),
             copy_contiguous(call.attended.logsumexp, device),
@@ -587,11 +598,11 @@ class Recorder:
         if layer.running_summary is not None:
             layer.running_summary.add(target.measured(), samples=int(first and not apart))
 
-    def _without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
-        """Return a request without what a record does not keep in it: q, k, v and the origin."""
+    def _request_to_keep(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
+        """Return a request as a record keeps it: without q, k, v and the origin."""
         bias, keeps = request.bias, self.keep in ("cpu", "device")
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
-            bias = None  # it hides no key, and nothing else of it is needed
+            bias = None  # the bias hides no key, and nothing else of it is needed
         nothing, start = torch.empty(0), request.query_start
         return replace(
             request,
@@ -606,8 +617,8 @@ class Recorder:
             origin=None,
         )
 
-    def _new_sample(self, name: str, *, crosses: bool = False) -> Callable[[], SampleRecord]:
-        """Return what makes an empty sample; a batch keeps it until it is cut, and must not keep the recorder."""
+    def _sample_factory(self, name: str, *, crosses: bool = False) -> Callable[[], SampleRecord]:
+        """Return a function that makes an empty sample; a batch keeps it, so it must not keep the recorder."""
         size, pool = self.measuring.map_size, self.measuring.map_pool
         return partial(SampleRecord, name, size, pool, crosses=crosses, counted=self._counted)
 
@@ -622,11 +633,11 @@ class Recorder:
         before = read.between(start - 1, start) if ids is not None and read is not None and start else None
         # In a later call the first key that its queries see may not be the first of the sample.
         first_key = None if first else -start
-        return self.measuring.context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
+        return self.measuring.probe_context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
 
     def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
         """Return which queries of a Hugging Face model's call are not padding: (batch, queries) bool, or None."""
-        tokens, shape = self.inputs.queries_of(name).tokens, request.shape
+        tokens, shape = self.inputs.inputs_of_queries(name).tokens, request.shape
         if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
             return None
         begin = min(offset + int(request.query_start), tokens.shape[1] - shape.query_length)
@@ -645,7 +656,7 @@ class Recorder:
                 "Run the model inside the context. Layers of multihead are recorded, and Hugging Face models that use "
                 "AttentionInterface.",
             )
-        missed = [] if self.layer_filter is None else self.layer_filter.missed(list(self._layers))
+        missed = [] if self.layer_filter is None else self.layer_filter.unmatched_items(list(self._layers))
         if missed:
             raise ModelError(
                 f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
@@ -653,25 +664,27 @@ class Recorder:
             )
 
 
-def _key_starts(places: SampleSpans, state: _PreviousCall, windows: int, offset: int | Tensor) -> Callable[[], Tensor]:
-    """Return what finds the index of each row's first key among the keys of its sample: (samples, windows) int64.
+def _make_key_starts(
+    places: SampleSpans, state: _PreviousCall, windows: int, offset: int | Tensor
+) -> Callable[[], Tensor]:
+    """Return a function that finds the index of each row's first key in its sample: (samples, windows) int64.
 
     The keys of a window follow those of the one before it.
     """
     of_first, before = state.key_starts, state.num_keys if state.window else None
     assert of_first is not None
 
-    def of_windows() -> Tensor:
+    def starts_in_windows() -> Tensor:
         lengths = places.key_lengths(windows)
         starts = lengths.cumsum(1) - lengths
         return starts if before is None else starts + before()[:, None]
 
-    state.num_keys = cache(lambda: of_windows()[:, -1] + places.key_lengths(windows)[:, -1])
-    return of_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
+    state.num_keys = cache(lambda: starts_in_windows()[:, -1] + places.key_lengths(windows)[:, -1])
+    return starts_in_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
 
 
 def _follow_in_memory(rows: Tensor, later: Tensor) -> bool:
-    """Whether the rows of a tensor, (batch, heads, rows, head_dim), are those after others in the same memory."""
+    """Whether `later` follows `rows` in the same memory, (batch, heads, rows, head_dim) each."""
     if rows.shape[:2] != later.shape[:2] or rows.stride() != later.stride() or not later.numel():
         return False
     if rows.untyped_storage().data_ptr() != later.untyped_storage().data_ptr():
@@ -679,13 +692,13 @@ def _follow_in_memory(rows: Tensor, later: Tensor) -> bool:
     return later.storage_offset() == rows.storage_offset() + rows.shape[2] * rows.stride(2)
 
 
-class _Overlap(NamedTuple):
-    """The tokens that a rank holds of a range of a sequence.
+class _TokensOnRank(NamedTuple):
+    """Successive tokens of a range of the sequence that this rank holds.
 
     Attributes:
         positions: their positions in the sequence, [first, stop).
-        moved: their positions counted from the first of the range.
-        own: where they are among the tokens of the rank.
+        moved: their positions counted from the start of the range.
+        own: their indices among the tokens of this rank.
     """
 
     positions: tuple[int, int]
@@ -693,14 +706,14 @@ class _Overlap(NamedTuple):
     own: tuple[int, int]
 
 
-def _overlaps_of_range(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_Overlap]:
-    """Return the tokens of a range that a rank holds, one overlap per chunk that has some."""
+def _find_tokens_on_rank(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_TokensOnRank]:
+    """Return the tokens of a range that a rank holds, one item per chunk of the rank that overlaps the range."""
     found, before = [], 0
     for first, stop in chunks:
         low, high = max(first, ends[0]), min(stop, ends[1])
         if low < high:
             own = low - first + before, high - first + before
-            found.append(_Overlap((low, high), (low - ends[0], high - ends[0]), own))
+            found.append(_TokensOnRank((low, high), (low - ends[0], high - ends[0]), own))
         before += stop - first
     return found
 
@@ -711,8 +724,10 @@ def _slice_rows(tensor: Tensor, span: Span, rows: list[slice]) -> Tensor:
     return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]
 
 
-def _split_of(module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None) -> LayerPartOfRank | None:
-    """Return which part of a layer this process computes; None where it computes all of it."""
+def _split_of_layer(
+    module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None
+) -> LayerPartOfRank | None:
+    """Return the heads and tokens of a layer that this process computes; None where it computes all of them."""
     held = held_heads(module, request.shape.head_dim)
     rank, ranks = (0, 1) if sequence is None else sequence.place
     if held is None:

@@ -39,8 +39,8 @@ def measure_repeated(
 
     Args:
         model: takes `input_ids`.
-        words: the token ids to draw from, see `words_of`.
-        start: the token in front of them, see `start_of`; None puts none.
+        words: the token ids to draw from, see `word_token_ids`.
+        start: the token in front of them, see `start_token_id`; None puts none.
         length: how many random tokens.
         times: how often they come.
         draws: how many such texts are read; a standard error needs four.
@@ -126,13 +126,13 @@ def repeated_tokens(
     return text if start is None else torch.nn.functional.pad(text, (1, 0), value=start)
 
 
-def words_of(tokenizer: Any) -> list[int]:
-    """List the token ids that are words and parts of words, and no marks."""
+def word_token_ids(tokenizer: Any) -> list[int]:
+    """List the token ids of a vocabulary without special and added tokens."""
     marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     return [id_ for id_ in range(len(tokenizer)) if id_ not in marks]
 
 
-def start_of(tokenizer: Any) -> int | None:
-    """Return the token that starts or separates texts, or None without one."""
+def start_token_id(tokenizer: Any) -> int | None:
+    """Return the token id that starts, separates or ends texts; None without one."""
     marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "cls", "eos"))
     return next((mark for mark in marks if mark is not None), None)

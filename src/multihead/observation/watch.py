@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
-from multihead.models.trainer import around_steps
-from multihead.observation.observe import observing_into
+from multihead.models.trainer import call_around_steps
+from multihead.observation.observe import observe_with_sums
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Probe
@@ -27,7 +27,7 @@ PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SC
 
 
 class ScalarWriter(Protocol):
-    """What a `SummaryWriter` of TensorBoard offers."""
+    """The method of TensorBoard's `SummaryWriter` that a watch calls."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number of one step."""
@@ -106,7 +106,7 @@ class Watch:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
         self._stack = ExitStack()
         if self.due:
-            context = observing_into(self.model, layers=self.layers, probes=self.probes, sums=_step_sums)
+            context = observe_with_sums(self.model, layers=self.layers, probes=self.probes, sums=_sums_of_step)
             self._record = self._stack.enter_context(context)
         return self
 
@@ -120,7 +120,7 @@ class Watch:
             self.step += 1
         stack.__exit__(kind, error, trace)
         if kind is None and record is not None:
-            self._keep(record, step)
+            self._keep_numbers(record, step)
 
     def attach(self, trainer: Any) -> None:
         """Observe the steps of a transformers Trainer, and write the numbers to its logs.
@@ -132,19 +132,19 @@ class Watch:
             MissingPackageError: transformers is not installed.
         """
 
-        def begin(step: int) -> None:
+        def begin_step(step: int) -> None:
             self.step = step
             self.__enter__()
 
-        def end() -> None:
+        def end_step() -> None:
             observed = self.due
             self.__exit__(None, None, None)
             if observed:
                 trainer.log(self.numbers)
 
-        around_steps(trainer, begin, end)
+        call_around_steps(trainer, begin_step, end_step)
 
-    def _keep(self, record: Record, step: int) -> None:
+    def _keep_numbers(self, record: Record, step: int) -> None:
         """Keep the numbers of an observed step."""
         self.numbers = {}
         for layer in record.layers:
@@ -168,8 +168,8 @@ class Watch:
                 self.log.add_scalar(name, number, step)
 
 
-def _step_sums(_: str, num_heads: int) -> RunningSummary:
-    """Return the sums of a layer in one step."""
+def _sums_of_step(_: str, num_heads: int) -> RunningSummary:
+    """Return empty sums for a layer, which keep the maximum of `largest_score`."""
     return RunningSummary(num_heads, maxima=(LARGEST_SCORE,))
 
 
@@ -207,30 +207,32 @@ def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str,
     """
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
         raise ArgumentError(f"threshold is {threshold!r}.", "Give a positive number, such as 100.")
-    largest = _largest_of_watch(seen) if isinstance(seen, Watch) else _largest_of_record(seen)
+    largest = _largest_scores_of_watch(seen) if isinstance(seen, Watch) else _largest_scores_of_record(seen)
     if not largest:
         raise ArgumentError("Nothing was observed.", "Run the model in the context first.")
     return {name: (threshold / scores.clamp(min=threshold)).float() for name, scores in largest.items()}
 
 
-def _largest_of_record(record: Record) -> Mapping[str, Tensor]:
+def _largest_scores_of_record(record: Record) -> Mapping[str, Tensor]:
     return {
-        layer.name: _largest_scores(layer.summary("max", (LARGEST_SCORE,)).get(LARGEST_SCORE))
+        layer.name: _require_largest_scores(layer.summary("max", (LARGEST_SCORE,)).get(LARGEST_SCORE))
         for layer in record.layers
     }
 
 
-def _largest_of_watch(watch: Watch) -> Mapping[str, Tensor]:
+def _largest_scores_of_watch(watch: Watch) -> Mapping[str, Tensor]:
     if not watch.series.steps:
         return {}
     series, known = watch.series, LARGEST_SCORE in watch.series.statistics
     return {
-        name: _largest_scores(torch.from_numpy(series.values(LARGEST_SCORE, layer=number)[-1]) if known else None)
+        name: _require_largest_scores(
+            torch.from_numpy(series.values(LARGEST_SCORE, layer=number)[-1]) if known else None
+        )
         for number, name in series.layers.items()
     }
 
 
-def _largest_scores(found: Tensor | None) -> Tensor:
+def _require_largest_scores(found: Tensor | None) -> Tensor:
     if found is None:
         raise ProbeError(
             "The statistic 'largest_score' was not observed.", 'Observe with probes=("entropy", "largest_score").'

@@ -16,7 +16,7 @@ from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.statistics import measured_parts
+from multihead.probes.statistics import measure_parts
 
 _KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance", "distance_spread"
 
@@ -33,7 +33,7 @@ def measured(request: AttentionRequest, attended: Attended, first_key: Tensor | 
     with without_autocast(request.shape.device):
         context = ProbeContext(first_key=first_key)
         call = MeasuredCall.of(request, attended.logsumexp.detach(), context)
-        known |= measured_parts(call, wanted - known.keys())
+        known |= measure_parts(call, wanted - known.keys())
     empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
     # In an order that is the same on all ranks, which that of a set of strings is not.
     return {part: _fill_empty_and_bad(known[part], empty, bad) for part in sorted(known, key=str)}

@@ -16,14 +16,21 @@ from multihead.kernels.native.statistics import second_pass
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
-from multihead.probes.tile import RowTotals, base_of, head_indices, in_float64, is_large, row_totals
+from multihead.probes.tile import (
+    RowLogsumexps,
+    head_indices,
+    is_large,
+    logsumexp_of_rows,
+    request_in_float64,
+    score_base,
+)
 from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_traced
 
 STRIP = 1 << 24  # scores of one head that are computed between two checks for cancellation
-VANISHING = 2.0**60  # next to which any score of moderate size is lost in float64
-DENSE_STRIP = 1 << 22  # the same, where visibility is evaluated cell by cell in PyTorch
+VANISHING = 2.0**60  # a larger base leaves no digit of a score of moderate size in float64
+DENSE_STRIP = 1 << 22  # STRIP where visibility is evaluated cell by cell in PyTorch
 SMALL = 1 << 18  # scores below which preparing a call for the native kernel costs more than it saves
 
 
@@ -32,7 +39,7 @@ class CancelledError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class BlockSums:
     """The blocks of a rectangle of a map.
 
     Attributes:
@@ -58,14 +65,14 @@ def blocks(
     block: tuple[int, int],
     without_first_key: bool = False,
     cancelled: Callable[[], bool] | None = None,
-    totals: RowTotals | None = None,
-) -> Blocks:
+    totals: RowLogsumexps | None = None,
+) -> BlockSums:
     """Sum the weights of each block of a rectangle of a map, and count the cells that are visible.
 
     Blocks are counted from the first query and the first key of the rectangle; the last ones may be smaller. What
     is held is the blocks and a strip of the map, never queries x keys. A query whose logsumexp is NaN adds nothing.
 
-    Blocks of one cell, which are weights, and blocks of calls with a large logsumexp are computed as `weights.tile`
+    Blocks of one cell, which are weights, and blocks of calls with a large logsumexp are computed as `tile`
     computes weights, in float64; other sums from the logsumexp as it is.
 
     Args:
@@ -84,22 +91,22 @@ def blocks(
         CancelledError: `cancelled` returned True.
     """
     rows, columns = (
-        _checked_ends("queries", queries, request.shape.query_length),
-        _checked_ends("keys", keys, request.shape.key_length),
+        _checked_slice_ends("queries", queries, request.shape.query_length),
+        _checked_slice_ends("keys", keys, request.shape.key_length),
     )
     if min(block) < 1:
         raise ArgumentError(f"block is {block}.", "Give queries and keys a block, at least 1 each.")
     chosen = head_indices(heads, request.shape.num_heads).to(request.shape.device)
     size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
     sums = torch.zeros(len(chosen), *size, dtype=torch.float64, device=request.shape.device)
-    found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
+    found = BlockSums(sums, torch.zeros_like(sums, dtype=torch.int64))
     if not found.sums.numel():
         return found
     bounds = bounds_of(request)
-    dense = _is_dense(request, bounds)
+    dense = _needs_cell_visibility(request, bounds)
     exact = block == (1, 1) or is_large(logsumexp)
-    base = base_of(request, logsumexp)
-    totals = totals or RowTotals()
+    base = score_base(request, logsumexp)
+    totals = totals or RowLogsumexps()
     with torch.no_grad(), without_autocast(request.shape.device):
         for strip in _strips_of_rows(rows, columns, block, dense=dense):
             if cancelled is not None and cancelled():
@@ -116,11 +123,11 @@ def blocks(
                 cells = _visible_cells(request, chosen, shown, strip, reached)
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
             if exact:
-                row = row_totals(request, row, totals, chosen, slice(*strip), base)
+                row = logsumexp_of_rows(request, row, totals, chosen, slice(*strip), base)
                 part = (
-                    in_float64(part)
+                    request_in_float64(part)
                     if base is None
-                    else _bias_less_base(in_float64(part), base[:, chosen, slice(*strip)])
+                    else _subtract_base_from_bias(request_in_float64(part), base[:, chosen, slice(*strip)])
                 )
             of_strip = _sum_strip(part, shown, cells, row, block)
             left = (reached[0] - columns[0]) // block[1]
@@ -130,14 +137,14 @@ def blocks(
     return found
 
 
-def _checked_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
+def _checked_slice_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
     first, stop, step = chosen.indices(length)
     if step != 1:
         raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of neighbours, such as slice(0, 512).")
     return first, max(first, stop)
 
 
-def _is_dense(request: AttentionRequest, bounds: KeyBounds) -> bool:
+def _needs_cell_visibility(request: AttentionRequest, bounds: KeyBounds) -> bool:
     """Whether visibility must be evaluated cell by cell."""
     if bounds.remainder is not None:
         return True
@@ -198,7 +205,7 @@ def _part_of_call(
         ),
         mask=Full(),
         query_start=0,
-        bias=None if request.bias is None else _bias_of(request.bias, heads, shape, rows, columns),
+        bias=None if request.bias is None else _slice_bias(request.bias, heads, shape, rows, columns),
         sinks=None,  # their share is in the logsumexp
         dropout=0.0,
         wanted=frozenset(),
@@ -206,14 +213,16 @@ def _part_of_call(
     )
 
 
-def _bias_less_base(part: AttentionRequest, base: Tensor) -> AttentionRequest:
+def _subtract_base_from_bias(part: AttentionRequest, base: Tensor) -> AttentionRequest:
     """Subtract the base of its rows, (1, heads, rows), from the bias of a part in float64."""
     assert part.bias is not None
     bias = bias_tile(part.bias, part.shape, slice(None), slice(None)) - base[..., None]
     return replace(part, q=part.q.masked_fill(base[..., None].abs() > VANISHING, 0), bias=bias)
 
 
-def _bias_of(bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]) -> Bias:
+def _slice_bias(
+    bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]
+) -> Bias:
     if isinstance(bias, RelativeBias):
         bias = bias.part(shape.query_length, rows, columns)
     else:
@@ -234,7 +243,7 @@ def _visible_cells(
 
 def _sum_strip(
     part: AttentionRequest, shown: KeyBounds, cells: Tensor | None, logsumexp: Tensor, block: tuple[int, int]
-) -> Blocks:
+) -> BlockSums:
     """Sum and count a strip over the visible `cells`, (1, heads or 1, rows, columns), or None = those of the bounds."""
     counts = (
         _count_cells_of_blocks(shown, part, block)
@@ -250,8 +259,8 @@ def _sum_strip(
     if scores_in_all > SMALL and not is_traced() and kernel.refusal(part, bounds) is None:
         _, sums = second_pass(part, bounds, logsumexp, cell=block)
         if sums is not None:
-            return Blocks(sums[0].double(), counts)
-    return Blocks(_sum_strip_in_torch(part, shown, logsumexp, cells, block), counts)
+            return BlockSums(sums[0].double(), counts)
+    return BlockSums(_sum_strip_in_torch(part, shown, logsumexp, cells, block), counts)
 
 
 def _sum_strip_in_torch(
@@ -284,7 +293,7 @@ def _sum_over_blocks(cells: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _count_cells_of_blocks(shown: KeyBounds, part: AttentionRequest, block: tuple[int, int]) -> Tensor:
-    """Count the cells of each block that intervals show: (1, row blocks, column blocks), int64."""
+    """Count the cells of each block that the bounds show: (1, row blocks, column blocks), int64."""
     height, width = block
     first = torch.arange(-(-part.shape.key_length // width), device=part.shape.device) * width
     counts = []

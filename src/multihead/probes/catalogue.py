@@ -12,8 +12,8 @@ from multihead.kernels.parts import PART_FAMILIES, Part, check_part
 from multihead.probes.probe import SHARE, Parts, Probe, Statistic
 
 
-def _read_part(part: Part) -> Callable[[Parts], Tensor]:
-    """Return the function of a statistic that is one part as it is."""
+def _part_reader(part: Part) -> Callable[[Parts], Tensor]:
+    """Return the function of a statistic that equals one part."""
     return itemgetter(part)
 
 
@@ -38,7 +38,7 @@ def _mass_at_offset(offset: int, name: str, label: str, short_label: str = "") -
     places = {0: "the query's own position", -1: "the position before", 1: "the position after"}
     return Probe(
         name,
-        _read_part(part),
+        _part_reader(part),
         {part},
         label=label,
         short_label=short_label,
@@ -54,7 +54,7 @@ def _mass_on_first_keys(count: int, name: str, label: str) -> Probe:
     part: Part = ("first_keys_mass", count)
     return Probe(
         name,
-        _read_part(part),
+        _part_reader(part),
         {part},
         label=label,
         number_format=SHARE,
@@ -69,7 +69,7 @@ def _mass_on_set(name: str, label: str, about: str, tokens: frozenset[int] | Non
     special = name == "special"
     return Probe(
         f"{name}_mass",
-        _read_part(part),
+        _part_reader(part),
         {part},
         label=label,
         short_label="spec." if special else "",
@@ -86,7 +86,7 @@ def _mass_on_set(name: str, label: str, about: str, tokens: frozenset[int] | Non
 _LISTED = (
     Probe(
         "entropy",
-        _read_part("entropy"),
+        _part_reader("entropy"),
         {"entropy"},
         unit="nats",
         number_format=".2f",
@@ -106,7 +106,7 @@ _LISTED = (
     ),
     Probe(
         "mean_distance",
-        _read_part("mean_distance"),
+        _part_reader("mean_distance"),
         {"mean_distance"},
         label="distance",
         short_label="dist.",
@@ -118,7 +118,7 @@ _LISTED = (
     ),
     Probe(
         "distance_spread",
-        _read_part("distance_spread"),
+        _part_reader("distance_spread"),
         {"distance_spread"},
         label="spread",
         unit="tokens",
@@ -133,7 +133,7 @@ _LISTED = (
     _mass_on_set("special", "special", "Σ p_ij over the special keys, such as separators"),
     Probe(
         "largest_weight",
-        _read_part("largest_weight"),
+        _part_reader("largest_weight"),
         {"largest_weight"},
         label="largest",
         short_label="max",
@@ -144,7 +144,7 @@ _LISTED = (
     ),
     Probe(
         "largest_key",
-        _read_part("largest_key"),
+        _part_reader("largest_key"),
         {"largest_key"},
         number_format=".0f",
         default=True,
@@ -153,7 +153,7 @@ _LISTED = (
     ),
     Probe(
         "sink_mass",
-        _read_part("sink_mass"),
+        _part_reader("sink_mass"),
         {"sink_mass"},
         label="learned sink",
         short_label="sink",
@@ -174,7 +174,7 @@ _LISTED = (
     ),
     Probe(
         "duplicate_mass",
-        _read_part("duplicate_mass"),
+        _part_reader("duplicate_mass"),
         {"duplicate_mass"},
         label="duplicate",
         number_format=SHARE,
@@ -184,7 +184,7 @@ _LISTED = (
     ),
     Probe(
         "induction_mass",
-        _read_part("induction_mass"),
+        _part_reader("induction_mass"),
         {"induction_mass"},
         label="induction",
         number_format=SHARE,
@@ -194,7 +194,7 @@ _LISTED = (
     ),
     Probe(
         "contribution",
-        _read_part("contribution"),
+        _part_reader("contribution"),
         {"contribution"},
         source="arXiv:2004.10102",
         about="Σ_j p_ij ‖W_O^h v_j‖: what the keys contribute before it cancels, in units of the layer's output",
@@ -202,7 +202,7 @@ _LISTED = (
     ),
     Probe(
         "output_norm",
-        _read_part("output_norm"),
+        _part_reader("output_norm"),
         {"output_norm"},
         source="arXiv:2004.10102",
         about="‖Σ_j p_ij W_O^h v_j‖: the norm of what a head adds to the layer's output; at most the contribution",
@@ -210,7 +210,7 @@ _LISTED = (
     ),
     Probe(
         "received",
-        _read_part("received"),
+        _part_reader("received"),
         {"received"},
         unit="queries",
         source="column sums",
@@ -228,7 +228,7 @@ _LISTED = (
     ),
     Probe(
         "pooled_map",
-        _read_part("pooled_map"),
+        _part_reader("pooled_map"),
         {"pooled_map"},
         label="map",
         number_format=SHARE,
@@ -309,7 +309,7 @@ def first_keys_mass(count: int) -> Probe:
 
 
 def probe_of_part(part: Part, tokens: Iterable[int] | None = None) -> Probe:
-    """Return the probe that is one part with an argument as it is, such as ("offset_mass", -5).
+    """Return the probe whose statistic is one part with an argument, such as ("offset_mass", -5).
 
     >>> probe_of_part(("first_keys_mass", 4)), probe_of_part(("tokens_mass", "digits"), (3, 4))
     (Probe(name='first_4_mass'), Probe(name='digits_mass'))

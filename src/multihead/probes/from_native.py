@@ -26,15 +26,15 @@ def supports_call(request: AttentionRequest, bounds: KeyBounds) -> bool:
 
 def measurable_parts(context: ProbeContext, parts: Collection[Part]) -> frozenset[Part]:
     """Return those of some parts that the native kernel can measure with this context."""
-    known = _known_parts(
+    known = _native_parts(
         mean=context.map_pool == "mean", first=context.first_key is None, special=context.special_keys is not None
     )
     return known.intersection(parts)
 
 
 @cache
-def _known_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
-    """Return the parts that the kernel measures: with maps of means, its own first key, and known special keys."""
+def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
+    """Return the parts that the kernel measures; the flags say whether three of them are included."""
     known = ONE_PASS | SECOND_PASS
     if not mean:
         known -= {"pooled_map"}
@@ -46,7 +46,7 @@ def _known_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
 def first_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], context: ProbeContext
 ) -> tuple[Tensor, dict[Part, Tensor]]:
-    """Measure the logsumexp of a call, and those of some parts that are `measurable_parts` in the same pass.
+    """Measure the logsumexp of a call, and in the same pass those of `parts` that are in `measurable_parts`.
 
     Returns:
         The logsumexp and the parts, (batch, heads, queries) each.
@@ -59,31 +59,31 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
 
     Args:
         call: the call; gradients are not followed.
-        parts: some of those that are `measurable_parts`.
+        parts: some of `measurable_parts`.
     """
     found: dict[Part, Tensor] = {}
     if not ONE_PASS.isdisjoint(parts):
         found |= first_pass(call.request, call.bounds, parts, call.context)[1]
     if not SECOND_PASS.isdisjoint(parts):
-        found |= _second_pass(call, mapped="pooled_map" in parts)
+        found |= _sum_over_queries(call, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
 
 
-def _second_pass(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
+def _sum_over_queries(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
     """Sum what each key receives, and pool the map if `mapped`."""
     request, shape = call.request, call.request.shape
 
-    def blank() -> PooledMap:
+    def empty_map() -> PooledMap:
         sizes = (shape.num_heads, shape.query_length, shape.key_length)
         return PooledMap.zero(*sizes, size=call.context.map_size, device=torch.device("cpu"))
 
-    cell = (blank().row_block, blank().column_block) if mapped else None
+    cell = (empty_map().row_block, empty_map().column_block) if mapped else None
     received, sums = second_pass(request, call.bounds, call.logsumexp.float(), cell=cell)
     found: dict[Part, Tensor] = {"received": received}
     if sums is not None:
-        means = [blank().sums]  # gives an empty batch its shape
+        means = [empty_map().sums]  # gives an empty batch its shape
         for sample in range(shape.batch):
-            pooled = blank()
+            pooled = empty_map()
             pooled.sums.copy_(sums[sample])
             pooled.count(request, call.bounds, sample)
             means.append(pooled.means())

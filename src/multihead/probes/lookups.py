@@ -14,22 +14,22 @@ KEYS = 32  # keys whose weights are held at once
 FEW = 16  # a set is small if it holds at most one key in this many
 
 
-def at_offset(call: MeasuredCall, offset: int) -> Tensor:
+def weight_at_offset(call: MeasuredCall, offset: int) -> Tensor:
     """Return the weight on the key at an offset from each query's position: (batch, heads, queries), 0 if hidden."""
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ArgumentError(f"offset is {offset!r}.", "Give an integer, such as -1 for the key before the query.")
-    return at_keys(call, call.positions + offset)
+    return weight_at_keys(call, call.positions + offset)
 
 
-def at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
+def weight_at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     """Return the weight on one key of each query: (batch, heads, queries) of (batch, queries) int64, 0 if hidden."""
-    request, shape = call.cleaned, call.request.shape
+    request, shape = call.request_without_nonfinite, call.request.shape
     if not shape.key_length:
-        return torch.zeros_like(call.divisor)
+        return torch.zeros_like(call.finite_logsumexp)
     keys = keys[..., None]
     clamped = keys.clamp(0, shape.key_length - 1)
     dtype = working_dtype(shape.dtype)
-    if shape.batch == 1:  # copies whole rows, which takes less time than the same for single numbers
+    if shape.batch == 1:  # index_select copies whole rows, faster than gather copies numbers
         k = request.k.to(dtype).index_select(2, clamped.flatten())[:, :, None]  # (1, kv_heads, 1, queries, head_dim)
     else:
         index = clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim)
@@ -38,41 +38,41 @@ def at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     return _weights_of_products(call, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
 
 
-def after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
-    """Return the weight on the first key of queries with the token before it, (batch,): (batch, heads, queries)."""
+def weight_after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
+    """Return the weight on the first key, 0 for queries whose token is not `id_before`: (batch, heads, queries)."""
     ids, place = call.context.ids, call.positions.clamp(0, max(call.request.shape.key_length - 1, 0))
     assert ids is not None
     alike = ids.to(place.device).gather(1, place) == id_before.to(place.device)[:, None]
-    return at_keys(call, torch.zeros_like(call.positions)).masked_fill(~alike[:, None], 0)
+    return weight_at_keys(call, torch.zeros_like(call.positions)).masked_fill(~alike[:, None], 0)
 
 
-def on_first(call: MeasuredCall, count: int) -> Tensor:
+def weight_on_first_keys(call: MeasuredCall, count: int) -> Tensor:
     """Sum the weights on the first keys of each sample: (batch, heads, queries)."""
     least, most = (int(edge) for edge in call.first_keys.aminmax()) if len(call.first_keys) else (0, 0)
-    # The others exist in no sample.
+    # Other places lie outside every sample.
     places = torch.arange(max(0, -most), max(0, -most, min(count, call.request.shape.key_length - least)))
-    return on_keys(call, call.first_keys[:, None] + places.to(call.first_keys.device))
+    return weight_on_keys(call, call.first_keys[:, None] + places.to(call.first_keys.device))
 
 
-def is_small(flags: Tensor) -> bool:
+def is_small_set(flags: Tensor) -> bool:
     """Whether a set, (batch, keys) bool, holds so few keys that looking them up takes the least work."""
     return int(flags.sum(-1).max()) * FEW <= flags.shape[1] if flags.numel() else True
 
 
-def on_set(call: MeasuredCall, flags: Tensor) -> Tensor:
+def weight_on_set(call: MeasuredCall, flags: Tensor) -> Tensor:
     """Sum the weights on a small set of keys, (batch, keys) bool: (batch, heads, queries)."""
     most = int(flags.sum(-1).max()) if flags.numel() else 0
-    keys = (~flags).int().argsort(stable=True, dim=-1)[:, :most]  # those of the set before the others
-    return on_keys(call, keys.masked_fill(~flags.gather(-1, keys), -1))
+    keys = (~flags).int().argsort(stable=True, dim=-1)[:, :most]  # keys of the set first
+    return weight_on_keys(call, keys.masked_fill(~flags.gather(-1, keys), -1))
 
 
-def on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
+def weight_on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     """Sum the weights on some keys of each sample: (batch, heads, queries) of (batch, n); keys outside count for none.
 
     It holds a few numbers per query at once.
     """
-    request, shape = call.cleaned, call.request.shape
-    total = torch.zeros_like(call.divisor)
+    request, shape = call.request_without_nonfinite, call.request.shape
+    total = torch.zeros_like(call.finite_logsumexp)
     if not shape.key_length:
         return total
     dtype = working_dtype(shape.dtype)

@@ -15,7 +15,7 @@ from multihead.kernels.nonfinite import without_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
-from multihead.probes.tile import RowTotals, base_of, in_float64, is_large, row_totals
+from multihead.probes.tile import RowLogsumexps, is_large, logsumexp_of_rows, request_in_float64, score_base
 from multihead.scores.bias import RelativeBias, values_of, with_values
 
 ROWS = 256  # queries per step where visibility is evaluated cell by cell
@@ -27,11 +27,11 @@ class MeasuredCall:
 
     Attributes:
         request: the call.
-        bounds: its plan.
+        bounds: the plan of the call: which keys each query may see.
         logsumexp: (batch, heads, queries), nats, relative to the base; -inf and NaN as they came.
         context: further inputs of the probes.
         output: (batch, heads, queries, value_dim) of the call without dropout, or None.
-        base: (batch, heads, queries), to subtract from scores before the logsumexp, or None; see `tile.base_of`.
+        base: (batch, heads, queries), to subtract from scores before the logsumexp, or None; see `tile.score_base`.
     """
 
     request: AttentionRequest
@@ -47,11 +47,13 @@ class MeasuredCall:
     ) -> MeasuredCall:
         """Plan a call; one with a large logsumexp is measured in float64."""
         bounds = bounds_of(request)
-        base = base_of(request, logsumexp)
+        base = score_base(request, logsumexp)
         if base is not None or (logsumexp.dtype != torch.float64 and is_large(logsumexp)):
             heads, rows = torch.arange(request.shape.num_heads), slice(0, request.shape.query_length)
-            logsumexp = row_totals(request, logsumexp, RowTotals(), heads.to(request.shape.device), rows, base)
-            request = in_float64(request)
+            logsumexp = logsumexp_of_rows(
+                request, logsumexp, RowLogsumexps(), heads.to(request.shape.device), rows, base
+            )
+            request = request_in_float64(request)
             output = None if output is None else output.double()
         return MeasuredCall(request, bounds, logsumexp, context, output, base)
 
@@ -61,12 +63,12 @@ class MeasuredCall:
         return self.logsumexp if self.base is None else self.logsumexp + self.base
 
     @cached_property
-    def cleaned(self) -> AttentionRequest:
+    def request_without_nonfinite(self) -> AttentionRequest:
         """The request free of NaN and inf: the rows that would see them have a logsumexp of NaN."""
         return without_nonfinite(self.request, self.bounds)[0]
 
     @cached_property
-    def divisor(self) -> Tensor:
+    def finite_logsumexp(self) -> Tensor:
         """The logsumexp with a huge number for each row that sees nothing or is NaN.
 
         exp(s - huge) = 0 leaves such a row out; an infinite number would give 0 * inf in its entropy.
@@ -78,14 +80,14 @@ class MeasuredCall:
         """Compute ln p = s - L from the scores (..., keys) of some rows, an index of (batch, heads, queries)."""
         if self.base is not None:
             scores = scores - self.base[rows][..., None]
-        return self.at_most_0(scores.to(self.divisor.dtype) - self.divisor[rows][..., None])
+        return self.clamp_log_weights(scores.to(self.finite_logsumexp.dtype) - self.finite_logsumexp[rows][..., None])
 
-    def at_most_0(self, logs: Tensor) -> Tensor:
+    def clamp_log_weights(self, logs: Tensor) -> Tensor:
         """Clamp ln p = s - L in place to finite numbers up to 0, where s and L are so large that it may miss them."""
-        return logs.clamp_(min=torch.finfo(logs.dtype).min, max=0) if self._is_large else logs
+        return logs.clamp_(min=torch.finfo(logs.dtype).min, max=0) if self._has_large_logsumexp else logs
 
     @cached_property
-    def _is_large(self) -> bool:
+    def _has_large_logsumexp(self) -> bool:
         return is_large(self.logsumexp)
 
     @cached_property
@@ -141,7 +143,7 @@ class MeasuredCall:
 
     def bias_at(self, keys: Tensor) -> Tensor | None:
         """Return what is added to the scores of some keys: (batch, heads, queries, n) of keys (batch, queries, n)."""
-        bias, shape = self.cleaned.bias, self.request.shape
+        bias, shape = self.request_without_nonfinite.bias, self.request.shape
         if bias is None:
             return None
         keys = keys[:, None].expand(-1, shape.num_heads, -1, -1)
@@ -153,9 +155,9 @@ class MeasuredCall:
         sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
         return bias.detach().expand(sizes).gather(-1, keys)
 
-    def sample(self, index: int) -> AttentionRequest:
+    def request_of_sample(self, index: int) -> AttentionRequest:
         """Slice one sample of the cleaned request; its mask stays that of the whole batch."""
-        request = self.cleaned
+        request = self.request_without_nonfinite
         bias = request.bias
         if bias is not None and len(values_of(bias)) > 1:
             bias = with_values(bias, values_of(bias)[index][None])

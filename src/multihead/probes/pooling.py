@@ -40,20 +40,20 @@ class PooledMap:
         sums = torch.zeros(heads, rows, columns, dtype=torch.float64, device=device)
         return PooledMap(sums, torch.zeros_like(sums), torch.full_like(sums, -torch.inf), row_block, column_block)
 
-    def row_blocks(self, cells: Tensor, rows: slice) -> Tensor:
+    def sum_row_blocks(self, cells: Tensor, rows: slice) -> Tensor:
         """Sum cells (heads, rows, columns) over the rows of each block: (heads, row blocks touched, columns)."""
-        block = self._blocks_of(rows, cells.device)
+        block = self._row_block_indices(rows, cells.device)
         member = torch.nn.functional.one_hot(block - block[0]).to(cells.dtype)  # (rows, row blocks touched)
         return member.mT @ cells
 
     def add(self, weights: Tensor, rows: slice, columns: tuple[int, int]) -> None:
         """Add the weights of a tile, 0 where hidden: (heads, rows, columns)."""
-        by_row_block = self.row_blocks(weights, rows)
+        by_row_block = self.sum_row_blocks(weights, rows)
         first = rows.start // self.row_block
         block = torch.arange(*columns, device=weights.device) // self.column_block
         self.sums[:, first : first + by_row_block.shape[1]].index_add_(2, block, by_row_block.double())
 
-    def raise_to(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
+    def raise_maxima(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
         """Raise the largest weights to those of a tile.
 
         Args:
@@ -70,7 +70,7 @@ class PooledMap:
         self.largest[place] = self.largest[place].maximum(cells.double())
 
     def count(self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)) -> None:
-        """Count the visible cells of one sample of a call, in the heads whose map this is."""
+        """Count the visible cells of one sample of a call; `heads` are those of this map."""
         if bounds.remainder is None and request.bias is None:
             row = 0 if bounds.shared else sample
             self.count_intervals(bounds.start[row], bounds.stop[row])
@@ -87,15 +87,19 @@ class PooledMap:
         """Count the visible cells of some rows: (heads or 1, rows, keys) bool."""
         first = rows.start // self.row_block
         block = torch.arange(shown.shape[2], device=shown.device) // self.column_block
-        counted = self.row_blocks(shown.float(), rows).double()
+        counted = self.sum_row_blocks(shown.float(), rows).double()
         target = slice(first, first + counted.shape[1])
         self.counts[:, target].index_add_(2, block, counted.expand(self.counts.shape[0], -1, -1))
 
     def count_intervals(self, start: Tensor, stop: Tensor) -> None:
         """Count the cells within each query's interval of keys: (queries,) each, start <= stop."""
-        keys = torch.arange(self.counts.shape[2], device=start.device) * self.column_block  # first of each cell
-        inside = stop[:, None].minimum(keys + self.column_block) - start[:, None].maximum(keys)  # (queries, cells)
-        rows = self._blocks_of(slice(0, len(start)), start.device)
+        keys = (
+            torch.arange(self.counts.shape[2], device=start.device) * self.column_block
+        )  # first key of each column block
+        inside = stop[:, None].minimum(keys + self.column_block) - start[:, None].maximum(
+            keys
+        )  # (queries, column blocks)
+        rows = self._row_block_indices(slice(0, len(start)), start.device)
         summed = self.counts.new_zeros(self.counts.shape[1:]).index_add_(0, rows, inside.clamp(min=0).double())
         self.counts.add_(summed)
 
@@ -107,7 +111,7 @@ class PooledMap:
         """Return (heads, row blocks, column blocks): the largest weight, NaN where no cell is visible."""
         return self.largest.masked_fill(self.largest == -torch.inf, torch.nan)
 
-    def _blocks_of(self, rows: slice, device: torch.device) -> Tensor:
+    def _row_block_indices(self, rows: slice, device: torch.device) -> Tensor:
         """Return the row block of each query: (rows,)."""
         return torch.arange(rows.start, rows.stop, device=device) // self.row_block
 

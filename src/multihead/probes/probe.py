@@ -95,7 +95,7 @@ class Statistic:
         object.__setattr__(self, "short_label", self.short_label or self.label)
 
     def shown(self) -> Statistic:
-        """Return it as another process can have it."""
+        """Return the statistic alone, which another process can load."""
         return self
 
     @property
@@ -177,7 +177,7 @@ class Probe(Statistic):
                 f"The function of {self.name} is {self.of!r}.",
                 'Give one, such as lambda parts: parts["entropy"].exp().',
             )
-        object.__setattr__(self, "parts", _parts_of(self.name, self.parts))
+        object.__setattr__(self, "parts", _checked_parts(self.name, self.parts))
         if len({_AXES.get(part, "queries") for part in self.parts}) > 1:
             raise ArgumentError(
                 f"The parts of {self.name} have different shapes.",
@@ -204,18 +204,18 @@ class Probe(Statistic):
 
     @property
     def only_part(self) -> Part | None:
-        """The part that it is as it is; None where it is computed from parts."""
+        """The one part that the statistic equals; None where it is computed from parts."""
         return next(iter(self.parts)) if isinstance(self.of, itemgetter) and len(self.parts) == 1 else None
 
     def shown(self) -> Statistic:
-        """Return the statistic as another process can have it: without its function, unless it is one part."""
+        """Return the statistic as another process can load it: without its function, unless it equals one part."""
         if self.only_part is not None:
             return self
         return Statistic(self.name, **self.display(), counted=self.counted)
 
 
-def _parts_of(name: str, parts: object) -> frozenset[Part]:
-    """Check the parts of a probe."""
+def _checked_parts(name: str, parts: object) -> frozenset[Part]:
+    """Return the parts of a probe as a frozenset, and reject anything else than known parts."""
     if not isinstance(parts, Set) or not parts:
         raise ArgumentError(f"The parts of {name} are {parts!r}.", 'Give a set of at least one, such as {"entropy"}.')
     for part in parts:

@@ -20,7 +20,7 @@ SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
 
 
 @dataclass(frozen=True, eq=False)
-class _Alike:
+class _TokenGroup:
     """Some tokens that occur about equally often, with the queries and the keys that have them.
 
     Attributes:
@@ -33,7 +33,7 @@ class _Alike:
 
 
 def supports_call(call: MeasuredCall) -> bool:
-    """Whether the pairs can be looked up one by one: each query sees one interval of keys."""
+    """Whether pairs of equal tokens can be looked up one by one: each query sees one interval of keys."""
     return call.bounds.remainder is None
 
 
@@ -50,13 +50,13 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
     """
     shape, ids = call.request.shape, call.context.ids
     assert ids is not None
-    found = {part: torch.zeros_like(call.divisor) for part in parts}
+    found = {part: torch.zeros_like(call.finite_logsumexp) for part in parts}
     for index in range(shape.batch):
-        sample = call.sample(index)
+        sample = call.request_of_sample(index)
         for alike in _group_by_token(ids[index].to(shape.device), call.positions[index]):
-            for chunk in _parts_of_group(alike, shape.num_heads):
+            for chunk in _split_group(alike, shape.num_heads):
                 if not bool((chunk.queries >= 0).any()):
-                    continue  # the padding of tokens with fewer queries
+                    continue  # nothing but padding, of tokens with fewer queries
                 chunk = _without_unseen_keys(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
@@ -67,7 +67,7 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
     return found
 
 
-def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_Alike]:
+def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_TokenGroup]:
     """Group queries and keys by token, and tokens by how often they occur, up to the next power of two."""
     if not len(ids):
         return
@@ -86,18 +86,20 @@ def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_Alike]:
     number_begin = number.cumsum(0) - number
     for most in size[number > 0].unique().tolist():
         tokens = ((size == most) & (number > 0)).nonzero()[:, 0]
-        keys = _runs_as_rows(order, begin[tokens], count[tokens], most)
-        yield _Alike(_runs_as_rows(by_token, number_begin[tokens], number[tokens], int(number[tokens].max())), keys)
+        keys = _slices_as_rows(order, begin[tokens], count[tokens], most)
+        yield _TokenGroup(
+            _slices_as_rows(by_token, number_begin[tokens], number[tokens], int(number[tokens].max())), keys
+        )
 
 
-def _runs_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:
-    """Return runs of values as rows, padded with -1: (runs, width)."""
+def _slices_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:
+    """Return slices of `values`, `count` numbers from `begin` each, as rows padded with -1: (slices, width)."""
     column = torch.arange(width, device=values.device)
     index = (begin[:, None] + column).clamp(max=max(len(values) - 1, 0))
     return values[index].masked_fill(column >= count[:, None], -1)
 
 
-def _parts_of_group(alike: _Alike, heads: int) -> Iterator[_Alike]:
+def _split_group(alike: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
     """Split a group into parts of at most CELLS weights: few tokens at once, and few queries of a frequent one."""
     most = max(1, CELLS // (heads * alike.keys.shape[1]))  # queries at once
     rows = min(alike.queries.shape[1], most)
@@ -105,20 +107,22 @@ def _parts_of_group(alike: _Alike, heads: int) -> Iterator[_Alike]:
     for first in range(0, len(alike.keys), tokens):
         some = slice(first, first + tokens)
         for row in range(0, alike.queries.shape[1], rows):
-            yield _Alike(alike.queries[some, row : row + rows], alike.keys[some])
+            yield _TokenGroup(alike.queries[some, row : row + rows], alike.keys[some])
 
 
-def _without_unseen_keys(call: MeasuredCall, index: int, alike: _Alike) -> _Alike:
+def _without_unseen_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> _TokenGroup:
     """Leave out the keys at or after all queries, and those before all intervals: half of a causal map."""
     queries, row = alike.queries[alike.queries >= 0], 0 if call.bounds.shared else index
     last, first = int(call.positions[index, queries].max()), int(call.bounds.start[row, queries].min())
     keys = alike.keys  # in ascending order, -1 at the end
     stop = int(((keys >= 0) & (keys < last)).sum(-1).max())
     before = int(((keys >= 0) & (keys + 1 < first)).sum(-1).min())
-    return _Alike(alike.queries, keys[:, min(before, stop) : stop])
+    return _TokenGroup(alike.queries, keys[:, min(before, stop) : stop])
 
 
-def _sum_of_shifted_keys(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:
+def _sum_of_shifted_keys(
+    call: MeasuredCall, sample: AttentionRequest, index: int, alike: _TokenGroup, shift: int
+) -> Tensor:
     """Sum each query's weights on the keys `shift` places after an earlier occurrence: (heads, tokens, n)."""
     shape, bounds = call.request.shape, call.bounds
     queries, earlier = alike.queries.clamp(min=0), alike.keys

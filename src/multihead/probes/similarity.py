@@ -55,7 +55,7 @@ def divergence(
     """
     if other is None or other_logsumexp is None:
         other, other_logsumexp = request, logsumexp
-    _check_alike(request, other)
+    _check_same_lengths(request, other)
     device = request.shape.device
     first = head_indices(heads, request.shape.num_heads)
     second = head_indices(other_heads, other.shape.num_heads)
@@ -78,7 +78,7 @@ def divergence(
 
 
 def _weights_of_rows(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the weights of some rows, that of the sink after those of the keys, and which rows see a key.
+    """Return the weights of some rows on the keys and, in the last column, on the sink; and which rows see a key.
 
     Returns:
         (heads, rows, keys + 1), and (heads, rows) bool.
@@ -118,7 +118,7 @@ def entropy_of(weights: Tensor) -> Tensor:
     return -(logs * weights).sum(-1).double()
 
 
-def _check_alike(request: AttentionRequest, other: AttentionRequest) -> None:
+def _check_same_lengths(request: AttentionRequest, other: AttentionRequest) -> None:
     for each in (request, other):
         if each.shape.batch != 1:
             raise ArgumentError(

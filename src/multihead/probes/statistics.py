@@ -24,7 +24,7 @@ from multihead.probes.context import ProbeContext, check_context_fits, check_out
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.streaming import STREAMED, measure_in_tiles
-from multihead.probes.tile import is_large, is_usual
+from multihead.probes.tile import is_finite_and_small, is_large
 
 Wanted: TypeAlias = "str | Probe"
 OF_POSITIONS: frozenset[Part] = frozenset(
@@ -85,7 +85,7 @@ def missing_inputs(
     if not probe.needs:
         return ()
     given = _inputs_given(request, context, has_values=has_values)
-    if all(name in context.sets for name in _sets_of(probe)):
+    if all(name in context.sets for name in _set_names(probe)):
         given |= {"sets"}
     return tuple(need for need in _MISSING if need in probe.needs - given)
 
@@ -123,13 +123,13 @@ def possible_probes(
     )
 
 
-def check_possible(
+def check_inputs_given(
     probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> None:
     """Reject a probe that needs what the call does not have.
 
     Raises:
-        ProbeError: with what is missing and where to pass it.
+        ProbeError: the error names what is missing and where to pass it.
     """
     for probe in probes:
         for need in missing_inputs(probe, request, context, has_values=has_values):
@@ -153,7 +153,7 @@ def choose_probes(
         probes = _default_for_inputs(_inputs_given(request, context, has_values=has_values))
     else:
         probes = resolve_probes(wanted)
-        check_possible(probes, request, context, has_values=has_values)
+        check_inputs_given(probes, request, context, has_values=has_values)
     if context is not NOTHING:
         check_context_fits(context, request.shape)
         if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
@@ -161,7 +161,7 @@ def choose_probes(
     return probes
 
 
-def parts_of(probes: Iterable[Probe]) -> frozenset[Part]:
+def parts_of_probes(probes: Iterable[Probe]) -> frozenset[Part]:
     """Return the parts of some probes."""
     return frozenset[Part]().union(*[probe.parts for probe in probes])
 
@@ -171,7 +171,7 @@ class FirstPass(NamedTuple):
 
     Attributes:
         logsumexp: (batch, heads, queries), nats.
-        parts: none where the scores are so large that they must be measured in float64.
+        parts: the measured parts; none where the scores are so large that they must be measured in float64.
         usual: whether every row sees a key and no NaN, and no row is large.
     """
 
@@ -204,8 +204,8 @@ def first_pass(
     bounds = bounds_of(request)
     if not from_native.supports_call(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
         return None
-    logsumexp, parts = from_native.first_pass(request, bounds, parts_of(probes), context)
-    if not parts or is_usual(logsumexp):
+    logsumexp, parts = from_native.first_pass(request, bounds, parts_of_probes(probes), context)
+    if not parts or is_finite_and_small(logsumexp):
         return FirstPass(logsumexp, parts, usual=bool(parts))
     return FirstPass(logsumexp, {} if is_large(logsumexp) else parts, usual=False)
 
@@ -223,10 +223,13 @@ def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> di
     if first is None:
         return None
     logsumexp, parts = first
-    usual = is_usual(logsumexp)
+    usual = is_finite_and_small(logsumexp)
     if not usual and is_large(logsumexp):
         return None
-    return {probe.name: from_kernel(probe, parts, logsumexp, usual=usual) for probe in _default_for_inputs(frozenset())}
+    return {
+        probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)
+        for probe in _default_for_inputs(frozenset())
+    }
 
 
 def complete_statistics(
@@ -242,14 +245,15 @@ def complete_statistics(
 ) -> dict[str, Tensor]:
     """Compute statistics from parts that a kernel measured, and measure those that need more.
 
-    Arguments and results are those of `measure_statistics`, in the order of `probes`; `usual` is that of `from_kernel`.
+    Arguments and results are those of `measure_statistics`, in the order of `probes`; `usual` is as in
+    `statistic_from_parts`.
     """
     ready: dict[str, Tensor] = {}
     for probe in probes:
         part = _ONE_PART.get(probe.name)
         if part is None:
             if probe.parts <= parts.keys():
-                ready[probe.name] = from_kernel(probe, parts, logsumexp, usual=usual)
+                ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, usual=usual)
         elif part in parts:
             ready[probe.name] = parts[part]
     if len(ready) == len(probes):
@@ -290,27 +294,27 @@ def measure_statistics(
     probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.of(request, logsumexp, context, output=output)
-        wanted_parts = parts_of(probes)
+        wanted_parts = parts_of_probes(probes)
         all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
-        all_parts |= measured_parts(call, wanted_parts - all_parts.keys(), _key_sets(call, probes))
+        all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets(call, probes))
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:
             value = _apply_probe(probe, all_parts)
             if value.is_floating_point():
                 value = value.to(working_dtype(request.shape.dtype))
-            found[probe.name] = _fill_empty_and_bad(value, empty, bad) if probe.axes == "queries" else value
+            found[probe.name] = _fill_empty_and_nan(value, empty, bad) if probe.axes == "queries" else value
     return found
 
 
-def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = False) -> Tensor:
+def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = False) -> Tensor:
     """Compute a statistic with a number per query from parts that the kernel measured: (batch, heads, queries).
 
-    A statistic that is one part costs nothing: the kernel has written what empty rows and rows of NaN have.
+    A statistic that is one part costs nothing: the kernel has already filled empty rows and rows of NaN.
 
     Args:
         probe: the statistic.
-        parts: the parts.
+        parts: the measured parts.
         logsumexp: (batch, heads, queries).
         usual: whether every row is known to see a key and no NaN.
     """
@@ -320,7 +324,7 @@ def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = 
     value = _apply_probe(probe, parts)
     if usual or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
         return value
-    return _fill_empty_and_bad(value, logsumexp == -torch.inf, logsumexp.isnan())
+    return _fill_empty_and_nan(value, logsumexp == -torch.inf, logsumexp.isnan())
 
 
 def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
@@ -350,13 +354,13 @@ def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
     return value.float() if value.dtype == torch.bool else value
 
 
-def _fill_empty_and_bad(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
+def _fill_empty_and_nan(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
     """Set queries that see no key to 0, and those that see NaN to NaN; both to -1 in a tensor of indices."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
     return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
 
 
-def measured_parts(
+def measure_parts(
     call: MeasuredCall, parts: frozenset[Part], key_sets: Mapping[Part, Tensor] = MappingProxyType({})
 ) -> dict[Part, Tensor]:
     """Measure parts, each in the way that takes the least work.
@@ -368,16 +372,16 @@ def measured_parts(
     """
     sets = {part: keys for part, keys in key_sets.items() if part in parts}
     found: dict[Part, Tensor] = {
-        part: lookups.on_set(call, keys) for part, keys in sets.items() if lookups.is_small(keys)
+        part: lookups.weight_on_set(call, keys) for part, keys in sets.items() if lookups.is_small_set(keys)
     }
     if from_native.supports_call(call.request, call.bounds):
         found |= from_native.measure(call, from_native.measurable_parts(call.context, parts - found.keys()))
     for part in parts - found.keys():
         match part:
             case ("offset_mass", int(offset)):
-                found[part] = lookups.at_offset(call, offset)
+                found[part] = lookups.weight_at_offset(call, offset)
             case ("first_keys_mass", int(count)):
-                found[part] = lookups.on_first(call, count)
+                found[part] = lookups.weight_on_first_keys(call, count)
     if "sink_mass" in parts and call.request.sinks is not None:
         found["sink_mass"] = sink_mass(call.whole_logsumexp, call.request.sinks)
     if "logsumexp" in parts:
@@ -391,9 +395,11 @@ def measured_parts(
     repeated = parts & {"duplicate_mass", "induction_mass"}
     if repeated and repeats.supports_call(call):
         found |= repeats.measure_repeats(call, repeated)
-    found |= _over_all_keys(call, parts - found.keys(), sets)
+    found |= _measure_over_all_keys(call, parts - found.keys(), sets)
     if "induction_mass" in found and call.context.id_before is not None:
-        found["induction_mass"] = found["induction_mass"] + lookups.after_dropped_key(call, call.context.id_before)
+        found["induction_mass"] = found["induction_mass"] + lookups.weight_after_dropped_key(
+            call, call.context.id_before
+        )
     return found
 
 
@@ -422,18 +428,20 @@ def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]
     return found
 
 
-def _sets_of(probe: Probe) -> list[str]:
+def _set_names(probe: Probe) -> list[str]:
     """Return the names of the sets of keys that the context must hold for a probe."""
     return [str(part[1]) for part in probe.parts if part[0] == "tokens_mass" and part[1] != "special"]
 
 
-def _over_all_keys(call: MeasuredCall, parts: Collection[Part], sets: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
+def _measure_over_all_keys(
+    call: MeasuredCall, parts: Collection[Part], sets: Mapping[Part, Tensor]
+) -> dict[Part, Tensor]:
     """Measure what needs every weight of a query: in one walk over the tiles, or by one call with other values."""
     left = [part for part in sets if part in parts]
-    numbers = [weighted_values.of_set(call, sets[part]) for part in left]
+    numbers = [weighted_values.column_of_set(call, sets[part]) for part in left]
     weight = call.context.output_weight
     if "contribution" in parts and weight is not None:
-        numbers.append(weighted_values.norms_of_outputs(call, weight))  # (batch, kv_heads, keys, group)
+        numbers.append(weighted_values.value_norm_columns(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
     walk = [part for part in parts if part in STREAMED]
     found: dict[Part, Tensor] = {}
@@ -445,17 +453,17 @@ def _over_all_keys(call: MeasuredCall, parts: Collection[Part], sets: Mapping[Pa
     if weighed is not None:
         found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:
-            found["contribution"] = weighted_values.own_of_group(call, weighed[..., len(left) :])
+            found["contribution"] = weighted_values.own_column_of_heads(call, weighed[..., len(left) :])
     return found
 
 
-def without_positions(attended: Attended) -> Attended:
+def drop_position_parts(attended: Attended) -> Attended:
     """Leave out the parts that depend on the positions of the queries among the keys."""
     kept = {part: value for part, value in attended.statistics.items() if part not in OF_POSITIONS}
     return replace(attended, statistics=kept)
 
 
-def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tensor | None) -> Parts | None:
+def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tensor | None) -> Parts | None:
     """Measure the weight on special tokens and on sinks, and the logsumexp, of a whole call that has run.
 
     Args:
@@ -464,7 +472,7 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
         special_keys: (batch, keys) bool, or None.
 
     Returns:
-        the parts, (batch, heads, queries) each; None if a part is another one, or the native kernel does not
+        the parts, (batch, heads, queries) each; None if another part is missing, or the native kernel does not
         support the call.
     """
     request, logsumexp = call.request, call.attended.logsumexp.detach()
@@ -475,20 +483,22 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
         return None
     found: dict[Part, Tensor] = {}
     if SPECIAL_KEYS in parts and special_keys is not None:
-        if lookups.is_small(special_keys):  # usually; another pass over all keys takes many times as long
-            found[SPECIAL_KEYS] = lookups.on_set(measured, special_keys)
+        if lookups.is_small_set(special_keys):  # usually; another pass over all keys takes many times as long
+            found[SPECIAL_KEYS] = lookups.weight_on_set(measured, special_keys)
         else:
             found |= from_native.measure(measured, [SPECIAL_KEYS])
     if "sink_mass" in parts and request.sinks is not None:
         found["sink_mass"] = sink_mass(measured.whole_logsumexp, request.sinks)
     if "logsumexp" in parts:
         found["logsumexp"] = measured.whole_logsumexp.to(logsumexp.dtype)
-    # As the kernel does; for its own parts this changes nothing.
+    # The kernel fills its parts like this; here parts measured by other means need it.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
-    return {part: _fill_empty_and_bad(value, empty, bad) for part, value in found.items()}
+    return {part: _fill_empty_and_nan(value, empty, bad) for part, value in found.items()}
 
 
-def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING) -> dict[str, Tensor]:
+def statistics_of_call(
+    call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING
+) -> dict[str, Tensor]:
     """Return statistics of a call that has run: from the parts that its kernel measured, or measured now.
 
     Arguments and results are those of `measure_statistics`, in the order of `wanted`.

@@ -13,7 +13,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, seen, working_dtype
 from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.moments import PART, Moments
+from multihead.probes.moments import PART, DistanceMoments
 from multihead.probes.pooling import PooledMap
 from multihead.scores.bias import values_of, with_values
 
@@ -47,7 +47,7 @@ class _Tile:
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
+class _HeadGroup:
     """Some heads of one sample, with their key/value heads.
 
     Attributes:
@@ -66,12 +66,12 @@ class _Group:
 
 
 @dataclass(eq=False)
-class _Stream:
+class _TileWalk:
     """One walk over the map of a call.
 
     Attributes:
         call: the call.
-        parts: what is kept, some of STREAMED.
+        parts: the parts to measure, some of STREAMED.
         columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
         found: (batch, heads, queries) of each part with a number per query.
         weighed: (batch, heads, queries, n), or None.
@@ -104,15 +104,15 @@ def measure_in_tiles(
     shape = call.request.shape
     size = (shape.batch, shape.num_heads, shape.query_length)
 
-    def zeros(*more: int) -> Tensor:
+    def zeros_per_query(*more: int) -> Tensor:
         return torch.zeros(*size, *more, dtype=torch.float64, device=shape.device)
 
-    stream = _Stream(
+    stream = _TileWalk(
         call,
         frozenset(parts),
         columns,
-        {part: zeros() for part in (*_PER_QUERY, *_MASSES) if part in parts},
-        None if columns is None else zeros(columns.shape[-1]),
+        {part: zeros_per_query() for part in (*_PER_QUERY, *_MASSES) if part in parts},
+        None if columns is None else zeros_per_query(columns.shape[-1]),
         torch.zeros(*size[:2], shape.key_length, dtype=torch.float64, device=shape.device),
     )
     if "largest_key" in stream.found:
@@ -127,28 +127,28 @@ def measure_in_tiles(
     return found, stream.weighed
 
 
-def _join_maps(stream: _Stream) -> Tensor:
+def _join_maps(stream: _TileWalk) -> Tensor:
     """Join the maps of all groups: (batch, heads, rows, columns)."""
     shape = stream.call.request.shape
     pooled = [each.maxima() if stream.call.context.map_pool == "max" else each.means() for each in stream.maps]
-    if not pooled:  # an empty batch has maps of a size too
-        empty = _blank_results(stream.call, shape.num_heads).sums
+    if not pooled:  # an empty batch also needs the size of a map
+        empty = _empty_map(stream.call, shape.num_heads).sums
         return empty.new_empty(shape.batch, *empty.shape)
     return torch.cat(pooled).view(shape.batch, shape.num_heads, *pooled[0].shape[1:])
 
 
-def _blank_results(call: MeasuredCall, heads: int) -> PooledMap:
+def _empty_map(call: MeasuredCall, heads: int) -> PooledMap:
     shape = call.request.shape
     size = call.context.map_size
     return PooledMap.zero(heads, shape.query_length, shape.key_length, size=size, device=shape.device)
 
 
-def _groups_of_call(call: MeasuredCall) -> Iterator[_Group]:
+def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
     """Cut a call into samples, and its heads into groups whose tiles are small enough."""
     shape = call.request.shape
     most = max(1, CELLS // (ROWS * WIDTH * shape.group))  # key/value heads taken together
     for index in range(shape.batch):
-        sample = call.sample(index)
+        sample = call.request_of_sample(index)
         for first in range(0, shape.num_kv_heads, most):
             kv = slice(first, min(first + most, shape.num_kv_heads))
             heads = slice(kv.start * shape.group, kv.stop * shape.group)
@@ -162,29 +162,29 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_Group]:
                 bias=bias,
                 shape=shape._replace(num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
             )
-            yield _Group(index, heads, part, *_with_divisor(call, part, index, heads))
+            yield _HeadGroup(index, heads, part, *_append_logsumexp(call, part, index, heads))
 
 
-def _with_divisor(
+def _append_logsumexp(
     call: MeasuredCall, part: AttentionRequest, sample: int, heads: slice
 ) -> tuple[Tensor | None, Tensor | None]:
     """Append -L to q and 1 to k: their product is ln p = s - L in one step."""
     if part.bias is not None or part.softcap is not None:
         return None, None
     dtype = working_dtype(part.shape.dtype)
-    minus = -call.divisor[sample, heads, :, None].to(dtype)  # (heads, queries, 1)
+    minus = -call.finite_logsumexp[sample, heads, :, None].to(dtype)  # (heads, queries, 1)
     q = torch.cat([part.q[0].to(dtype) * part.scale, minus], -1).unflatten(0, (part.shape.num_kv_heads, -1))
     k = part.k[0].to(dtype)
     return q, torch.cat([k, k.new_ones(*k.shape[:2], 1)], -1)
 
 
-def _measure_group(stream: _Stream, group: _Group) -> None:
+def _measure_group(stream: _TileWalk, group: _HeadGroup) -> None:
     """Measure one group of heads."""
     call, shape = stream.call, stream.call.request.shape
-    pooled = _blank_results(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
+    pooled = _empty_map(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
     for first in range(0, shape.query_length, ROWS):
         rows = slice(first, min(first + ROWS, shape.query_length))
-        block = _Block.zero(stream, group, rows)
+        block = _RowSums.zero(stream, group, rows)
         for tile in _tiles_of_rows(stream, group, rows):
             block.add(tile, stream, group)
             place = (group.sample, group.heads, slice(*tile.columns))
@@ -193,7 +193,7 @@ def _measure_group(stream: _Stream, group: _Group) -> None:
             if pooled is not None and call.context.map_pool == "mean":
                 pooled.add(tile.weights, rows, tile.columns)
             elif pooled is not None:
-                pooled.raise_to(tile.weights, tile.shown, rows, tile.columns)
+                pooled.raise_maxima(tile.weights, tile.shown, rows, tile.columns)
         block.write(stream, group)
     if pooled is not None:
         if call.context.map_pool == "mean":
@@ -201,7 +201,7 @@ def _measure_group(stream: _Stream, group: _Group) -> None:
         stream.maps.append(pooled)
 
 
-def _spans_of_keys(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
+def _spans_of_keys(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """Cut the keys that some of the rows see into spans: their ends, whether every cell is seen, and their side."""
     bounds = stream.call.bounds
     plan_row = 0 if bounds.shared else group.sample
@@ -225,7 +225,7 @@ def _spans_of_keys(stream: _Stream, group: _Group, rows: slice) -> Iterator[tupl
             yield (first, min(first + WIDTH, end)), free <= begin and end <= seen_stop, side
 
 
-def _tiles_of_rows(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
+def _tiles_of_rows(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
     """Yield the tiles of some rows that the bounds do not hide."""
     call, request = stream.call, group.request
     bounds, plan_row = call.bounds, 0 if call.bounds.shared else group.sample
@@ -242,7 +242,7 @@ def _tiles_of_rows(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Til
             shown = shown[None]
         if group.q is not None and group.k is not None:
             product = group.q[:, :, rows].flatten(1, 2) @ group.k[:, slice(*columns)].mT
-            logs = call.at_most_0(product.view(-1, rows.stop - rows.start, columns[1] - columns[0]))
+            logs = call.clamp_log_weights(product.view(-1, rows.stop - rows.start, columns[1] - columns[0]))
         else:
             cells = scores(request, rows, slice(*columns))
             logs = call.log_weights(cells[0], (group.sample, group.heads, rows))
@@ -255,13 +255,13 @@ def _tiles_of_rows(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Til
 
 
 @dataclass(eq=False)
-class _Block:
+class _RowSums:
     """What is summed over the keys of some queries of a group of heads: (heads, rows) float64 each.
 
     Attributes:
         rows: the queries.
         positions: (rows,), of the queries among the keys.
-        sums: of surprisal, duplicate and induction.
+        sums: those of surprisal, duplicate and induction weights.
         moments: of the distance, or None.
         largest: the logarithm of the largest weight, which may be too small for a weight; -inf where none is seen.
         largest_key: its key, -1 where none is seen.
@@ -271,29 +271,29 @@ class _Block:
     rows: slice
     positions: Tensor
     sums: dict[Part, Tensor]
-    moments: Moments | None
+    moments: DistanceMoments | None
     largest: Tensor
     largest_key: Tensor
     weighed: Tensor | None
 
     @staticmethod
-    def zero(stream: _Stream, group: _Group, rows: slice) -> _Block:
+    def zero(stream: _TileWalk, group: _HeadGroup, rows: slice) -> _RowSums:
         """Return the sums over no keys."""
         size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
         nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
         summed: tuple[Part, ...] = ("entropy", *_MASSES)
-        return _Block(
+        return _RowSums(
             rows,
             stream.call.positions[group.sample, rows],
             {part: nothing.clone() for part in summed if part in stream.parts},
-            Moments.zero(nothing) if {"mean_distance", "distance_spread"} & stream.parts else None,
+            DistanceMoments.zero(nothing) if {"mean_distance", "distance_spread"} & stream.parts else None,
             torch.full_like(nothing, -torch.inf),
             torch.full_like(nothing, -1, dtype=torch.int64),
             None if stream.columns is None else nothing.new_zeros(*size, stream.columns.shape[-1]),
         )
 
-    def add(self, tile: _Tile, stream: _Stream, group: _Group) -> None:
-        """Add a tile."""
+    def add(self, tile: _Tile, stream: _TileWalk, group: _HeadGroup) -> None:
+        """Add the weights of a tile."""
         if "entropy" in self.sums:
             self.sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.logs)
         if self.moments is not None:
@@ -310,7 +310,7 @@ class _Block:
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
             self.weighed += (by_kv @ columns).view(self.weighed.shape)
 
-    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _Stream, group: _Group) -> Tensor:
+    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _TileWalk, group: _HeadGroup) -> Tensor:
         """Return which keys are earlier ones with the query's token, or right after one: (rows, columns) bool."""
         assert stream.call.context.ids is not None
         ids = stream.call.context.ids[group.sample].to(self.positions.device)
@@ -328,12 +328,12 @@ class _Block:
         self.largest = torch.where(larger, value.double(), self.largest)
         self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
 
-    def write(self, stream: _Stream, group: _Group) -> None:
-        """Write the results of this block into the full-size tensors."""
+    def write(self, stream: _TileWalk, group: _HeadGroup) -> None:
+        """Write the results of these rows into the tensors of the whole call."""
         place = (group.sample, group.heads, self.rows)
         found: dict[Part, Tensor] = {"largest_weight": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
         if "entropy" in found:
-            found["entropy"].clamp_(min=0)  # that of one key alone can come out at -1e-7 by rounding
+            found["entropy"].clamp_(min=0)  # the entropy of a single key can come out at -1e-7 by rounding
         if self.moments is not None:
             found |= {"mean_distance": self.moments.mean(), "distance_spread": self.moments.spread()}
         for part, tensor in stream.found.items():

@@ -22,11 +22,11 @@ ROWS = 32  # queries for which the keys are converted to float64 once, at least
 WIDTH = 512  # keys of a block, at least, where rows are summed block by block
 # Where a logsumexp is larger, its rounding and that of float32 scores reach the fourth digit of a weight.
 LARGE = 1024.0
-# Where it is larger still, as a bias of the lowest float makes it, even float64 loses the logarithm of a sum in it.
+# Where a logsumexp is larger still, as with a bias of the lowest float, float64 loses the logarithm of a sum in it.
 HUGE = 2.0**33
 
 
-class RowTotals:
+class RowLogsumexps:
     """The logsumexp of each row of one call, in float64: computed for a row when it is first needed, then kept.
 
     exp(s - L) is exact only if s and L are: float32 rounds a logsumexp of 400 by 1.5e-5, and scores of 400 that are
@@ -43,7 +43,7 @@ class RowTotals:
             request: the call.
             heads: indices of the heads.
             rows: which queries.
-            base: the base of all rows of the call, see `base_of`; the result is relative to it.
+            base: the base of all rows of the call, see `score_base`; the result is relative to it.
         """
         if self._found is None:
             shape = request.shape
@@ -63,7 +63,7 @@ def tile(
     heads: int | Sequence[int] | slice = slice(None),
     queries: slice = slice(None),
     keys: slice = slice(None),
-    totals: RowTotals | None = None,
+    totals: RowLogsumexps | None = None,
 ) -> Tensor:
     """Compute p_ij = exp(s_ij - L_i) for some heads, queries and keys, with s and L in float64.
 
@@ -87,7 +87,7 @@ def tile(
         ArgumentError: a head does not exist.
     """
     shape, chosen = request.shape, head_indices(heads, request.shape.num_heads)
-    base = base_of(request, logsumexp)
+    base = score_base(request, logsumexp)
     rows, columns = range(shape.query_length)[queries], range(shape.key_length)[keys]
     of_head = max(1, shape.batch * len(columns))
     num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
@@ -98,17 +98,17 @@ def tile(
         for some_heads in chosen.to(shape.device).split(num_heads):
             parts = []
             for first in range(0, max(len(rows), 1), num_rows):
-                part = _slice_of_places(rows[first : first + num_rows])
-                cells, shown = _scores_less_base(request, some_heads, part, _slice_of_places(columns), base)
+                part = _slice_of_range(rows[first : first + num_rows])
+                cells, shown = _scores_less_base(request, some_heads, part, _slice_of_range(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
                 begin, end = _range_of_seen_keys(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
-                    own = _with_sinks(_logsumexp_of_cells(cells, logsumexp.dtype), request, some_heads, part, base)
+                    own = _add_sinks(_logsumexp_of_cells(cells, logsumexp.dtype), request, some_heads, part, base)
                 elif totals is not None:
                     own = totals.of(request, some_heads, part, base)
                 else:
                     own = _logsumexp_block_by_block(request, some_heads, part, base)
-                own = _unless_other(own, row, request, some_heads, part, base)
+                own = _own_or_recorded(own, row, request, some_heads, part, base)
                 own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
                 logs = (cells - own).to(logsumexp.dtype)
                 weights = (logs.clamp_(max=0) if large else logs).exp_()
@@ -118,10 +118,10 @@ def tile(
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
-def row_totals(
+def logsumexp_of_rows(
     request: AttentionRequest,
     logsumexp: Tensor,
-    totals: RowTotals,
+    totals: RowLogsumexps,
     heads: Tensor,
     rows: slice,
     base: Tensor | None = None,
@@ -134,19 +134,19 @@ def row_totals(
         totals: keeps what is computed.
         heads: indices of the heads.
         rows: which queries.
-        base: the base of all rows of the call, see `base_of`.
+        base: the base of all rows of the call, see `score_base`.
     """
     with torch.no_grad(), without_autocast(request.shape.device):
-        return _unless_other(totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base)
+        return _own_or_recorded(totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base)
 
 
-def base_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
+def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     """Return what to subtract from the scores of each row before its logsumexp, (batch, heads, queries) float64.
 
     It is the largest bias that a query sees, where its L is HUGE: exp(s - L) = exp((s - base) - (L - base)). None where
-    no L is.
+    no L is so large.
     """
-    if request.bias is None or is_traced() or is_usual(logsumexp):
+    if request.bias is None or is_traced() or is_finite_and_small(logsumexp):
         return None
     huge = (logsumexp.abs() > HUGE) & logsumexp.isfinite()
     if not bool(huge.any()):
@@ -160,7 +160,7 @@ def base_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     return torch.cat(found, 2).to(_most_precise_dtype(huge.device)).masked_fill(~huge, 0)
 
 
-def is_usual(logsumexp: Tensor) -> bool:
+def is_finite_and_small(logsumexp: Tensor) -> bool:
     """Whether every row sees a key and no NaN, and no row is large, in one operation."""
     if not logsumexp.numel():
         return True
@@ -170,13 +170,13 @@ def is_usual(logsumexp: Tensor) -> bool:
 
 def is_large(logsumexp: Tensor) -> bool:
     """Whether exp(s - L) in float32 is visibly off in some row; see LARGE."""
-    if is_usual(logsumexp):
+    if is_finite_and_small(logsumexp):
         return False
     return bool((logsumexp.abs() > LARGE).logical_and(logsumexp.isfinite()).any())
 
 
-def in_float64(request: AttentionRequest) -> AttentionRequest:
-    """Return a call with all its tensors in float64, so that everything about it is computed in it."""
+def request_in_float64(request: AttentionRequest) -> AttentionRequest:
+    """Return a call with all its tensors in float64, so that its scores and weights are computed in float64."""
     bias, sinks = request.bias, request.sinks
     return replace(
         request,
@@ -207,14 +207,14 @@ def _scores_less_base(
         cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
     if base is not None:
         cells = cells - base[:, heads][:, :, queries, None]
-    if _all_seen(request, queries, keys):
+    if _is_all_seen(request, queries, keys):
         return cells, None
     shown = seen(request, queries, keys)
     shown = shown[:, heads] if shown.shape[1] > 1 else shown
     return cells.masked_fill(~shown, -torch.inf), shown  # whatever a hidden score is, NaN and inf included
 
 
-def _all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
+def _is_all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
     """Whether the bounds show that each of the queries sees each of the keys."""
     if is_traced() or request.bias is not None:
         return False
@@ -240,10 +240,10 @@ def _logsumexp_of_cells(cells: Tensor, dtype: torch.dtype) -> Tensor:
     return (largest + terms.sum(-1, keepdim=True, dtype=cells.dtype).log()).masked_fill(hidden, -torch.inf)[..., 0]
 
 
-def _with_sinks(
+def _add_sinks(
     total: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
 ) -> Tensor:
-    """Let the sinks of a call take part in a logsumexp less the base: (batch, heads, queries)."""
+    """Add the sinks of a call to a logsumexp that is relative to the base: (batch, heads, queries)."""
     if request.sinks is None:
         return total
     sinks = request.sinks[heads].to(total.dtype)[:, None]
@@ -260,7 +260,7 @@ def _logsumexp_block_by_block(
     num_rows = max(ROWS, CELLS // (of_row * WIDTH))
     found = []
     for first in range(0, max(len(rows), 1), num_rows):
-        part = _slice_of_places(rows[first : first + num_rows])
+        part = _slice_of_range(rows[first : first + num_rows])
         begin, end = _range_of_seen_keys(request, part)
         width = max(WIDTH, CELLS // (of_row * num_rows))
         total = _logsumexp_of_cells(_scores_less_base(request, heads, part, slice(0, 0))[0], dtype)
@@ -268,7 +268,7 @@ def _logsumexp_block_by_block(
             cells, _ = _scores_less_base(request, heads, part, slice(key, min(key + width, end)), base)
             total = total.logaddexp(_logsumexp_of_cells(cells, dtype))
         found.append(total)
-    return _with_sinks(torch.cat(found, 2), request, heads, queries, base)
+    return _add_sinks(torch.cat(found, 2), request, heads, queries, base)
 
 
 def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, int]:
@@ -281,10 +281,10 @@ def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, in
     return (int(start[seeing].min()), int(stop[seeing].max())) if bool(seeing.any()) else (0, 0)
 
 
-def _unless_other(
+def _own_or_recorded(
     own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
 ) -> Tensor:
-    """Return the logsumexp of the call's own keys, relative to the base; the recorded one where that is another."""
+    """Return the logsumexp of the call's own keys, relative to the base; the recorded one where they differ."""
     if not request.shape.key_length:
         return recorded.to(own.dtype)
     relative = recorded.to(own.dtype) if base is None else recorded - base[:, heads][:, :, rows]
@@ -304,7 +304,7 @@ def _most_precise_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _slice_of_places(places: range) -> slice:
+def _slice_of_range(places: range) -> slice:
     return slice(places.start, places.stop, places.step)
 
 

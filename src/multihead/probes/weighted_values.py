@@ -14,14 +14,14 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.streaming import measure_in_tiles
 
 
-def of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
+def column_of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
     """Return a set of keys as a column: (batch, kv_heads, keys, 1) of (batch, keys) bool."""
     return flags.to(working_dtype(call.request.shape.dtype))[:, None, :, None].expand(
         -1, call.request.shape.num_kv_heads, -1, -1
     )
 
 
-def norms_of_outputs(call: MeasuredCall, output_weight: Tensor) -> Tensor:
+def value_norm_columns(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return ||f_h(x_j)|| as columns, one per head of a group: (batch, kv_heads, keys, group).
 
     They are finite, since 0 * inf would be NaN for the queries that do not see the key.
@@ -30,14 +30,14 @@ def norms_of_outputs(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     factors = _factors_of_projection(call, output_weight).unflatten(
         0, (shape.num_kv_heads, -1)
     )  # (kv_heads, group, rank, dim)
-    v = call.cleaned.v.detach().to(factors.dtype)
+    v = call.request_without_nonfinite.v.detach().to(factors.dtype)
     found = [_norm_of_vectors(v @ factors[:, index].mT) for index in range(shape.group)]
     most = torch.finfo(factors.dtype).max
     return torch.stack(found, -1).nan_to_num(nan=most, posinf=most)
 
 
-def own_of_group(call: MeasuredCall, weighed: Tensor) -> Tensor:
-    """Pick each head's own column out of those of its group: (batch, heads, queries) of one axis more."""
+def own_column_of_heads(call: MeasuredCall, weighed: Tensor) -> Tensor:
+    """Pick each head's own column out of those of its group: (batch, heads, queries)."""
     shape = call.request.shape
     own = torch.arange(shape.num_heads, device=shape.device) % shape.group
     return weighed.gather(-1, own[:, None, None].expand(*weighed.shape[:3], 1))[..., 0]
@@ -48,7 +48,7 @@ def output_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     factors = _factors_of_projection(call, output_weight)
     output = call.output
     if output is None:
-        output = weigh_values(call, call.cleaned.v.detach())
+        output = weigh_values(call, call.request_without_nonfinite.v.detach())
     return _norm_of_vectors(output.detach().to(factors.dtype) @ factors.mT)
 
 
@@ -64,7 +64,7 @@ def weigh_values(call: MeasuredCall, columns: Tensor) -> Tensor:
 
     Source: P c is attention with values c, so a kernel does it; by tiles where only the reference kernel would.
     """
-    request = call.cleaned
+    request = call.request_without_nonfinite
     dtype = working_dtype(request.shape.dtype)
     wide = replace(
         request,

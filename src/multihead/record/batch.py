@@ -21,7 +21,7 @@ from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.place import Span
 from multihead.probes.probe import Parts, Probe
-from multihead.probes.statistics import OF_POSITIONS, from_kernel
+from multihead.probes.statistics import OF_POSITIONS, statistic_from_parts
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, copy_contiguous
@@ -316,7 +316,7 @@ class RecordedBatch:
                 parts, logsumexp = shift_all_key_indices(self.parts, self.places), self.logsumexp.cpu()
                 usual = bool((logsumexp > -torch.inf).all())
                 self._statistics = {
-                    probe.name: from_kernel(probe, parts, logsumexp, usual=usual)
+                    probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)
                     for probe in self.probes
                     if probe.parts <= parts.keys()
                 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_slice
 from multihead.kernels.call import AttentionRequest
-from multihead.probes.blocks import Blocks, blocks
+from multihead.probes.blocks import BlockSums, blocks
 from multihead.record.segments import Segment
 
 
@@ -23,7 +23,7 @@ def sum_blocks(
     block: tuple[int, int],
     without_first_key: bool = False,
     cancelled: Callable[[], bool] | None = None,
-) -> Blocks:
+) -> BlockSums:
     """Sum the weights of each block of a rectangle of an attention map, and count the visible cells of the block.
 
     A segment may start within a block: its rows before the next grid line are summed separately.
@@ -39,7 +39,7 @@ def sum_blocks(
     """
     size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
     sums = torch.zeros(len(heads), *size, dtype=torch.float64)
-    found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
+    found = BlockSums(sums, torch.zeros_like(sums, dtype=torch.int64))
     for segment, request, logsumexp in parts:
         for row, upright in _split_at_grid((segment.row_start, segment.row_stop), rows, block[0]):
             for column, across in _split_at_grid((segment.key_start, segment.key_stop), columns, block[1]):

@@ -15,10 +15,10 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.locale.escaping import visible
-from multihead.probes.blocks import Blocks
+from multihead.probes.blocks import BlockSums
 from multihead.probes.catalogue import statistic
 from multihead.probes.context import Pool
-from multihead.probes.lookups import at_offset
+from multihead.probes.lookups import weight_at_offset
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import NOTHING
 from multihead.probes.tile import head_indices, tile
@@ -338,7 +338,9 @@ class SampleRecord:
         """
         parts = (MeasuredCall.of(*self.request_of(segment), NOTHING) for segment in self.segments)
         with torch.no_grad():
-            return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1).to(working_dtype(self.dtype))
+            return torch.cat([weight_at_offset(part, offset)[0].cpu() for part in parts], 1).to(
+                working_dtype(self.dtype)
+            )
 
     def intervals(self) -> tuple[Tensor, Tensor] | None:
         """Return the interval of keys that each query may see.
@@ -370,7 +372,7 @@ class SampleRecord:
         block: int | tuple[int, int],
         without_first_key: bool = False,
         cancelled: Callable[[], bool] | None = None,
-    ) -> Blocks:
+    ) -> BlockSums:
         """Sum the weights of each block of a rectangle of the map, and count the cells that may be seen.
 
         Blocks start at the first query and key of the rectangle; the last ones may be smaller. Memory holds the

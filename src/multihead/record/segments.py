@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Causal, Mask
-from multihead.probes.tile import RowTotals
+from multihead.probes.tile import RowLogsumexps
 
 
 class Rows:
@@ -90,7 +90,7 @@ class Segment:
     key_start: int = 0
     row_start: int = 0
     apart: bool = False
-    totals: RowTotals = field(init=False, default_factory=RowTotals)
+    totals: RowLogsumexps = field(init=False, default_factory=RowLogsumexps)
 
     @property
     def num_queries(self) -> int:

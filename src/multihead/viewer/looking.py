@@ -22,9 +22,9 @@ from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
-from multihead.models.loading import Encoded, LoadedModel, check_text, decoder_input, encode, load
+from multihead.models.loading import EncodedText, LoadedModel, check_text, decoder_input, encode, load
 from multihead.observation.observe import observe
-from multihead.observation.textbook import add_repeated, measure_repeated, start_of, words_of
+from multihead.observation.textbook import add_repeated, measure_repeated, start_token_id, word_token_ids
 from multihead.probes import DEFAULT
 from multihead.record.analysis.highlights import LayerProfile
 from multihead.record.texts import Text
@@ -56,13 +56,13 @@ class ModelInputs:
         arguments: the keyword arguments of the model's forward.
     """
 
-    text: Encoded | None
-    decoder: Encoded | None
+    text: EncodedText | None
+    decoder: EncodedText | None
     generated: bool
     arguments: dict[str, Any]
 
     @property
-    def texts(self) -> list[Encoded]:
+    def texts(self) -> list[EncodedText]:
         """All texts; the first is the main text of the page."""
         return [each for each in (self.text, self.decoder) if each is not None]
 
@@ -211,7 +211,7 @@ def _open_in_browser(page: Path) -> bool:
 
 def prepare_inputs(
     loaded: LoadedModel,
-    encoded: Encoded | None,
+    encoded: EncodedText | None,
     sound: tuple[NDArray[np.float32], int] | None,
     decoder_text: str | None,
     show: Show,
@@ -354,7 +354,7 @@ def measure_textbook_heads(
     """Run the part of the model that reads text on repeated random tokens; returns the result of each layer by name."""
     total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
     with _count_attention_calls(show, locale("look.doing.textbook", lang), total), explain_missing_inputs(loaded):
-        words, start = words_of(loaded.tokenizer), start_of(loaded.tokenizer)
+        words, start = word_token_ids(loaded.tokenizer), start_token_id(loaded.tokenizer)
         found = measure_repeated(loaded.reader, words, start=start, kinds=(*KINDS, *kinds))
     part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
     return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
