@@ -60,12 +60,14 @@ def watch(undo: Undo, model: nn.Module, models: Mapping[str, Any], implementatio
         # A part of attention may read the mask, such as the indexer of sparse attention.
         kind: Any = type(module)
         if kind.__module__.split(".")[0] == "multihead":  # a drop-in, or a layer of ours
-            undo.after(module, partial(_count_call))
+            undo.hook_after_forward(module, partial(_count_call))
         reads = _may_read(kind) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
-            undo.before(module, _begin_forward)
-            undo.after(module, partial(_report_if_bypassed, name, config, implementation, report, attends=attends))
+            undo.hook_before_forward(module, _begin_forward)
+            undo.hook_after_forward(
+                module, partial(_report_if_bypassed, name, config, implementation, report, attends=attends)
+            )
 
 
 def raise_rejection(sentence: str) -> None:

@@ -197,8 +197,8 @@ def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
         for name, module in {"": model, **pretrained_models(model)}.items():
             each = _Model(name and f"{name}.", module, _parameters_of_forward(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
-            undo.before(module, partial(inputs.enter, each), with_kwargs=True, prepend=True)
-            undo.after(module, inputs.leave, always_call=True)
+            undo.hook_before_forward(module, partial(inputs.enter, each), with_kwargs=True, prepend=True)
+            undo.hook_after_forward(module, inputs.leave, always_call=True)
         yield inputs
 
 

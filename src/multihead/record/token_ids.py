@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.masks.place import Span
+from multihead.masks.place import SampleSpan
 from multihead.record.sample import SampleRecord
 
 
@@ -48,7 +48,7 @@ class Ids:
         ids = self.of_keys(request) if special_ids else None
         return None if ids is None else is_among(ids, special_ids).to(request.shape.device)
 
-    def add_to(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
+    def add_to(self, sample: SampleRecord, span: SampleSpan, index: int, offset: int) -> None:
         """Append the ids of one sample to its record.
 
         Args:
