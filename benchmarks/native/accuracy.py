@@ -10,7 +10,7 @@ from benchmarks.native.contenders import inputs, misplaced
 from benchmarks.native.definition import Defined, defined
 from multihead import masks
 from multihead.functional import request_of
-from multihead.kernels.call import Attended
+from multihead.kernels.call import AttentionResult
 from multihead.kernels.native import kernel
 from multihead.kernels.plan.bounds import bounds_of
 
@@ -42,7 +42,7 @@ def rms_over_sdpa(length: int, dim: int, *, causal: bool) -> float:
     return errors[0] / errors[1]
 
 
-def _both(length: int, dim: int, *, causal: bool) -> tuple[Attended, Defined]:
+def _both(length: int, dim: int, *, causal: bool) -> tuple[AttentionResult, Defined]:
     """Compute one call with the native kernel and in float64."""
     q, k, v = inputs(1, length, dim, "fp32")
     mask = masks.Causal() if causal else masks.Full()

@@ -18,9 +18,9 @@ from benchmarks.native.definition import Defined, defined, defined_gradients
 from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, second_pass
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, sum_weights_per_key
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 
 HEADS = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -99,7 +99,7 @@ def _rival_of(kind: str, rival: str, mask: masks.Mask, batch: int) -> Callable[.
     """Return the rival as a function of q, k and v."""
     if rival == "dense bool":
         # A mask that does not depend on the query keeps one row, which is faster in PyTorch too.
-        shown = mask.tile(Place.of(2048, 2048)).contiguous()
+        shown = mask.tile(TilePositions.of(2048, 2048)).contiguous()
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=shown.expand(batch, 1, -1, -1))
     if rival == "loop":
         return lambda q, k, v: torch.cat(
@@ -250,7 +250,7 @@ def received(kind: str, length: int, dim: int) -> Duel:
 
     return Duel(
         lambda: kernel.attend(request, bounds),
-        lambda: second_pass(request, bounds, logsumexp, cell=cell),
+        lambda: sum_weights_per_key(request, bounds, logsumexp, cell=cell),
         lambda attended: _largest(attended.output, right.output),
         check_second,
         TOLERANCE["fp32"],

@@ -23,7 +23,7 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import sdpa
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, Measured, class_of
+from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, MeasuredSpeed, benchmark_class_of
 from multihead.kernels.native import kernel as native_kernel
 from multihead.kernels.native import library
 from multihead.kernels.plan.bounds import bounds_of
@@ -61,7 +61,7 @@ def main(sets: tuple[str, ...], budget: float, write: bool) -> None:  # noqa: FB
             progress.update(task, description=f"{set_name}, {dtype}")
             ratios = in_new_process(ratios_of, dtype, budget, instruction_set=set_name)
             report(set_name, dtype, ratios)
-            table = updated(table, Measured(set_name, str(DTYPES[dtype]).removeprefix("torch."), where(), ratios))
+            table = updated(table, MeasuredSpeed(set_name, str(DTYPES[dtype]).removeprefix("torch."), where(), ratios))
             if write:
                 TARGET.write_text(written(table), encoding="utf-8")
             progress.advance(task)
@@ -127,9 +127,9 @@ def ratio_of(name: str, dtype: str, training: str, budget: float) -> float:
     torch.set_grad_enabled(bool(training))
     found = []
     for request in requests(name, dtype, trains=bool(training)):
-        if class_of(request, bounds_of(request)) != name + training:
+        if benchmark_class_of(request, bounds_of(request)) != name + training:
             raise click.ClickException(
-                f"A sample request of {name!r} belongs to {class_of(request, bounds_of(request))!r}."
+                f"A sample request of {name!r} belongs to {benchmark_class_of(request, bounds_of(request))!r}."
             )
         of_output = torch.randn(*request.q.shape[:3], request.v.shape[3]).to(request.q.dtype) if training else None
         ours, rival = (_run(kernel, request, of_output) for kernel in (native_kernel, sdpa))
@@ -159,14 +159,14 @@ def check_equal(name: str, ours: tuple[Tensor, ...], rival: tuple[Tensor, ...], 
             raise click.ClickException(f"{name}: the kernels differ by {error:.1e} of the largest value.")
 
 
-def updated(before: Iterable[Measured], now: Measured) -> list[Measured]:
+def updated(before: Iterable[MeasuredSpeed], now: MeasuredSpeed) -> list[MeasuredSpeed]:
     """Replace the earlier measurement of the same instruction set and dtype."""
     others = [each for each in before if (each.instruction_set, each.dtype) != (now.instruction_set, now.dtype)]
     order = [each.name for each in library.instruction_sets()]
     return sorted([*others, now], key=lambda each: (order.index(each.instruction_set), each.dtype))
 
 
-def written(table: Iterable[Measured]) -> str:
+def written(table: Iterable[MeasuredSpeed]) -> str:
     """Return the table as JSON."""
     return json.dumps([each._asdict() for each in table], indent=2) + "\n"
 

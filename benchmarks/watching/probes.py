@@ -30,7 +30,7 @@ from benchmarks.machine import machine_line
 from benchmarks.peak_memory import peak
 from multihead import masks
 from multihead.functional import attend, request_of
-from multihead.kernels.call import Attended, AttentionRequest
+from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
 from multihead.kernels.parts import Part
@@ -97,7 +97,11 @@ def shares(length: int, names: Iterable[str], *, absent: bool, pairs: int) -> di
 
 
 def _share(
-    request: AttentionRequest, attended: Attended, context: ProbeContext, wanted: tuple[str | Probe, ...], pairs: int
+    request: AttentionRequest,
+    attended: AttentionResult,
+    context: ProbeContext,
+    wanted: tuple[str | Probe, ...],
+    pairs: int,
 ) -> float:
     """Time the statistics of the kernel by how much longer its pass takes, and the others by themselves."""
     probes = possible_probes(wanted, request, context)

@@ -14,22 +14,22 @@ from multihead.errors.arguments import OF_FUNCTIONS, check_scale, check_share, c
 from multihead.kernels import sequence_split
 from multihead.kernels.batch_dims import BatchDims
 from multihead.kernels.call import (
-    Attended,
     AttentionArguments,
     AttentionCall,
     AttentionRequest,
+    AttentionResult,
     CallOrigin,
     listeners,
     publish,
     wanted_parts,
 )
-from multihead.kernels.choose import KERNELS, plan
+from multihead.kernels.choose import KERNELS, plan_call
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.native import eager
-from multihead.kernels.nonfinite import may_overflow, restore_nan, without_nonfinite
+from multihead.kernels.nonfinite import make_rows_nan, may_overflow, replace_nonfinite
 from multihead.kernels.quantised import Scales
-from multihead.kernels.sequence_split import reject_in_split
+from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
@@ -40,7 +40,7 @@ from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.terms import check_sinks_fit, check_softcap
-from multihead.tensors.shapes import FURTHEST, AttentionShape, resolved_query_start
+from multihead.tensors.shapes import FURTHEST, AttentionShape, resolve_query_start
 from multihead.tensors.tracing import is_traced, is_transformed
 
 _FULL = Full()
@@ -190,7 +190,7 @@ def attention_weights(
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
-    reject_in_split("attention_weights", "Compute them outside, from all tokens.")
+    reject_split_sequence("attention_weights", "Compute them outside, from all tokens.")
     check_slice("queries", queries)
     check_slice("keys", keys)
     terms = (mask, bias, softcap, sinks, scale, 0.0, query_start)
@@ -253,7 +253,7 @@ def statistics(
         found = measuring.measured_without_plan(q, k, terms)
         if found is not None:
             return found
-    reject_in_split("statistics", "Compute them outside, from all tokens.")
+    reject_split_sequence("statistics", "Compute them outside, from all tokens.")
     if is_traced() and not is_transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(
             "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
@@ -345,7 +345,7 @@ def _request_of_arguments(
     if dims is not None:
         q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)
         mask, bias, softcap, sinks, scale, dropout, start = terms
-        terms = (mask, dims.flatten_bias(bias), softcap, sinks, scale, dropout, dims.flatten_start(start))
+        terms = (mask, dims.flatten_bias(bias), softcap, sinks, scale, dropout, dims.flatten_query_start(start))
     return request_of(q, k, k if v is None else v, *terms), dims
 
 
@@ -394,7 +394,7 @@ def request_of(
     else:
         check_scale(scale)
     sequence = sequence_split.active
-    whole = shape if sequence is None else sequence.whole(shape)
+    whole = shape if sequence is None else sequence.whole_shape(shape)
     if bias is not None:
         check_bias_fits(bias, whole)
     if softcap is not None:
@@ -409,7 +409,7 @@ def request_of(
     elif type(query_start) is int and 0 <= query_start <= FURTHEST:
         start = query_start
     else:
-        start = resolved_query_start(
+        start = resolve_query_start(
             query_start,
             uses_positions=mask.uses_positions,
             batch=batch,
@@ -426,7 +426,7 @@ def _shape_of_int8(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
     return AttentionShape.of(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
 
 
-def attend(request: AttentionRequest, *, kernel: str | None = None, published: bool = True) -> Attended:
+def attend(request: AttentionRequest, *, kernel: str | None = None, published: bool = True) -> AttentionResult:
     """Compute a checked request.
 
     Args:
@@ -440,22 +440,22 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     heard = published and bool(listeners()) and not is_traced()  # there are no values to publish in a trace
     if heard:
         request = replace(request, wanted=wanted_parts())
-    bounds, chosen = plan(request, kernel=kernel)
+    bounds, chosen = plan_call(request, kernel=kernel)
     if request.scales is not None and not chosen.reads_int8(request):
-        request = request.expanded()
+        request = request.with_dequantised_keys()
     if chosen.HANDLES_NONFINITE:
         attended = chosen.attend(request, bounds)
     else:
         with without_autocast(request.shape.device):
-            cleaned, bad_rows = without_nonfinite(request, bounds)
+            cleaned, bad_rows = replace_nonfinite(request, bounds)
             if cleaned is not request and chosen is not KERNELS["reference"] and may_overflow(cleaned):
                 warn_of_slow_path(*_OVERFLOWS)
                 chosen = KERNELS["reference"]
             attended = chosen.attend(cleaned, bounds)
             if bad_rows is not None:
-                attended = restore_nan(attended, bad_rows)
+                attended = make_rows_nan(attended, bad_rows)
     if heard:
-        publish(AttentionCall(request.expanded(), attended))
+        publish(AttentionCall(request.with_dequantised_keys(), attended))
     return attended
 
 

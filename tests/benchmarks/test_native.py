@@ -26,9 +26,9 @@ from benchmarks.native.definition import defined, defined_gradients
 from benchmarks.native.rows import Row
 from benchmarks.resume import read_rows
 from multihead import masks
-from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, Measured, class_of
+from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, MeasuredSpeed, benchmark_class_of
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from tests.kernel_names import needs_native
 
 FASTER = Case("a line", "a case", "a rival", lambda: pytest.fail("not set up"), least=2.0, wide=3.0)
@@ -48,7 +48,7 @@ def test_the_definition_is_that_of_attention_and_its_gradients(mask: masks.Mask)
     q, k, v, of_output = torch.randn(4, 2, 3, 20, 8, dtype=torch.float64).unbind()
     k, v = k[:, :1], v[:, :1]
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    shown = mask.tile(Place.of(20, 20))
+    shown = mask.tile(TilePositions.of(20, 20))
     output = scaled_dot_product_attention(*leaves, attn_mask=shown, enable_gqa=True)
     scores = (q @ k.mT / 8**0.5).masked_fill(~shown, -torch.inf)
     found = defined(q, k, v, mask)
@@ -63,7 +63,7 @@ def test_the_definition_is_that_of_attention_and_its_gradients(mask: masks.Mask)
 
 def test_a_window_in_blocks_is_a_window() -> None:
     q, k, v = torch.randn(3, 2, 3, 32, 8).unbind()
-    shown = masks.Window(8).tile(Place.of(32, 32))
+    shown = masks.Window(8).tile(TilePositions.of(32, 32))
     right = scaled_dot_product_attention(q, k, v, attn_mask=shown)
     torch.testing.assert_close(contenders.window_in_blocks(q, k, v, size=8), right)
 
@@ -234,18 +234,21 @@ def test_a_case_runs_in_a_process_that_is_limited_to_its_instruction_set(monkeyp
 @pytest.mark.parametrize("training", ["", TRAINING])
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_sample_requests_of_a_class_belong_to_it(name: str, training: str) -> None:
-    found = {class_of(each, bounds_of(each)) for each in kernel_choice.requests(name, "fp32", trains=bool(training))}
+    found = {
+        benchmark_class_of(each, bounds_of(each))
+        for each in kernel_choice.requests(name, "fp32", trains=bool(training))
+    }
     assert found == {name + training}
 
 
 @needs_native
 def test_the_table_of_the_rules_is_written_as_it_is_read() -> None:
     old, other = (
-        Measured("scalar", "float32", "then", {"full": 2.0}),
-        Measured("scalar", "bfloat16", "then", {"few": 0.5}),
+        MeasuredSpeed("scalar", "float32", "then", {"full": 2.0}),
+        MeasuredSpeed("scalar", "bfloat16", "then", {"few": 0.5}),
     )
-    new = Measured("scalar", "float32", "now", {"full" + TRAINING: 0.25})
+    new = MeasuredSpeed("scalar", "float32", "now", {"full" + TRAINING: 0.25})
     table = kernel_choice.updated([old, other], new)
     assert table == [other, new]
-    assert [Measured(**row) for row in json.loads(kernel_choice.written(table))] == table
+    assert [MeasuredSpeed(**row) for row in json.loads(kernel_choice.written(table))] == table
     assert kernel_choice.TARGET.read_text(encoding="utf-8") == kernel_choice.written(MEASURED)

@@ -75,7 +75,7 @@ def test_choices_and_features_are_those_of_torch_and_the_library() -> None:
 
 
 def test_a_missing_library_is_a_warning_and_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_found_library", lambda: "its library was not built")
+    monkeypatch.setattr(library, "_library_or_reason", lambda: "its library was not built")
     found = diagnose()
     assert (found.library, found.sets, found.chosen) == (None, (), None)
     assert found.warnings[0] == (
@@ -89,11 +89,11 @@ def test_a_missing_library_is_a_warning_and_the_rest_is_reported(monkeypatch: py
 @pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 def test_an_impossible_request_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIHEAD_CPU", "avx9")
-    library._best_instruction_set.cache_clear()
+    library._default_instruction_set.cache_clear()
     try:
         found = diagnose()
     finally:
-        library._best_instruction_set.cache_clear()
+        library._default_instruction_set.cache_clear()
     assert found.requested == "avx9"
     assert found.chosen is None
     assert found.warnings[0].startswith("MULTIHEAD_CPU is 'avx9', and there is no such instruction set. Give one that")

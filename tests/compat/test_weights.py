@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.compat.weights import LastWeights, attend_with_weights
 from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionCall, AttentionRequest, listen
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 
 SHOWN = torch.tensor([[True, True, False, False], [True, False, True, False], [False, False, False, False]])
 
@@ -138,7 +138,7 @@ def softmaxed(call: AttentionRequest) -> Tensor:
     """Compute the weights by the formula."""
     scores = call.q @ call.k.mT / 2
     scores = scores if call.bias is None else scores + call.bias
-    return scores.masked_fill(~call.mask.tile(Place.of(5, 6)), -torch.inf).softmax(-1)
+    return scores.masked_fill(~call.mask.tile(TilePositions.of(5, 6)), -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize("average", [False, True])

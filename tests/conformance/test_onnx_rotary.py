@@ -21,7 +21,7 @@ import onnx
 
 import multihead as mh
 from multihead.rotary import Rotary
-from multihead.rotary.waves import Waves
+from multihead.rotary.waves import RotationFactors
 
 CARRIED = 8  # with onnx 1.23; what a newer package carries beside them is run too
 READ = {"interleaved", "num_heads", "rotary_embedding_dim"}
@@ -64,14 +64,16 @@ def caches(node: Node) -> tuple[Tensor, Tensor]:
     return cosine[:, :, None], sine[:, :, None]
 
 
-def waves_of(node: Node) -> list[Waves | Tensor]:
+def waves_of(node: Node) -> list[RotationFactors | Tensor]:
     """The caches in every form that a turn takes: of pairs of neighbours also as one complex number a pair."""
     cosine, sine = caches(node)
     if node.attributes.get("interleaved"):
-        both = Waves(cosine.repeat_interleave(2, -1), torch.stack([-sine, sine], -1).flatten(-2), from_table=False)
+        both = RotationFactors(
+            cosine.repeat_interleave(2, -1), torch.stack([-sine, sine], -1).flatten(-2), from_table=False
+        )
         return [both, torch.complex(cosine, sine)]
     halves = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
-    return [Waves(*halves, from_table=False), Waves(*halves, from_table=True)]
+    return [RotationFactors(*halves, from_table=False), RotationFactors(*halves, from_table=True)]
 
 
 @pytest.mark.parametrize("name", list(nodes()))

@@ -10,7 +10,7 @@ import torch
 
 from multihead import functional
 from multihead.functional import attention, attention_weights, explain, request_of, statistics
-from multihead.kernels.call import Attended, AttentionCall, Work, listen, listeners, wanted_parts
+from multihead.kernels.call import AttentionCall, AttentionResult, WorkEstimate, listen, listeners, wanted_parts
 
 Q, K, V = torch.randn(3, 1, 2, 4, 8).unbind()
 
@@ -29,14 +29,19 @@ def test_a_request_holds_what_was_checked_and_resolved() -> None:
 
 def test_a_call_cannot_be_changed_after_it_ran() -> None:
     request = request_of(*torch.zeros(3, 1, 1, 2, 2).unbind())
-    call = AttentionCall(request, Attended(torch.zeros(1), torch.zeros(1)))
-    for value, name in ((request, "scale"), (call.attended, "output"), (call, "request"), (Work(1, 2), "cells")):
+    call = AttentionCall(request, AttentionResult(torch.zeros(1), torch.zeros(1)))
+    for value, name in (
+        (request, "scale"),
+        (call.attended, "output"),
+        (call, "request"),
+        (WorkEstimate(1, 2), "cells"),
+    ):
         with pytest.raises(FrozenInstanceError):
             setattr(value, name, 1)
 
 
 def test_each_call_has_statistics_of_its_own() -> None:
-    first, second = (Attended(torch.zeros(1), torch.zeros(1)) for _ in range(2))
+    first, second = (AttentionResult(torch.zeros(1), torch.zeros(1)) for _ in range(2))
     first.statistics["entropy"] = torch.zeros(1)
     assert second.statistics == {}
 

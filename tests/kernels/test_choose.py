@@ -18,12 +18,12 @@ from multihead.kernels.choose import (
     CLASSES,
     KERNELS,
     TRAINING,
-    Measured,
-    choose,
-    class_of,
-    is_slower,
-    measured_losses,
-    plan,
+    MeasuredSpeed,
+    benchmark_class_of,
+    choose_kernel,
+    plan_call,
+    pytorch_speedups,
+    reason_native_is_slower,
 )
 from multihead.kernels.native import library
 from multihead.kernels.native.operator import DTYPES
@@ -38,12 +38,12 @@ BOUNDS = key_bounds(request_of(Q, Q, Q).mask, queries=4, keys=4)
 
 @needs_native
 def test_the_fastest_that_does_not_refuse_is_chosen() -> None:
-    choice = choose(request_of(Q, Q, Q, softcap=2.0), BOUNDS)
+    choice = choose_kernel(request_of(Q, Q, Q, softcap=2.0), BOUNDS)
     assert (choice.name, choice.refusals) == ("native", {})
     not_double = {"native": "it computes float32, bfloat16 and float16, and the tensors are float64"}
-    choice = choose(request_of(DOUBLE, DOUBLE, DOUBLE), BOUNDS)
+    choice = choose_kernel(request_of(DOUBLE, DOUBLE, DOUBLE), BOUNDS)
     assert (choice.name, choice.refusals) == ("sdpa", not_double)
-    choice = choose(request_of(DOUBLE, DOUBLE, DOUBLE, softcap=2.0), BOUNDS)
+    choice = choose_kernel(request_of(DOUBLE, DOUBLE, DOUBLE, softcap=2.0), BOUNDS)
     assert (choice.name, choice.refusals) == (
         "reference",
         not_double
@@ -56,13 +56,13 @@ def test_the_fastest_that_does_not_refuse_is_chosen() -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_kernel_can_be_insisted_on(name: str) -> None:
-    choice = choose(request_of(Q, Q, Q), BOUNDS, kernel=name)
+    choice = choose_kernel(request_of(Q, Q, Q), BOUNDS, kernel=name)
     assert (choice.name, choice.refusals) == (name, {})
 
 
 def test_a_kernel_that_refuses_is_not_replaced_in_silence() -> None:
     with pytest.raises(ArgumentError) as refusal:
-        choose(request_of(Q, Q, Q, dropout=0.5), BOUNDS, kernel="sdpa")
+        choose_kernel(request_of(Q, Q, Q, dropout=0.5), BOUNDS, kernel="sdpa")
     assert str(refusal.value) == (
         "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to have one chosen."
     )
@@ -70,7 +70,7 @@ def test_a_kernel_that_refuses_is_not_replaced_in_silence() -> None:
 
 def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
     with pytest.raises(ArgumentError) as refusal:
-        choose(request_of(Q, Q, Q), BOUNDS, kernel="fast")
+        choose_kernel(request_of(Q, Q, Q), BOUNDS, kernel="fast")
     assert str(refusal.value) == "There is no kernel 'fast'. Give one of native, sdpa, flex, reference, or None."
 
 
@@ -81,7 +81,7 @@ def equal_requests(**options: Any) -> tuple[AttentionRequest, AttentionRequest]:
 
 def test_a_call_looks_up_what_was_planned_for_an_equal_one() -> None:
     first, second = equal_requests()
-    assert plan(first) is plan(second)
+    assert plan_call(first) is plan_call(second)
     for other in (
         request_of(Q, Q, Q, masks.Causal() & masks.Window(2)),
         request_of(Q, Q, Q, masks.Causal(), softcap=2.0),
@@ -89,30 +89,30 @@ def test_a_call_looks_up_what_was_planned_for_an_equal_one() -> None:
         request_of(DOUBLE, DOUBLE, DOUBLE, masks.Causal()),
         request_of(Q.clone().requires_grad_(), Q, Q, masks.Causal()),
     ):
-        assert plan(other) is not plan(first)
+        assert plan_call(other) is not plan_call(first)
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"sinks": torch.zeros(2)}, {"query_start": torch.tensor([0])}])
 def test_a_call_with_tensors_of_its_own_is_planned_each_time(options: dict[str, Any]) -> None:
     first, second = equal_requests(**options)
-    assert plan(first) is not plan(second)
+    assert plan_call(first) is not plan_call(second)
 
 
 @needs_native
 def test_the_instruction_set_takes_part_in_the_choice() -> None:
     request, _ = equal_requests()
-    before = plan(request)
+    before = plan_call(request)
     with library.using_instruction_set("scalar"):
-        assert plan(request).bounds is before.bounds
-        assert plan(request) is not before
-    assert plan(request) is before
+        assert plan_call(request).bounds is before.bounds
+        assert plan_call(request) is not before
+    assert plan_call(request) is before
 
 
 def test_no_slow_path_is_looked_up_past_strict() -> None:
     request = request_of(DOUBLE, DOUBLE, DOUBLE, masks.Causal(), softcap=2.0)
-    assert plan(request).kernel is KERNELS["reference"]
+    assert plan_call(request).kernel is KERNELS["reference"]
     with strict(), pytest.raises(SlowPathError):
-        plan(request)
+        plan_call(request)
 
 
 LENGTH = 200
@@ -123,12 +123,12 @@ def tensors(queries: int = LENGTH, keys: int = LENGTH, value_dim: int = 8) -> tu
 
 
 def said(request: AttentionRequest, set_name: str = "scalar") -> str | None:
-    return is_slower(request, bounds_of(request), set_name)
+    return reason_native_is_slower(request, bounds_of(request), set_name)
 
 
 def lost(monkeypatch: pytest.MonkeyPatch, **ratios: float) -> None:
     named = {name.replace("_training", TRAINING): ratio for name, ratio in ratios.items()}
-    monkeypatch.setattr(module, "LOST", measured_losses([Measured("scalar", "float32", "a machine", named)]))
+    monkeypatch.setattr(module, "LOST", pytorch_speedups([MeasuredSpeed("scalar", "float32", "a machine", named)]))
 
 
 REQUESTS = {
@@ -146,15 +146,15 @@ REQUESTS = {
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_has_a_request_that_is_in_it(name: str) -> None:
     request = REQUESTS[name]
-    assert class_of(request, bounds_of(request)) == name
+    assert benchmark_class_of(request, bounds_of(request)) == name
 
 
 def test_a_request_is_training_where_a_gradient_is_followed() -> None:
     q, k, v = tensors()
     request = request_of(q, k, v.requires_grad_())
-    assert class_of(request, bounds_of(request)) == "full" + TRAINING
+    assert benchmark_class_of(request, bounds_of(request)) == "full" + TRAINING
     with torch.no_grad():
-        assert class_of(request, bounds_of(request)) == "full"
+        assert benchmark_class_of(request, bounds_of(request)) == "full"
 
 
 def test_what_was_lost_is_said_with_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,5 +207,8 @@ def test_a_set_that_lost_nothing_costs_next_to_nothing(monkeypatch: pytest.Monke
     request = REQUESTS["full"]
     bounds = bounds_of(request)
     for name, limit in (("avx2", 5e-6), ("scalar", 20e-6)):  # generous: the machine may be busy
-        seconds = min(timeit.repeat(lambda name=name: is_slower(request, bounds, name), number=200, repeat=5)) / 200
+        seconds = (
+            min(timeit.repeat(lambda name=name: reason_native_is_slower(request, bounds, name), number=200, repeat=5))
+            / 200
+        )
         assert seconds < limit

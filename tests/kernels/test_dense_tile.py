@@ -16,7 +16,15 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import dense_tile as module
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import first_keys, first_seen, of_heads, scores, seen, without_autocast, working_dtype
+from multihead.kernels.dense_tile import (
+    first_key_of_queries,
+    first_key_of_samples,
+    scores,
+    seen,
+    select_request_heads,
+    without_autocast,
+    working_dtype,
+)
 from multihead.kernels.plan.bounds import bounds_of
 from tests import oracle
 from tests.drawing import Drawn, Every, calls
@@ -50,7 +58,7 @@ def test_a_tile_sees_what_the_whole_sees() -> None:
 def test_chosen_heads_keep_their_own_keys_bias_and_sinks() -> None:
     q, k = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 5, 4)
     bias, sinks = torch.randn(2, 6, 5, 5), torch.randn(6)
-    narrow = of_heads(request_of(q, k, k, bias=bias, sinks=sinks), torch.tensor([4, 1]))
+    narrow = select_request_heads(request_of(q, k, k, bias=bias, sinks=sinks), torch.tensor([4, 1]))
     assert torch.equal(narrow.q, q[:, [4, 1]])
     assert torch.equal(narrow.k, k[:, [1, 0]])
     assert narrow.bias is not None
@@ -80,8 +88,8 @@ def test_the_first_keys_of_any_call_are_those_of_its_dense_mask(case: Drawn) -> 
         seen = seen & (request.bias != -torch.inf)
     keys = seen.any(1)  # (batch, queries, keys)
     with patch.multiple(module, ROWS=3, COLUMNS=2):
-        found = first_seen(request, bounds_of(request)).expand(case.size.batch, -1)
-        of_samples = first_keys(request, bounds_of(request)).expand(case.size.batch)
+        found = first_key_of_queries(request, bounds_of(request)).expand(case.size.batch, -1)
+        of_samples = first_key_of_samples(request, bounds_of(request)).expand(case.size.batch)
     assert torch.equal(found, torch.where(keys.any(-1), keys.int().argmax(-1), case.size.keys))
     ever = keys.any(1)
     assert torch.equal(of_samples, torch.where(ever.any(-1), ever.int().argmax(-1), -1))
@@ -94,7 +102,7 @@ def call(mask: masks.Mask, queries: int = 6, bias: Tensor | None = None) -> Atte
 
 def test_a_call_without_queries_has_no_first_key() -> None:
     request = call(masks.Causal(), 0)
-    assert first_keys(request, bounds_of(request)).tolist() == [-1]
+    assert first_key_of_samples(request, bounds_of(request)).tolist() == [-1]
 
 
 def test_the_first_keys_of_a_plan_are_found_once_but_not_under_a_dispatch_mode() -> None:
@@ -102,9 +110,9 @@ def test_the_first_keys_of_a_plan_are_found_once_but_not_under_a_dispatch_mode()
     bounds = bounds_of(request)
     with patch.object(module, "_OF_PLANS", WeakKeyDictionary()):  # other tests share the plan of so common a call
         with FlopCounterMode(display=False):
-            under_a_mode = first_keys(request, bounds)
-        assert first_keys(request, bounds) is not under_a_mode
-        assert first_keys(request, bounds) is first_keys(request, bounds)
+            under_a_mode = first_key_of_samples(request, bounds)
+        assert first_key_of_samples(request, bounds) is not under_a_mode
+        assert first_key_of_samples(request, bounds) is first_key_of_samples(request, bounds)
 
 
 @pytest.mark.parametrize("batches", [(2, 1), (1, 2)])
@@ -120,5 +128,5 @@ def test_calls_with_one_plan_and_different_biases_have_their_own_first_keys(orde
     hides = torch.zeros(1, 1, 1, 6)
     hides[..., :2] = -torch.inf
     requests = [call(masks.Causal()), call(masks.Causal(), bias=hides)]
-    found = {index: first_keys(requests[index], bounds_of(requests[index])).tolist() for index in order}
+    found = {index: first_key_of_samples(requests[index], bounds_of(requests[index])).tolist() for index in order}
     assert found == {0: [0], 1: [2]}

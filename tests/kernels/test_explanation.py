@@ -11,7 +11,7 @@ import multihead as mh
 from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import explanation
-from multihead.kernels.call import Work
+from multihead.kernels.call import WorkEstimate
 from multihead.kernels.explanation import Explanation, explain_request
 
 Q = torch.zeros(2, 4, 100, 16)
@@ -27,7 +27,7 @@ def test_memory_is_said_in_units_one_can_read(count: int, said: str) -> None:
 
 def test_each_line_says_one_thing() -> None:
     told = Explanation(
-        "sdpa", {"native": "it is away"}, 0.5, 0.25, dense_remainder=True, work=Work(1, 1024), waits="it waits"
+        "sdpa", {"native": "it is away"}, 0.5, 0.25, dense_remainder=True, work=WorkEstimate(1, 1024), waits="it waits"
     )
     assert str(told).splitlines() == [
         "kernel   sdpa",

@@ -18,19 +18,19 @@ from tests.drawing import sizes, starts, trees
 def test_work_counts_the_cells_of_its_blocks() -> None:
     q = torch.zeros(2, 3, 300, 16)
     causal = request_of(q, q, q, mask=masks.Causal())
-    work = flex.work(causal, bounds_of(causal))
+    work = flex.estimate_work(causal, bounds_of(causal))
     assert work.cells == 2 * 3 * (128 * 128 + 128 * 256 + 44 * 300)
     rows, lists = 2 * 3 * 300, 2 * 4 * 3 * 3
     assert work.memory == rows * (16 * 4 + 4) + lists
     looked_up = request_of(q, q, q, mask=masks.Keep(torch.eye(300).roll(1, 0) + torch.eye(300) > 0, "queries keys"))
-    assert flex.work(looked_up, bounds_of(looked_up)).memory == rows * (16 * 4 + 4) + lists + 2 * 3 * 300 * 300
+    assert flex.estimate_work(looked_up, bounds_of(looked_up)).memory == rows * (16 * 4 + 4) + lists + 2 * 3 * 300 * 300
 
 
 def test_a_block_under_a_remainder_is_never_full() -> None:
     kept = torch.arange(9) % 3 > 0
     bounds = key_bounds(masks.Keep(kept, "keys"), queries=8, keys=9)
     assert bounds.remainder is not None
-    blocks = flex.blocks_of(bounds, keys=9, block=2)
+    blocks = flex.round_to_key_blocks(bounds, keys=9, block=2)
     assert torch.equal(blocks.full_first, blocks.full_stop)
     assert (blocks.first.tolist(), blocks.stop.tolist()) == ([[0] * 4], [[5] * 4])
 

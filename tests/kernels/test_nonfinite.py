@@ -8,8 +8,8 @@ import torch
 from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import nonfinite
-from multihead.kernels.call import Attended
-from multihead.kernels.nonfinite import restore_nan, without_nonfinite
+from multihead.kernels.call import AttentionResult
+from multihead.kernels.nonfinite import make_rows_nan, replace_nonfinite
 from multihead.kernels.plan.bounds import key_bounds
 from tests import oracle
 
@@ -17,7 +17,7 @@ from tests import oracle
 def test_finite_tensors_pass_untouched() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 4).unbind()
     request = request_of(q, k, v, bias=torch.tensor(-torch.inf).view(1, 1, 1, 1))
-    cleaned, rows = without_nonfinite(request, key_bounds(request.mask, queries=5, keys=5))
+    cleaned, rows = replace_nonfinite(request, key_bounds(request.mask, queries=5, keys=5))
     assert cleaned is request
     assert rows is None
 
@@ -25,7 +25,7 @@ def test_finite_tensors_pass_untouched() -> None:
 def test_finite_tensors_whose_norm_overflows_lose_nothing() -> None:
     q = torch.full((1, 1, 4, 64), 1e30)
     request = request_of(q, q, q)
-    cleaned, rows = without_nonfinite(request, key_bounds(request.mask, queries=4, keys=4))
+    cleaned, rows = replace_nonfinite(request, key_bounds(request.mask, queries=4, keys=4))
     assert torch.equal(cleaned.q, q)
     assert rows is not None
     assert not bool(rows.any())
@@ -50,7 +50,7 @@ def test_the_named_rows_are_those_that_see_what_is_not_finite(
         bad[0, 0, 4, 4] = bad[1, 1, 8, 8] = True
         seen = seen & (bias != -torch.inf)
     request = request_of(q, k, v, mask=mask, bias=bias)
-    cleaned, rows = without_nonfinite(request, key_bounds(mask, queries=9, keys=9))
+    cleaned, rows = replace_nonfinite(request, key_bounds(mask, queries=9, keys=9))
     assert rows is not None
     assert torch.equal(rows, (bad & seen).any(-1))
     assert all(bool(tensor.isfinite().all()) for tensor in (cleaned.q, cleaned.k, cleaned.v))
@@ -60,7 +60,7 @@ def test_the_named_rows_are_those_that_see_what_is_not_finite(
 
 def test_poisoned_rows_are_nan_in_output_and_logsumexp() -> None:
     rows = torch.tensor([[[True, False]]])
-    given = restore_nan(Attended(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2)), rows)
+    given = make_rows_nan(AttentionResult(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2)), rows)
     assert given.output.isnan().all(-1).tolist() == rows.tolist()
     assert given.logsumexp.isnan().tolist() == rows.tolist()
     assert given.output[0, 0, 1].tolist() == [1, 1, 1]

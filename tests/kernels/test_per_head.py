@@ -13,8 +13,8 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import per_head
 from multihead.kernels.call import AttentionCall, AttentionRequest, listen
-from multihead.kernels.per_head import attended_by_head, computes_per_head
-from multihead.masks.place import Place
+from multihead.kernels.per_head import attend_per_head, is_computed_per_head
+from multihead.masks.place import TilePositions
 from tests.kernel_names import needs_native
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 3, 4, 5, 6, 4
@@ -46,7 +46,7 @@ def plain(request: AttentionRequest, factor: Tensor | float) -> tuple[Tensor, Te
     """Compute output and weights by the formula, the weights multiplied by the factor of dropout."""
     scores = request.q @ request.k.mT * request.scale
     scores = scores if request.bias is None else scores + request.bias
-    shown = request.mask.tile(Place.of(QUERIES, KEYS))
+    shown = request.mask.tile(TilePositions.of(QUERIES, KEYS))
     weights = scores.masked_fill(~shown, -1e300).softmax(-1).masked_fill(~shown, 0) * factor
     return weights @ request.v, weights
 
@@ -59,7 +59,7 @@ def plain(request: AttentionRequest, factor: Tensor | float) -> tuple[Tensor, Te
 def test_all_of_it_is_the_formula(mask: str, bias: str, *, average: bool, dropout: float) -> None:
     request, leaves = made(MASKS[mask], BIASES[bias], dropout=dropout)
     torch.manual_seed(1)
-    output, weights = attended_by_head(request, need_weights=True, average=average)
+    output, weights = attend_per_head(request, need_weights=True, average=average)
     torch.manual_seed(1)
     drawn = torch.nn.functional.dropout(torch.ones(BATCH, HEADS, QUERIES, KEYS, dtype=torch.float64), dropout)
     expected, every_weight = plain(request, drawn)
@@ -87,7 +87,7 @@ def test_weights_that_are_not_needed_change_no_bit(*, dropout: float) -> None:
     outputs = []
     for need_weights in (False, True):
         torch.manual_seed(1)
-        output, weights = attended_by_head(request, need_weights=need_weights, average=True)
+        output, weights = attend_per_head(request, need_weights=need_weights, average=True)
         assert (weights is None) == (not need_weights)
         outputs.append(output)
     assert torch.equal(*outputs)
@@ -95,7 +95,7 @@ def test_weights_that_are_not_needed_change_no_bit(*, dropout: float) -> None:
 
 def test_the_graph_keeps_no_weights_but_a_bit_each_of_dropout() -> None:
     request, _ = made(masks.Full(), dropout=0.5)
-    output, _ = attended_by_head(request, need_weights=True, average=False)
+    output, _ = attend_per_head(request, need_weights=True, average=False)
     node = output.grad_fn
     assert node is not None
     saved = [tensor for tensor in node.saved_tensors if tensor is not None]  # type: ignore[attr-defined]
@@ -114,12 +114,12 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
 
     request, _ = made(MASKS["lengths, one of them 0"], dropout=dropout)
     with listen(Ear()):
-        output, _ = attended_by_head(request, need_weights=False, average=True)
+        output, _ = attend_per_head(request, need_weights=False, average=True)
     (call,) = heard
     assert call.attended.output is output
     assert call.request.wanted == {"entropy"}
     scores = (request.q @ request.k.mT * request.scale).detach()
-    scores = scores.masked_fill(~request.mask.tile(Place.of(QUERIES, KEYS)), -torch.inf)
+    scores = scores.masked_fill(~request.mask.tile(TilePositions.of(QUERIES, KEYS)), -torch.inf)
     torch.testing.assert_close(call.attended.logsumexp, scores.logsumexp(-1), rtol=0, atol=1e-12)
 
 
@@ -133,16 +133,18 @@ def test_it_accepts_dropout_and_plain_calls_without_gradients_only() -> None:
     full, _ = made(masks.Full())
     causal, _ = made(masks.Causal())
     dropped, _ = made(masks.Causal(), dropout=0.5)
-    assert computes_per_head(dropped, need_weights=True)
-    assert computes_per_head(still(full), need_weights=True)
+    assert is_computed_per_head(dropped, need_weights=True)
+    assert is_computed_per_head(still(full), need_weights=True)
     with torch.no_grad():
-        assert computes_per_head(full, need_weights=True)
-    assert not computes_per_head(full, need_weights=True)  # the fused kernel has the faster gradient
-    assert not computes_per_head(still(causal), need_weights=True)  # and skips what a mask hides
+        assert is_computed_per_head(full, need_weights=True)
+    assert not is_computed_per_head(full, need_weights=True)  # the fused kernel has the faster gradient
+    assert not is_computed_per_head(still(causal), need_weights=True)  # and skips what a mask hides
     many = torch.zeros(1, 1, 1025, 2)
-    assert not computes_per_head(request_of(many, many, many), need_weights=True)
-    assert not computes_per_head(request_of(*(torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16),) * 3), need_weights=True)
-    assert not computes_per_head(
+    assert not is_computed_per_head(request_of(many, many, many), need_weights=True)
+    assert not is_computed_per_head(
+        request_of(*(torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16),) * 3), need_weights=True
+    )
+    assert not is_computed_per_head(
         request_of(torch.zeros(1, 1, 0, 2), *(torch.zeros(1, 1, 3, 2),) * 2), need_weights=True
     )
 
@@ -150,9 +152,9 @@ def test_it_accepts_dropout_and_plain_calls_without_gradients_only() -> None:
 @needs_native
 def test_without_weights_it_leaves_plain_calls_to_the_native_kernel_and_keeps_dropout() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    assert not computes_per_head(request_of(q, q, q), need_weights=False)
-    assert computes_per_head(request_of(q, q, q, dropout=0.5), need_weights=False)
-    assert computes_per_head(request_of(*(q.double(),) * 3), need_weights=False)  # which that kernel refuses
+    assert not is_computed_per_head(request_of(q, q, q), need_weights=False)
+    assert is_computed_per_head(request_of(q, q, q, dropout=0.5), need_weights=False)
+    assert is_computed_per_head(request_of(*(q.double(),) * 3), need_weights=False)  # which that kernel refuses
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -161,7 +163,7 @@ def test_inputs_that_are_not_finite_are_left_to_the_kernels(name: str, bad: floa
     request, _ = made(masks.Full(), dropout=0.5)
     restore_nan = getattr(request, name).detach().clone()
     restore_nan[1, 2, 3, 0] = bad
-    assert not computes_per_head(still(request, **{name: restore_nan}), need_weights=True)
+    assert not is_computed_per_head(still(request, **{name: restore_nan}), need_weights=True)
 
 
 def test_a_bias_of_minus_infinity_hides_and_any_other_that_is_not_finite_is_left() -> None:
@@ -169,11 +171,11 @@ def test_a_bias_of_minus_infinity_hides_and_any_other_that_is_not_finite_is_left
     hiding = torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.float64)
     hiding[..., 2, :] = -torch.inf
     calm = still(request, bias=hiding)
-    assert computes_per_head(calm, need_weights=True)
-    output, weights = attended_by_head(calm, need_weights=True, average=False)
+    assert is_computed_per_head(calm, need_weights=True)
+    output, weights = attend_per_head(calm, need_weights=True, average=False)
     assert weights is not None
     assert (weights[:, :, 2] == 0).all()
     assert (output[:, :, 2] == 0).all()
-    assert not computes_per_head(
+    assert not is_computed_per_head(
         still(request, bias=hiding.masked_fill(hiding == -torch.inf, torch.inf)), need_weights=True
     )

@@ -42,7 +42,7 @@ def test_it_accepts_every_request_and_holds_three_maps() -> None:
     request = request_of(q, q, q, dropout=0.5, softcap=3.0)
     bounds = key_bounds(request.mask, queries=5, keys=5)
     assert reference.refusal(request, bounds) is None
-    work = reference.work(request, bounds)
+    work = reference.estimate_work(request, bounds)
     assert work.cells == 2 * 4 * 5 * 5
     assert work.memory == 3 * 4 * work.cells
 
@@ -108,11 +108,11 @@ def test_without_gradients_hidden_blocks_are_neither_computed_nor_held() -> None
     q = torch.zeros(1, 1, 1024, 8)
     windowed = request_of(q, q, q, masks.Window(64), softcap=5.0)
     bounds = key_bounds(windowed.mask, queries=1024, keys=1024)
-    found = reference.work(windowed, bounds)
+    found = reference.estimate_work(windowed, bounds)
     assert found.cells == 256 * 256 + 3 * 256 * (256 + 63)
     assert found.memory < 3 * 1024 * 1024 * 4
     followed = request_of(q.requires_grad_(), q, q, masks.Window(64), softcap=5.0)
-    assert reference.work(followed, bounds).cells == 1024 * 1024
+    assert reference.estimate_work(followed, bounds).cells == 1024 * 1024
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
-from multihead.kernels.call import Attended, AttentionRequest
+from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.tensors.shapes import AttentionShape
 
 
@@ -25,22 +25,22 @@ class Recorded:
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
         return torch.arange(tokens, device=device)[None] + 100
 
-    def whole(self, shape: AttentionShape) -> AttentionShape:
+    def whole_shape(self, shape: AttentionShape) -> AttentionShape:
         return shape._replace(query_length=2 * shape.query_length, key_length=2 * shape.key_length)
 
-    def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
+    def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
         self.requests.append(request)
-        return Attended(request.q + 1, request.q[..., 0])
+        return AttentionResult(request.q + 1, request.q[..., 0])
 
-    place = (0, 1)
+    rank_and_ranks = (0, 1)
 
     def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
         return ((0, length),)
 
-    def gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor
 
-    def work(self, request: AttentionRequest, *, kernel: str | None) -> sequence_split.RankWork:
+    def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> sequence_split.RankWork:
         parts = [request, replace(request, mask=masks.Causal())]
         return sequence_split.RankWork(parts, 2 * request.shape.cells, 9, 1024, (("ranks", "two"),))
 
@@ -86,9 +86,9 @@ def test_the_split_ends_where_an_error_leaves_it() -> None:
 
 
 def test_nothing_is_rejected_outside_of_a_split() -> None:
-    sequence_split.reject_in_split("A cache", "Decode outside of it.")
+    sequence_split.reject_split_sequence("A cache", "Decode outside of it.")
     with sequence_split.split(Recorded()), pytest.raises(ArgumentError) as error:
-        sequence_split.reject_in_split("A cache", "Decode outside of it.")
+        sequence_split.reject_split_sequence("A cache", "Decode outside of it.")
     assert str(error.value) == (
         "A cache cannot be used in context_parallel, where a rank has part of the tokens. Decode outside of it."
     )

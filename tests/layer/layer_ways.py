@@ -34,11 +34,11 @@ def only(kernel: str | None) -> Iterator[None]:
 
     Rectangles are as small as they are cheap, so that short calls are covered by several of them, as long ones are.
     """
-    planned = functional.plan if kernel is None else partial(_planned, functional.plan, kernel)
+    planned = functional.plan_call if kernel is None else partial(_planned, functional.plan_call, kernel)
     unplanned = eager.attend if kernel is None else _need_plan
     try:
         with (
-            mock.patch.object(functional, "plan", planned),
+            mock.patch.object(functional, "plan_call", planned),
             mock.patch.object(eager, "attend", unplanned),
             mock.patch.multiple(rectangles, CALL_CELLS=1, BLOCK_ROWS=3),
         ):

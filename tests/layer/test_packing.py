@@ -11,7 +11,7 @@ import torch
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
 from multihead.layer.packing import Packing, Padding
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 
 LENGTHS = (3, 0, 5)
 
@@ -125,7 +125,7 @@ def test_a_padding_found_in_inference_mode_serves_training() -> None:
 class SecondOfTwo:
     """A sequence whose second half is held here."""
 
-    place = (1, 2)
+    rank_and_ranks = (1, 2)
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
         return torch.arange(tokens, 2 * tokens, device=device)[None]
@@ -140,7 +140,7 @@ def test_the_padding_of_a_rank_is_computed_as_zeros_and_hidden_on_all_ranks() ->
     assert tokens[..., 0].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert padding.drop(x, x, 2 * x)[2][..., 0].tolist() == [[2, 2, 2], [2, 0, 0]]
     assert torch.equal(padding.restore(tokens + 1), 2 * tokens)
-    seen = padding.hide(masks.Causal()).tile(Place.of(6, 6))
+    seen = padding.hide(masks.Causal()).tile(TilePositions.of(6, 6))
     expected = torch.ones(2, 6, 6, dtype=torch.bool).tril()
     expected[1, 4:] = False
     assert torch.equal(seen[:, 0], expected)

@@ -11,7 +11,7 @@ from multihead import masks
 from multihead.errors import ArgumentError, MaskError
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from tests import oracle
 
 INNER = [
@@ -28,10 +28,10 @@ INNER = [
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_every_query_sees_the_leading_keys_and_the_mask_applies_to_the_others(inner: masks.Mask, count: int) -> None:
-    mask, place = LeadingKeys(count, inner), Place.of(5, 4 + count, query_start=count - 1)
+    mask, place = LeadingKeys(count, inner), TilePositions.of(5, 4 + count, query_start=count - 1)
     found = mask.tile(place).expand(2, 1, 5, 4 + count)
     assert bool(found[..., :count].all())
-    behind = inner.tile(Place.of(5, 4, query_start=-1)).expand(2, 1, 5, 4)
+    behind = inner.tile(TilePositions.of(5, 4, query_start=-1)).expand(2, 1, 5, 4)
     assert torch.equal(found[..., count:], behind)
     assert torch.equal(found, oracle.shown(mask, (2, 1, 5, 4 + count), torch.tensor([count - 1] * 2)))
 

@@ -14,8 +14,8 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import MaskError
 from multihead.kernels.plan.bounds import key_bounds
-from multihead.masks.base import registered
-from multihead.masks.place import Place
+from multihead.masks.base import find_mask_class
+from multihead.masks.place import TilePositions
 from tests.drawing import Every
 from tests.kernel_names import EACH, exactest, rounding
 
@@ -295,7 +295,7 @@ def test_a_padded_batch_is_packed_only_if_the_mask_is_an_interval() -> None:
 
 
 def test_some_heads_of_a_mask_that_differs_between_heads_show_what_they_show_in_it() -> None:
-    mask, place = PerHead(4) & masks.Causal(), Place.of(LENGTH, LENGTH)
+    mask, place = PerHead(4) & masks.Causal(), TilePositions.of(LENGTH, LENGTH)
     some = mask.select_heads(lambda x: x[:, 1:4] if x.shape[1] > 1 else x)
     assert torch.equal(some.tile(place), mask.tile(place)[:, 1:4])
     one = some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)
@@ -364,4 +364,4 @@ def test_a_name_of_the_package_cannot_be_taken() -> None:
         "multihead.masks already defines a mask named Causal. "
         "Give the class another name: a saved record finds a mask by the name of its class."
     )
-    assert registered("Causal") is masks.Causal
+    assert find_mask_class("Causal") is masks.Causal

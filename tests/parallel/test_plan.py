@@ -7,7 +7,7 @@ import torch
 
 from multihead import masks
 from multihead.kernels.plan.bounds import key_bounds
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.parallel.layout import Layout
 from multihead.parallel.plan import RingPlan, keys_of_ring, ring_plan, work_per_rank
 from tests.parallel.cases import LENGTH, MASKS
@@ -23,7 +23,7 @@ def plans(mask: masks.Mask, length: int, layout: Layout) -> list[RingPlan]:
 @pytest.mark.parametrize("name", MASKS)
 def test_the_pieces_show_every_visible_cell_once(name: str, layout: Layout) -> None:
     mask = MASKS[name]()
-    expected = mask.tile(Place.of(LENGTH, LENGTH)).expand(2, 4, -1, -1)
+    expected = mask.tile(TilePositions.of(LENGTH, LENGTH)).expand(2, 4, -1, -1)
     shown = torch.zeros(2, 4, LENGTH, LENGTH, dtype=torch.int64)
     for rank, plan in enumerate(plans(mask, LENGTH, layout)):
         own = layout.positions(rank, LENGTH)
@@ -33,7 +33,7 @@ def test_the_pieces_show_every_visible_cell_once(name: str, layout: Layout) -> N
             for piece in step.pieces:
                 rows, columns = own[piece.at], keys[piece.among]
                 assert (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1) == (*piece.rows, *piece.keys)
-                tile = piece.mask.tile(Place.of(len(rows), len(columns))).expand(2, 4, -1, -1)
+                tile = piece.mask.tile(TilePositions.of(len(rows), len(columns))).expand(2, 4, -1, -1)
                 shown[:, :, rows[:, None], columns] += tile.long()
                 bounds = key_bounds(piece.mask, queries=len(rows), keys=len(columns))
                 column = torch.arange(len(columns))

@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
 from multihead.kernels.native.library import reason_of_absence
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.parallel import context_parallel
 from tests.parallel import cases
 from tests.parallel.processes import Processes
@@ -74,7 +74,7 @@ def test_the_dropped_weights_are_those_of_one_process(four: Processes, strategy:
     """Rank 0 draws the seed, and each weight is dropped by its sample, head, query and key in the whole call."""
     for mask in ("causal", "lengths"):
         expected = cases.dropped(lambda x: x, mask)
-        shown = cases.MASKS[mask]().tile(Place.of(cases.LENGTH, cases.LENGTH))
+        shown = cases.MASKS[mask]().tile(TilePositions.of(cases.LENGTH, cases.LENGTH))
         assert (((expected["first"] == 0) & shown).any(), ((expected["first"] != 0) & shown).any()) == (True, True)
         for ranks, check in ((2, "every call"), (4, "first call")):
             for found in four.results(cases.split_dropped, ranks, strategy, layout, mask, check, ranks=ranks):

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionRequest
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.probes import blocks as module
 from multihead.probes.blocks import BlockSums, CancelledError, blocks
 from multihead.scores.bias import RelativeBias
@@ -55,7 +55,7 @@ def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tupl
     _, logsumexp = attention_with_logsumexp(q, k, k, bias=given, kernel="reference", **options)
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 4
     scores = 8.0 * (scores / 8.0).tanh()
-    shown = mask.tile(Place.of(QUERIES, KEYS, query_start=START)).expand(1, HEADS, QUERIES, KEYS)
+    shown = mask.tile(TilePositions.of(QUERIES, KEYS, query_start=START)).expand(1, HEADS, QUERIES, KEYS)
     if wide is not None:
         added = wide.tile(QUERIES, KEYS) if isinstance(wide, RelativeBias) else wide
         shown = shown & (added != -torch.inf)

@@ -7,7 +7,7 @@ import torch
 
 from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
-from multihead.kernels.call import Attended, AttentionCall
+from multihead.kernels.call import AttentionCall, AttentionResult
 from multihead.kernels.dense_tile import seen
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.kernels.parts import Part
@@ -80,6 +80,6 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
 
 def test_the_first_key_of_the_context_replaces_that_of_the_kernel() -> None:
     q = torch.zeros(1, 1, 2, 4)
-    ready = Attended(q, torch.full((1, 1, 2), 2.0).log(), {FIRST_KEY: torch.full((1, 1, 2), 0.5)})
+    ready = AttentionResult(q, torch.full((1, 1, 2), 2.0).log(), {FIRST_KEY: torch.full((1, 1, 2), 0.5)})
     found = statistics_of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), ProbeContext(first_key=-1))
     assert found["first_mass"].tolist() == [[[0, 0]]]

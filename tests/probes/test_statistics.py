@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead import masks
 from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
-from multihead.kernels.call import Attended, AttentionCall
+from multihead.kernels.call import AttentionCall, AttentionResult
 from multihead.kernels.native import kernel
 from multihead.kernels.parts import Part
 from multihead.probes import (
@@ -345,7 +345,7 @@ def test_of_nothing_all_statistics_are_empty(sizes: tuple[int, int, int], dtype:
 def test_what_a_kernel_had_at_hand_is_not_computed_again() -> None:
     q = torch.zeros(1, 1, 2, 4)
     marked = torch.full((1, 1, 2), 3.0)
-    call = AttentionCall(request_of(q, q, q), Attended(q, torch.full((1, 1, 2), 2.0).log(), {"entropy": marked}))
+    call = AttentionCall(request_of(q, q, q), AttentionResult(q, torch.full((1, 1, 2), 2.0).log(), {"entropy": marked}))
     found = statistics_of_call(call, ("entropy", "effective_keys", "largest_weight"))
     assert found["entropy"] is marked
     assert found["effective_keys"].flatten().tolist() == pytest.approx([math.exp(3), math.exp(3)])
@@ -418,7 +418,7 @@ def test_a_call_with_dropout_is_measured_before_it() -> None:
     """Its output has lost what was dropped."""
     q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
     request = request_of(q, k, v, dropout=0.5)
-    attended = Attended(torch.zeros_like(q), (q @ k.mT / 2).logsumexp(-1))
+    attended = AttentionResult(torch.zeros_like(q), (q @ k.mT / 2).logsumexp(-1))
     context = ProbeContext(output_weight=torch.eye(8, dtype=torch.float64))
     found = statistics_of_call(AttentionCall(request, attended), ("output_norm",), context)["output_norm"]
     torch.testing.assert_close(found, ((q @ k.mT / 2).softmax(-1) @ v).norm(dim=-1), atol=1e-12, rtol=0)
@@ -485,7 +485,7 @@ def test_a_probe_of_a_script_has_zero_where_a_query_sees_no_key_and_nan_where_it
 def test_a_probe_of_a_script_is_computed_from_what_the_kernel_measured() -> None:
     q, logsumexp = torch.zeros(1, 1, 2, 4), torch.tensor([[[-torch.inf, 0.5]]])
     at_hand: dict[Part, Tensor] = {("offset_mass", 0): torch.tensor([[[0, 0.25]]])}
-    call = AttentionCall(request_of(q, q, q), Attended(q, logsumexp, at_hand))
+    call = AttentionCall(request_of(q, q, q), AttentionResult(q, logsumexp, at_hand))
     assert statistics_of_call(call, (late_mass(),))["late_mass"].tolist() == [[[0, 0.75]]]
 
 

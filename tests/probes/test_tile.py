@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_weights, attention_with_logsumexp, request_of, statistics
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.probes import tile as tiles
 from multihead.probes.tile import LARGE, RowLogsumexps, head_indices, is_finite_and_small, is_large, tile
 from multihead.scores import RelativeBias
@@ -106,7 +106,7 @@ def in_tiles(q: Tensor, k: Tensor, *, width: int = 23, **options: Any) -> Tensor
 def test_weights_are_exact_at_any_size_of_the_scores(size: float, mask: str) -> None:
     q, k = drawn(size)
     options = {"mask": MASKS[mask], "query_start": 20}
-    case = Case(q, k, shown=MASKS[mask].tile(Place.of(70, 90, query_start=20)))
+    case = Case(q, k, shown=MASKS[mask].tile(TilePositions.of(70, 90, query_start=20)))
     check_exact(attention_weights(q, k, **options), case)
     check_exact(in_tiles(q, k, **options), case)
 

@@ -20,7 +20,7 @@ from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionCall, CallOrigin, listen, listeners
 from multihead.kernels.dense_tile import seen
 from multihead.layer.cache import KeyValueCache
-from multihead.masks.place import Span
+from multihead.masks.place import SampleSpan
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
 from multihead.record.batch import BatchRows, hide_padding_queries, range_of_true, slice_call, spans_of_call
@@ -68,7 +68,7 @@ def test_a_part_of_a_mask_is_the_mask_of_the_part(
     request = call_of(masks.Full(), query_start=start).request
     request = replace(request, mask=MASKS[name])
     whole = seen(request).expand(BATCH, HEADS, -1, -1)[sample, :, slice(*rows), slice(*keys)]
-    part = slice_call(AttentionCall(request, attend(request)), Span(sample, rows, keys)).request
+    part = slice_call(AttentionCall(request, attend(request)), SampleSpan(sample, rows, keys)).request
     assert part.shape.batch == 1
     assert torch.equal(seen(part).expand(1, HEADS, -1, -1)[0], whole)
 
@@ -79,7 +79,7 @@ def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> Non
     bias = torch.randn(1, HEADS, QUERIES, KEYS)
     call = call_of(masks.Causal() & masks.Keep(padding, "batch keys"), query_start=3, bias=bias)
     whole = tile(call.request, call.attended.logsumexp)
-    part = slice_call(call, Span(1, (0, 6), (3, 9)))
+    part = slice_call(call, SampleSpan(1, (0, 6), (3, 9)))
     assert part.request.query_start == 0
     assert part.request.mask == masks.Causal()
     torch.testing.assert_close(tile(part.request, part.attended.logsumexp)[0], whole[1, :, :, 3:])
@@ -87,7 +87,7 @@ def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> Non
 
 class TestWhereSamplesStand:
     def test_without_padding_they_stand_everywhere(self) -> None:
-        assert spans_of_call(call_of(masks.Full()).request) == [Span(index, (0, 6), (0, 9)) for index in range(2)]
+        assert spans_of_call(call_of(masks.Full()).request) == [SampleSpan(index, (0, 6), (0, 9)) for index in range(2)]
 
     def test_keys_that_no_query_may_see_are_left_out(self) -> None:
         assert [each.keys for each in spans_of_call(call_of(masks.Lengths((9, 5))).request)] == [(0, 9), (0, 5)]
@@ -101,7 +101,7 @@ class TestWhereSamplesStand:
         queries = torch.tensor([[True] * 6, [False, True, True, True, True, False]])
         keys = torch.tensor([[True] * 9, [False, False, *[True] * 5, False, False]])
         found = spans_of_call(call_of(masks.Full()).request, queries=queries, keys=keys)
-        assert found == [Span(0, (0, 6), (0, 9)), Span(1, (1, 5), (2, 7))]
+        assert found == [SampleSpan(0, (0, 6), (0, 9)), SampleSpan(1, (1, 5), (2, 7))]
 
     def test_a_sample_of_padding_alone_is_empty(self) -> None:
         nothing = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
@@ -114,7 +114,7 @@ class TestWhereSamplesStand:
             request_of(q, q, q, masks.Causal() & masks.Documents((4, 3))),
             origin=CallOrigin(nn.Module(), torch.tensor([4, 3])),
         )
-        assert spans_of_call(request) == [Span(0, (0, 4), (0, 4)), Span(0, (4, 7), (4, 7))]
+        assert spans_of_call(request) == [SampleSpan(0, (0, 4), (0, 4)), SampleSpan(0, (4, 7), (4, 7))]
         part = slice_call(AttentionCall(request, attend(request)), spans_of_call(request)[1]).request
         assert part.mask == masks.Causal()
         assert part.query_start == 0
@@ -125,13 +125,13 @@ def test_a_whole_sample_keeps_the_statistics_its_kernel_gave() -> None:
     call = call_of(masks.Full())
     given_ = {"entropy": torch.rand(BATCH, HEADS, QUERIES)}
     call = AttentionCall(call.request, replace(call.attended, statistics=given_))
-    whole, part = slice_call(call, Span(1, (0, 6), (0, 9))), slice_call(call, Span(1, (0, 5), (0, 9)))
+    whole, part = slice_call(call, SampleSpan(1, (0, 6), (0, 9))), slice_call(call, SampleSpan(1, (0, 5), (0, 9)))
     assert torch.equal(whole.attended.statistics["entropy"], given_["entropy"][1:])
     assert part.attended.statistics == {}
 
 
 def test_padding_between_real_queries_sees_nothing() -> None:
-    call = slice_call(call_of(masks.Full()), Span(0, (0, 6), (0, 9)))
+    call = slice_call(call_of(masks.Full()), SampleSpan(0, (0, 6), (0, 9)))
     real = torch.tensor([True, True, False, True, False, True])
     found = hide_padding_queries(call, real)
     assert torch.equal(seen(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
@@ -149,8 +149,8 @@ def test_the_documents_of_a_packing_are_taken_out_and_nothing_else() -> None:
 
 def test_a_tensor_that_hides_nothing_of_a_sample_is_no_mask_of_it() -> None:
     kept = masks.Keep(torch.tensor([[True, True], [True, False]]), "batch keys")
-    assert kept.part(Span(0, (0, 1), (0, 2))) == masks.Full()
-    assert isinstance(kept.part(Span(1, (0, 1), (0, 2))), masks.Keep)
+    assert kept.select_span(SampleSpan(0, (0, 1), (0, 2))) == masks.Full()
+    assert isinstance(kept.select_span(SampleSpan(1, (0, 1), (0, 2))), masks.Keep)
 
 
 def _expected(sample: SampleRecord, q: Tensor, k: Tensor, shown: Tensor) -> dict[str, Tensor]:
@@ -263,7 +263,7 @@ def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() ->
     first, own = ("first_keys_mass", 1), ("offset_mass", 0)
     measured = dict.fromkeys(("entropy", first, own, "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
     call = AttentionCall(call.request, replace(call.attended, statistics=measured))
-    part = Span(1, (2, 5), (2, 8))
+    part = SampleSpan(1, (2, 5), (2, 8))
     assert slice_call(call, part).attended.statistics.keys() == set()
     assert slice_call(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
     both = replace(part, holds_all=True, holds_first=True)

@@ -88,7 +88,7 @@ def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[i
     found, with_tensors = QuantileSketch.empty(3), QuantileSketch.empty(3)
     for _ in range(2):
         found.add(*strided)
-        with patch.object(library, "_found_library", lambda: "it is hidden"):
+        with patch.object(library, "_library_or_reason", lambda: "it is hidden"):
             with_tensors.add(values, counted)
     assert torch.equal(found.bins, with_tensors.bins)
     assert torch.equal(found.count, with_tensors.count)

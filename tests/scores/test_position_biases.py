@@ -18,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention
-from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, buckets_of, slopes_of
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, alibi_slopes, distance_buckets
 from tests.kernel_names import needs_native
 
 
@@ -33,8 +33,8 @@ def slopes_of_the_paper(n: int) -> list[float]:
 
 @pytest.mark.parametrize("heads", [*range(1, 34), 40, 71, 112])
 def test_slopes_are_those_of_the_paper(heads: int) -> None:
-    assert slopes_of(heads) == pytest.approx(slopes_of_the_paper(heads), rel=1e-12)
-    assert len(slopes_of(heads)) == heads
+    assert alibi_slopes(heads) == pytest.approx(slopes_of_the_paper(heads), rel=1e-12)
+    assert len(alibi_slopes(heads)) == heads
 
 
 @pytest.mark.parametrize("start", [0, 6, torch.tensor([3, 0])], ids=str)
@@ -44,7 +44,7 @@ def test_a_key_counts_less_by_the_slope_times_its_distance(queries: int, keys: i
     starts = start.tolist() if isinstance(start, Tensor) else [start]
     assert bias.values.shape == (len(starts), 6, queries + keys - 1)
     expected = [
-        [[[-abs(j - i - at) * slope for j in range(keys)] for i in range(queries)] for slope in slopes_of(6)]
+        [[[-abs(j - i - at) * slope for j in range(keys)] for i in range(queries)] for slope in alibi_slopes(6)]
         for at in starts
     ]
     exact = torch.tensor(expected, dtype=torch.float64).reshape(len(starts), 6, queries, keys)
@@ -234,7 +234,7 @@ def theirs(bias: T5Bias) -> Any:
 def test_buckets_are_those_of_t5(buckets: int, longest: int, both_ways: bool) -> None:
     distances = torch.arange(-3000, 3001)
     expected = T5Attention._relative_position_bucket(distances, both_ways, buckets, longest)
-    found = buckets_of(distances, num_buckets=buckets, max_distance=longest, both_ways=both_ways)
+    found = distance_buckets(distances, num_buckets=buckets, max_distance=longest, both_ways=both_ways)
     assert torch.equal(found, expected)
     assert found.min() == 0
     assert found.max() == buckets - 1

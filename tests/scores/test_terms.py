@@ -10,15 +10,15 @@ import torch
 from multihead import masks
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp
-from multihead.scores.terms import softcapped, with_sinks
+from multihead.scores.terms import add_sinks, apply_softcap
 from tests import oracle
 from tests.kernel_names import EACH, exactest, rounding
 
 
 def test_scores_stay_within_the_cap_and_small_ones_stay_as_they_are() -> None:
     scores = torch.tensor([-1e6, -1e-6, 0.0, 1e-6, 1e6], dtype=torch.float64)
-    assert softcapped(scores, 5.0).tolist() == pytest.approx([-5, -1e-6, 0, 1e-6, 5], abs=1e-15)
-    assert softcapped(scores, None) is scores
+    assert apply_softcap(scores, 5.0).tolist() == pytest.approx([-5, -1e-6, 0, 1e-6, 5], abs=1e-15)
+    assert apply_softcap(scores, None) is scores
 
 
 def test_a_cap_counts_before_the_softmax() -> None:
@@ -98,9 +98,9 @@ def test_gradients_are_those_of_float64_next_to_queries_without_keys(kernel: str
 @pytest.mark.parametrize("sink", [0.0, torch.inf, torch.nan])
 def test_an_empty_row_stays_empty(sink: float) -> None:
     empty, sinks = torch.full((1, 2, 1), -torch.inf), torch.tensor([0, sink])
-    output, logsumexp = with_sinks(torch.zeros(1, 2, 1, 3), empty, sinks)
+    output, logsumexp = add_sinks(torch.zeros(1, 2, 1, 3), empty, sinks)
     assert bool((output == 0).all() & (logsumexp == -torch.inf).all())
-    output, logsumexp = with_sinks(torch.ones(1, 2, 1, 3), torch.zeros(1, 2, 1), sinks)
+    output, logsumexp = add_sinks(torch.ones(1, 2, 1, 3), torch.zeros(1, 2, 1), sinks)
     assert bool((output.isnan().all(-1) == logsumexp.isnan()).all())
     assert logsumexp.isnan()[0, :, 0].tolist() == [False, sink != 0]
 

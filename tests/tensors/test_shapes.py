@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.tensors.shapes import AttentionShape, resolved_query_start
+from multihead.tensors.shapes import AttentionShape, resolve_query_start
 
 
 def qkv(
@@ -148,7 +148,7 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 def resolve(query_start: Any, *, speaks: bool = True, queries: int = 3, keys: int = 5) -> int | Tensor:
     sizes = {"batch": 2, "queries": queries, "keys": keys}
-    return resolved_query_start(query_start, uses_positions=speaks, device=torch.device("cpu"), **sizes)
+    return resolve_query_start(query_start, uses_positions=speaks, device=torch.device("cpu"), **sizes)
 
 
 def test_the_first_query_stands_where_it_is_said() -> None:

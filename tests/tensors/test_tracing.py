@@ -13,22 +13,22 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multihead.tensors.tracing import (
+    can_read_values,
     constant_in_graphs,
-    is_readable,
-    is_recorded,
+    has_tracer_or_mode,
+    hide_from_jit_trace,
+    is_in_backward_pass,
+    is_jit_traced,
     is_traced,
     is_transformed,
-    jit_traced,
-    runs_backward,
-    untraced,
 )
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def test_values_are_read_on_the_cpu_alone() -> None:
-    assert is_readable(CPU)
-    assert not is_readable(META)
+    assert can_read_values(CPU)
+    assert not can_read_values(META)
     assert not is_traced()
 
 
@@ -36,7 +36,7 @@ def test_no_value_is_read_within_a_transform() -> None:
     told: list[bool] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        told.extend((is_transformed(), is_traced(), is_readable(CPU)))
+        told.extend((is_transformed(), is_traced(), can_read_values(CPU)))
         return x.sum()
 
     for transform in (torch.func.vmap, torch.func.grad):
@@ -48,7 +48,7 @@ def test_no_value_is_read_within_a_transform() -> None:
 
 def test_no_value_is_read_within_a_graph() -> None:
     def noted(x: torch.Tensor) -> torch.Tensor:
-        return x + is_traced() + 2 * is_readable(CPU) + 4 * is_transformed()
+        return x + is_traced() + 2 * can_read_values(CPU) + 4 * is_transformed()
 
     torch.compiler.reset()
     assert torch.compile(noted, backend="eager", fullgraph=True)(torch.zeros(())) == 1
@@ -71,8 +71,8 @@ def test_a_constant_of_a_graph_is_asked_for_while_it_is_made() -> None:
 def test_a_backward_pass_is_told_from_a_forward_one() -> None:
     told: list[bool] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: told.append(runs_backward()))
-    told.append(runs_backward())
+    x.register_hook(lambda _: told.append(is_in_backward_pass()))
+    told.append(is_in_backward_pass())
     x.sum().backward()
     assert told == [False, True]
 
@@ -89,8 +89,8 @@ class Passing(TorchDispatchMode):
 )
 def test_a_mode_records_and_some_have_no_values(mode: Callable[[], Any], *, without_values: bool) -> None:
     with mode():
-        assert (is_recorded(), is_traced(), is_readable(CPU)) == (True, without_values, not without_values)
-    assert (is_recorded(), is_traced(), is_readable(CPU)) == (False, False, True)
+        assert (has_tracer_or_mode(), is_traced(), can_read_values(CPU)) == (True, without_values, not without_values)
+    assert (has_tracer_or_mode(), is_traced(), can_read_values(CPU)) == (False, False, True)
 
 
 @pytest.mark.parametrize("options", [{}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}])
@@ -98,17 +98,17 @@ def test_make_fx_records_what_must_not_be_read(options: dict[str, Any]) -> None:
     told: list[bool] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        told.extend((is_recorded(), is_traced(), is_transformed(), is_readable(CPU)))
+        told.extend((has_tracer_or_mode(), is_traced(), is_transformed(), can_read_values(CPU)))
         return x + 1
 
     make_fx(noted, **options)(torch.ones(2))
     assert told == [True, True, False, False]
-    assert not is_recorded()
+    assert not has_tracer_or_mode()
 
 
 def test_a_mode_that_replaces_functions_records_nothing() -> None:
     with torch.device("cpu"):
-        assert not is_recorded()
+        assert not has_tracer_or_mode()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -116,12 +116,12 @@ def test_torch_jit_trace_makes_no_tensors_of_sizes_where_it_is_kept_out() -> Non
     told: list[object] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        told.extend((is_recorded(), is_traced(), jit_traced(), type(x.shape[0])))
-        with untraced():
-            told.extend((jit_traced(), type(x.shape[0])))
-        told.append(jit_traced())
+        told.extend((has_tracer_or_mode(), is_traced(), is_jit_traced(), type(x.shape[0])))
+        with hide_from_jit_trace():
+            told.extend((is_jit_traced(), type(x.shape[0])))
+        told.append(is_jit_traced())
         return x + 1
 
     torch.jit.trace(noted, (torch.ones(2),), check_trace=False)
     assert told == [True, True, True, torch.Tensor, False, int, True]
-    assert not jit_traced()
+    assert not is_jit_traced()

@@ -125,7 +125,7 @@ def diagnose() -> Diagnosis:
         requested=os.environ.get(library.ENVIRONMENT) or None,
         chosen=chosen,
         refusal=refusal,
-        lacking=library.missing_faster_set(),
+        lacking=library.missing_faster_instruction_set(),
         runtimes=openmp_runtimes(),
         kernels=tuple(_diagnose_kernel(name) for name in KERNELS),
     )

@@ -26,8 +26,8 @@ from multihead.kernels.reference import softmax
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.layer.packing import Packing
 from multihead.masks import Full, Lengths, Mask
-from multihead.masks.place import CallSize, Place
-from multihead.tensors.tracing import is_readable
+from multihead.masks.place import CallSize, TilePositions
+from multihead.tensors.tracing import can_read_values
 
 __all__ = ["DotProductAttention", "MultiHeadAttention", "masked_softmax", "transpose_output", "transpose_qkv"]
 
@@ -241,7 +241,7 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     batch, queries, keys = X.shape
     mask = _mask_of_valid_lens(_as_int_lengths(valid_lens, keys))
     mask.check_fits(CallSize(batch, 1, queries, keys))
-    hidden = ~mask.tile(Place.of(queries, keys, device=X.device))
+    hidden = ~mask.tile(TilePositions.of(queries, keys, device=X.device))
     cells = X[:, None].to(working_dtype(X.dtype)).masked_fill(hidden, -torch.inf)  # (batch, 1, queries, keys)
     return softmax(cells, None)[0][:, 0].to(X.dtype)
 
@@ -260,7 +260,7 @@ def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
         Lengths(valid_lens)  # type: ignore[arg-type]  # rejects them
         raise
     if lengths.is_floating_point():
-        if is_readable(lengths.device) and bool(lengths.isnan().any()):
+        if can_read_values(lengths.device) and bool(lengths.isnan().any()):
             raise MaskError("valid_lens contains NaN.", "Give numbers of keys, (batch,) or (batch, queries).")
         lengths = lengths.nan_to_num(0.0).clamp(0, keys).ceil().long()  # 3.5 shows the keys 0, 1, 2 and 3
     elif lengths.dtype != torch.bool and not lengths.is_complex():

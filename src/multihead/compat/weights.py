@@ -11,8 +11,8 @@ from torch.nn.functional import dropout
 
 from multihead.functional import attend
 from multihead.kernels.call import AttentionRequest, listeners
-from multihead.kernels.dense_tile import hidden_cells, seen, without_autocast, without_tensors, working_dtype
-from multihead.kernels.nonfinite import without_nonfinite
+from multihead.kernels.dense_tile import hidden_cells, seen, without_autocast, without_qkv, working_dtype
+from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.per_head import CELLS
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import dense_bias
@@ -83,7 +83,7 @@ def _weights_before_dropout(request: AttentionRequest, *, average: bool = False)
     """Compute the weights of a call before dropout, in the working dtype; and its values without hidden NaN."""
     with without_autocast(request.shape.device):
         # A mask alone keeps a hidden NaN out of the weights, but not out of their gradient: there 0 * NaN is summed.
-        request, bad_rows = without_nonfinite(request, bounds_of(request))
+        request, bad_rows = replace_nonfinite(request, bounds_of(request))
         q, k, bias = request.q, request.k, request.bias
         bias = None if bias is None else dense_bias(bias, request.shape)
         if (
@@ -92,7 +92,7 @@ def _weights_before_dropout(request: AttentionRequest, *, average: bool = False)
             weights = _softmax_of_heads(q, k, bias, hidden_cells(request), request.scale, slice(None))
             weights = weights.mean(1) if average else weights
         else:
-            weights = _Weights.apply(q, k, bias, without_tensors(request), average)  # type: ignore[no-untyped-call]
+            weights = _Weights.apply(q, k, bias, without_qkv(request), average)  # type: ignore[no-untyped-call]
         if bad_rows is not None:
             bad = bad_rows[..., None] & seen(request)  # (batch, heads, queries, keys)
             weights = weights.masked_fill(bad.any(1) if average else bad, torch.nan)

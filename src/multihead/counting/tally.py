@@ -14,7 +14,7 @@ from torch import nn
 from multihead.counting.batches import Batch, CurrentBatch
 from multihead.counting.sums import LARGEST_KEY, LayerSums
 from multihead.errors import ModelError, ProbeError
-from multihead.kernels.choose import temporary_plans
+from multihead.kernels.choose import drop_plans_at_end
 from multihead.models.huggingface import install
 from multihead.models.packed import leave_out_padding
 from multihead.observation.layer_filter import LayerFilter
@@ -120,5 +120,5 @@ def run_batch(model: nn.Module, batch: Batch) -> None:
     device = next(model.parameters()).device
     names = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
-    with torch.no_grad(), temporary_plans():
+    with torch.no_grad(), drop_plans_at_end():
         model(input_ids=batch.ids.to(device), attention_mask=batch.mask.long().to(device), **options)

@@ -1,1 +1,1 @@
-"""Kernels: modules that compute an attention request, each with `refusal`, `attend` and `work`."""
+"""Kernels: modules that compute an attention request, each with `refusal`, `attend` and `estimate_work`."""

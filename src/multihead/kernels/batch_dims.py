@@ -24,9 +24,9 @@ class BatchDims(NamedTuple):
 
     @staticmethod
     def of(q: Tensor) -> BatchDims | None:
-        """Return the leading dimensions of q, or None where there is exactly one and nothing to flatten."""
+        """Return the leading dimensions of q, or None where q has exactly one, the batch."""
         if not isinstance(q, Tensor) or q.dim() == 4 or q.dim() < 3:
-            return None  # with fewer than three dimensions the check of the shape raises
+            return None  # a q of fewer than three dimensions is rejected later, by the check of the shapes
         return BatchDims(tuple(q.shape[:-3]))
 
     def flatten(self, name: str, tensor: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ class BatchDims(NamedTuple):
             return bias.reshape(1, *bias.shape[count:])
         return self.flatten("bias", bias.expand(*self.sizes, *bias.shape[count:]))
 
-    def flatten_start(self, query_start: int | Tensor | str | None) -> int | Tensor | str | None:
-        """Flatten the positions of the first queries where they have the leading dimensions."""
+    def flatten_query_start(self, query_start: int | Tensor | str | None) -> int | Tensor | str | None:
+        """Flatten query_start, (*leading), to (batch,); anything else is returned unchanged."""
         if isinstance(query_start, Tensor) and tuple(query_start.shape) == self.sizes:
             return query_start.reshape(-1)
         return query_start

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.parts import Part
-from multihead.kernels.quantised import Scales, expand
+from multihead.kernels.quantised import Scales, dequantise
 from multihead.masks import Mask
 from multihead.scores.bias import Bias, values_of
 from multihead.tensors.shapes import AttentionShape
-from multihead.tensors.tracing import runs_backward
+from multihead.tensors.tracing import is_in_backward_pass
 from multihead.tensors.undo import Undo
 
 # A bare tuple, because a NamedTuple takes 0.5 microseconds to make, a twentieth of a small call.
@@ -26,7 +26,7 @@ AttentionArguments: TypeAlias = (
 """mask, bias, softcap, sinks, scale, dropout and query_start of `functional.attention`, as they were given."""
 
 
-class Continued(NamedTuple):
+class PositionInSequence(NamedTuple):
     """Position of this call in a sequence that spans several calls.
 
     Attributes:
@@ -45,7 +45,7 @@ class Continued(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CallOrigin:
-    """Where a call comes from. Only listeners need it; no kernel computes anything else with it than statistics.
+    """Where a call comes from: listeners read it, and kernels read it only for statistics.
 
     Attributes:
         layer: the module that made the call.
@@ -58,16 +58,16 @@ class CallOrigin:
 
     layer: nn.Module
     packed_lengths: Tensor | None = None
-    continued: Continued | None = None
+    continued: PositionInSequence | None = None
     crosses: bool | None = None
     fresh: bool = False
     real: Tensor | None = None
 
 
 class DropoutPlace(NamedTuple):
-    """Where a part of a call starts in the whole call, so that it drops the weights that the whole call would drop.
+    """Where a part of a call starts in the whole call, so that the part drops the same weights as the whole call.
 
-    `total_heads` are those of the whole call; 0 for those of the part.
+    `total_heads` is the number of heads of the whole call; 0 means the number of heads of the part.
     """
 
     batch_start: int = 0
@@ -80,7 +80,7 @@ class DropoutPlace(NamedTuple):
 class DropoutPart(NamedTuple):
     """The seed of the whole call and the place of a part in it, which decide the weights that the part drops.
 
-    Only the native kernel knows them.
+    Only the native kernel computes parts with dropout.
     """
 
     seed: int
@@ -97,7 +97,7 @@ class AttentionRequest:
         q: (batch, heads, queries, head_dim).
         k: (batch, kv_heads, keys, head_dim).
         v: (batch, kv_heads, keys, value_dim).
-        shape: their sizes.
+        shape: the sizes of q, k and v.
         mask: which keys each query may see.
         scale: factor of q . k.
         query_start: position of the first query among the keys; a tensor has one per sample.
@@ -105,10 +105,10 @@ class AttentionRequest:
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a learned logit per head that takes weight and has no value, or None.
         dropout: share of the weights dropped.
-        wanted: the parts of statistics that listeners want the kernel to measure.
+        wanted: the quantities (`parts.PARTS`) that the kernel should measure, because listeners want them.
         origin: where the call comes from, where a layer made it and somebody listens; else None.
         scales: the factors of k and v where these are int8, from a quantised cache; else None.
-        part: where the call is part of a larger one whose dropout it repeats; else None.
+        part: the place of this call in a larger call whose dropout it repeats; None for a call of its own.
     """
 
     q: Tensor
@@ -127,12 +127,12 @@ class AttentionRequest:
     scales: Scales | None = None
     part: DropoutPart | None = None
 
-    def expanded(self) -> AttentionRequest:
-        """Return the request with k and v in the dtype of q, where they are int8."""
+    def with_dequantised_keys(self) -> AttentionRequest:
+        """Return the request with int8 k and v converted to the dtype of q."""
         if self.scales is None:
             return self
         dtype = self.shape.dtype
-        k, v = expand(self.k, self.scales.k, dtype), expand(self.v, self.scales.v, dtype)
+        k, v = dequantise(self.k, self.scales.k, dtype), dequantise(self.v, self.scales.v, dtype)
         return replace(self, k=k, v=v, scales=None)
 
     @property
@@ -149,19 +149,19 @@ class AttentionRequest:
         return None if self.origin is None else self.origin.packed_lengths
 
     @property
-    def continued(self) -> Continued | None:
+    def continued(self) -> PositionInSequence | None:
         """Position of the call in a sequence that a cache keeps, where it is known; else None."""
         return None if self.origin is None else self.origin.continued
 
 
 @dataclass(frozen=True, eq=False)
-class Attended:
+class AttentionResult:
     """The result of a kernel.
 
     Attributes:
         output: (batch, heads, queries, value_dim), in the dtype of q.
         logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf where no key is seen.
-        statistics: the wanted parts that the kernel measured together with the output.
+        statistics: the wanted quantities that the kernel measured together with the output.
     """
 
     output: Tensor
@@ -174,14 +174,14 @@ class AttentionCall:
     """One call that has run: its request and its result."""
 
     request: AttentionRequest
-    attended: Attended
+    attended: AttentionResult
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a kernel does for a request: the scores that it computes, over batch and heads, and the bytes of its peak.
+class WorkEstimate:
+    """The number of scores that a kernel computes for a request, over batch and heads, and its peak memory in bytes.
 
-    The memory is that besides q, k and v; gradients are not counted.
+    The memory excludes q, k and v, and gradients.
     """
 
     cells: int
@@ -193,7 +193,7 @@ class Listener(Protocol):
 
     @property
     def wanted(self) -> frozenset[Part]:
-        """The parts of statistics that a kernel should measure together with the output if it can."""
+        """The quantities (`parts.PARTS`) that a kernel should measure together with the output if it can."""
         ...
 
     def hear(self, call: AttentionCall) -> None:
@@ -202,13 +202,13 @@ class Listener(Protocol):
 
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
-active = _listeners.get  # for calls that no compiler traces
+active = _listeners.get  # the listeners, faster than `listeners()`, where no compiler traces the call
 
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Publish every call in this context, and in no other thread, to a listener."""
-    with Undo() as undo:  # not by a token of the ContextVar: contexts that overlap may end in any order
+    with Undo() as undo:  # a ContextVar's token could not undo it, because contexts that overlap may end in any order
         undo.callback(lambda: _listeners.set(tuple(each for each in _listeners.get() if each is not listener)))
         _listeners.set((*_listeners.get(), listener))
         yield
@@ -220,7 +220,7 @@ def listeners() -> tuple[Listener, ...]:
 
 
 def wanted_parts() -> frozenset[Part]:
-    """Return the union of the statistics that all listeners want."""
+    """Return the union of the quantities (`parts.PARTS`) that the active listeners want."""
     found = frozenset[Part]()
     for listener in listeners():
         found |= listener.wanted
@@ -229,7 +229,7 @@ def wanted_parts() -> frozenset[Part]:
 
 def publish(call: AttentionCall) -> None:
     """Pass a call to every listener; not again where a backward pass recomputes a checkpointed call."""
-    if runs_backward():
+    if is_in_backward_pass():
         return
     for listener in listeners():
         listener.hear(call)

@@ -1,4 +1,4 @@
-"""Choose the fastest kernel that does not refuse a request; calls that are alike look the choice up.
+"""Choose the fastest kernel that does not refuse a request; the choice is cached for equal calls.
 
 PyTorch's fused kernel is chosen where it was measured to be faster than the native one. The measurements are in
 `measured.json`, which `python -m benchmarks.rules` writes.
@@ -22,7 +22,7 @@ from multihead.kernels import (
     reference,
     sdpa,
 )
-from multihead.kernels.call import Attended, AttentionRequest, Work
+from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.native import (
     kernel,
     library,
@@ -51,11 +51,11 @@ class Kernel(Protocol):
         """Whether the kernel reads the int8 keys and values of this request; else they are expanded for it."""
         ...
 
-    def attend(self, request: AttentionRequest, bounds: KeyBounds) -> Attended:
+    def attend(self, request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
         """Compute a request that the kernel does not refuse."""
         ...
 
-    def work(self, request: AttentionRequest, bounds: KeyBounds) -> Work:
+    def estimate_work(self, request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
         """Estimate the cells that a call computes and the bytes that it holds."""
         ...
 
@@ -72,41 +72,41 @@ KERNELS: dict[str, Kernel] = {
 _CPU = torch.device("cpu")
 
 
-class Choice(NamedTuple):
-    """The name of the kernel that runs, and for each before it in the order, its reason to refuse in one sentence."""
+class KernelChoice(NamedTuple):
+    """The name of the chosen kernel, and why each faster kernel refuses, one sentence each."""
 
     name: str
     refusals: dict[str, str]
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """How a call is computed: the keys that each query may see, and the module of the chosen kernel."""
 
     bounds: KeyBounds
     kernel: Kernel
 
 
-PLANS: PlanCache[Plan] = PlanCache(CACHE_BYTES)
+PLANS: PlanCache[CallPlan] = PlanCache(CACHE_BYTES)
 
 
-def plan(request: AttentionRequest, *, kernel: str | None = None) -> Plan:
+def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPlan:
     """Plan the mask of a request and choose its kernel, or look both up where an equal call was planned before."""
     key = None if kernel is not None else _cache_key(request)
     known = None if key is None else PLANS.entries.get(key)
     if known is not None:
         return known
     bounds = bounds_of(request)
-    name = choose(request, bounds, kernel=kernel).name
-    made = Plan(bounds, KERNELS[name])
-    if key is not None and name != "reference":  # `strict()` is checked at each call of it
+    name = choose_kernel(request, bounds, kernel=kernel).name
+    made = CallPlan(bounds, KERNELS[name])
+    if key is not None and name != "reference":  # not cached: each call of the reference kernel must check `strict()`
         PLANS.add(key, made, bounds)
     return made
 
 
 @contextmanager
-def temporary_plans() -> Iterator[None]:
-    """Drop the plans made in this context at its end: those of a batch whose lengths do not recur."""
-    with PLANS.temporary(), BOUNDS.temporary():
+def drop_plans_at_end() -> Iterator[None]:
+    """Drop the plans made in this context at its end, for a batch whose lengths do not recur."""
+    with PLANS.drop_added_at_end(), BOUNDS.drop_added_at_end():
         yield
 
 
@@ -133,8 +133,8 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     return mask, request.shape, request.query_start, request.softcap is None, trains, native
 
 
-def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> Choice:
-    """Choose the first kernel that neither refuses nor was measured to lose, or the one that is named.
+def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> KernelChoice:
+    """Choose the first kernel that neither refuses nor was measured to be slower than PyTorch's, or the named one.
 
     Raises:
         ArgumentError: the kernel of that name does not exist, or refuses.
@@ -147,7 +147,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
         reason = KERNELS[name].refusal(request, bounds)
         measured = kernel is None and not torch.compiler.is_compiling() and request.scales is None
         if reason is None and name == "native" and measured:
-            reason = is_slower(request, bounds, library.chosen_instruction_set().name)
+            reason = reason_native_is_slower(request, bounds, library.chosen_instruction_set().name)
         if reason is None:
             if name == "reference" and kernel is None:
                 raise_if_strict(
@@ -156,7 +156,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
                     + ".",
                     "Change what a faster kernel refuses, or leave mh.strict().",
                 )
-            return Choice(name, refusals)
+            return KernelChoice(name, refusals)
         refusals[name] = reason
     raise ArgumentError(f"Kernel {kernel!r} refuses: {refusals[str(kernel)]}.", "Leave kernel out to have one chosen.")
 
@@ -166,7 +166,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
 FEW, SHORT = 8, 128  # queries; keys
 MARGIN = 1.03  # a smaller advantage is within the noise of the measurement
 
-# The classes of requests, as they are called in a sentence. Each was also measured in training.
+# The classes of requests that were measured, and their names in sentences.
 CLASSES = {
     "full": "full attention",
     "causal": "causal attention",
@@ -180,7 +180,7 @@ CLASSES = {
 TRAINING = ", training"
 
 
-class Measured(NamedTuple):
+class MeasuredSpeed(NamedTuple):
     """The speed of the native kernel relative to PyTorch's fused one, for one instruction set and dtype.
 
     Attributes:
@@ -197,10 +197,10 @@ class Measured(NamedTuple):
     ratios: Mapping[str, float]
 
 
-def measured_losses(measured: Iterable[Measured]) -> dict[tuple[str, torch.dtype], dict[str, float]]:
+def pytorch_speedups(measured: Iterable[MeasuredSpeed]) -> dict[tuple[str, torch.dtype], dict[str, float]]:
     """Return how many times faster PyTorch's kernel was, per instruction set and dtype, for the classes it won.
 
-    >>> measured_losses((Measured("scalar", "float32", "", {"full": 0.5, "causal": 0.99, "few": 2.0}),))
+    >>> pytorch_speedups((MeasuredSpeed("scalar", "float32", "", {"full": 0.5, "causal": 0.99, "few": 2.0}),))
     {('scalar', torch.float32): {'full': 2.0}}
     """
     result: dict[tuple[str, torch.dtype], dict[str, float]] = {}
@@ -212,17 +212,17 @@ def measured_losses(measured: Iterable[Measured]) -> dict[tuple[str, torch.dtype
 
 
 _TABLE = files("multihead.kernels").joinpath("measured.json").read_text(encoding="utf-8")
-MEASURED = tuple(Measured(**row) for row in json.loads(_TABLE))
-LOST = measured_losses(MEASURED)
+MEASURED = tuple(MeasuredSpeed(**row) for row in json.loads(_TABLE))
+LOST = pytorch_speedups(MEASURED)
 _CAUSAL = Causal()
 
 
-def is_slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
-    """Return in one sentence that PyTorch's kernel was measured to be faster for such a request, or None."""
-    lost = LOST.get((set_name, request.shape.dtype))  # the only cost per call where the native kernel always won
+def reason_native_is_slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
+    """Return one sentence if PyTorch's kernel was measured to be faster for this class of request, else None."""
+    lost = LOST.get((set_name, request.shape.dtype))  # None where the native kernel won every class
     if lost is None:
         return None
-    name = class_of(request, bounds)
+    name = benchmark_class_of(request, bounds)
     if name not in lost or sdpa.refusal(request, bounds) is not None:
         return None
     plain = name.removesuffix(TRAINING)
@@ -234,7 +234,7 @@ def is_slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> st
     )
 
 
-def class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
+def benchmark_class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
     """Return the class of a request, which depends on its shapes, mask and options, not on the values of tensors."""
     shape, mask = request.shape, request.mask
     if shape.value_dim != shape.head_dim:

@@ -12,9 +12,9 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.scores.bias import bias_tile, values_of, with_values
-from multihead.scores.terms import softcapped
+from multihead.scores.terms import apply_softcap
 from multihead.tensors.tracing import is_intercepted
 
 
@@ -30,7 +30,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def without_tensors(request: AttentionRequest) -> AttentionRequest:
+def without_qkv(request: AttentionRequest) -> AttentionRequest:
     """Return the request without q, k and v: autograd saves those, and may free or offload them."""
     empty = request.q.new_empty(0)
     return replace(request, q=empty, k=empty, v=empty)
@@ -45,21 +45,22 @@ def scores(
 ) -> Tensor:
     """Compute softcap(scale * q . k) + bias on a tile: (batch, heads, queries, keys), in the working dtype.
 
-    Cells that are `hidden` (bool, broadcasting) become -inf, and their gradient 0; without it they are like all others.
+    Cells that are `hidden` (bool, broadcasting) become -inf with gradient 0; None hides no cell.
     """
     dtype = working_dtype(request.q.dtype)
     q, k = request.q[:, :, queries].to(dtype), request.k[:, :, keys].to(dtype)
     grouped = q.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
     # One matrix product per key/value head: the rows of its query heads are concatenated, so k is never repeated.
-    # A scale above 1 comes after it: a q that overflows by its scale is inf, times the gradient 0 of a hidden cell.
+    # A scale above 1 is applied after the product: q * scale could overflow to inf, and inf * 0 (the gradient of a
+    # hidden cell) is NaN.
     late = max(1.0, abs(request.scale))
     product = (grouped.flatten(2, 3) * (request.scale / late)) @ k.mT  # (batch, kv_heads, group * queries, keys)
     cells = product.unflatten(2, grouped.shape[2:4]).flatten(1, 2)  # (batch, heads, queries, keys)
     if late > 1:
         cells = cells * late
     if request.softcap is not None and hidden is not None:
-        cells = cells.masked_fill(hidden, 0)  # where one overflows to NaN, so does the slope of the softcap
-    cells = softcapped(cells, request.softcap)
+        cells = cells.masked_fill(hidden, 0)  # the softcap of a hidden score that is NaN would have the gradient NaN
+    cells = apply_softcap(cells, request.softcap)
     if request.bias is not None:
         cells = cells + bias_tile(request.bias, request.shape, queries, keys).to(dtype)
     return cells if hidden is None else cells.masked_fill(hidden, -torch.inf)
@@ -68,7 +69,7 @@ def scores(
 def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
     """Return the cells that the mask shows and no bias of -inf hides: bool, as (batch, heads, queries, keys)."""
     shape = request.shape
-    place = Place.of(
+    place = TilePositions.of(
         shape.query_length,
         shape.key_length,
         query_start=request.query_start,
@@ -87,24 +88,24 @@ def hidden_cells(request: AttentionRequest) -> Tensor | None:
     return None if request.mask.hides_nothing and request.bias is None else ~seen(request)
 
 
-def tensors_seen_by(request: AttentionRequest) -> tuple[Tensor, ...]:
-    """Return the tensors that `seen` reads, which a backward pass that calls it saves.
+def visibility_tensors(request: AttentionRequest) -> tuple[Tensor, ...]:
+    """Return the tensors that `seen` reads, for a backward pass that calls `seen` again to save.
 
-    So autograd raises where one of them was modified in place since the forward pass.
+    Autograd then raises an error if one of them was modified in place since the forward pass.
     """
     start, bias = request.query_start, request.bias
     positions = (start,) if isinstance(start, Tensor) else ()
     return (*request.mask.tensors(), *positions, *(() if bias is None else (values_of(bias),)))
 
 
-def dense(mask: Mask, request: AttentionRequest) -> Tensor:
+def dense_mask(mask: Mask, request: AttentionRequest) -> Tensor:
     """Return the dense mask of a call: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape
     start = request.query_start
-    return mask.tile(Place.of(shape.query_length, shape.key_length, query_start=start, device=shape.device))
+    return mask.tile(TilePositions.of(shape.query_length, shape.key_length, query_start=start, device=shape.device))
 
 
-def of_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
+def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
     """Select query heads of a request, each with its own copy of its key/value head.
 
     The mask is unchanged: index the result of `seen` where it has a head axis.
@@ -123,42 +124,46 @@ def of_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
 
 
 ROWS, COLUMNS = 256, 64  # queries and keys of the first tile where visibility is evaluated cell by cell
-CELLS = 1 << 22  # cells of a tile, at most, unless the first one has more
+CELLS = 1 << 22  # largest number of cells of a later tile
 
 _OF_PLANS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
 
 
-def first_keys(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
+def first_key_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return the first key that some query of each sample sees: (batch or 1,), -1 where no query sees a key."""
-    found = _OF_PLANS.get(bounds) if request.bias is None else None  # a bias is no part of a plan
+    # The cache holds plans, which do not depend on a bias.
+    found = _OF_PLANS.get(bounds) if request.bias is None else None
     if found is None:
         none = request.shape.key_length
-        padded = torch.nn.functional.pad(first_seen(request, bounds), (1, 0), value=none)  # so that no row is empty
+        # So that no row is empty.
+        padded = torch.nn.functional.pad(first_key_of_queries(request, bounds), (1, 0), value=none)
         found = padded.amin(1)
         found = found.masked_fill(found == none, -1)
-        # A mode that replaces the tensors made under it must not reach the calls after it.
+        # Not cached under a mode of torch that replaces new tensors: later calls must not get its tensors.
         if request.bias is None and not is_intercepted():
             _OF_PLANS[bounds] = found
     return found
 
 
-def first_seen(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
+def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return the first key that each query sees in some head: (batch or 1, queries), the number of keys for none.
 
-    An interval begins with it, unless a remainder or a bias of -inf hides that key.
+    This is the start of the query's interval, unless a remainder or a bias of -inf hides that key.
     """
     none = request.shape.key_length
     first = bounds.start.masked_fill(bounds.sees_nothing, none)
     if (bounds.remainder is None and request.bias is None) or not request.shape.batch:
         return first
     queries = request.shape.query_length
-    found = [_in_rows(request, bounds, slice(row, min(row + ROWS, queries))) for row in range(0, queries, ROWS)]
+    found = [
+        _search_first_keys(request, bounds, slice(row, min(row + ROWS, queries))) for row in range(0, queries, ROWS)
+    ]
     samples = max((each.shape[0] for each in found), default=1)  # not those of the call: others share its plan
     return torch.cat([each.expand(samples, -1) for each in found], 1) if found else first
 
 
-def _in_rows(request: AttentionRequest, bounds: KeyBounds, rows: slice) -> Tensor:
-    """Return `first_seen` of some queries: tiles of keys are evaluated until each query has found its first."""
+def _search_first_keys(request: AttentionRequest, bounds: KeyBounds, rows: slice) -> Tensor:
+    """Return `first_key_of_queries` of some queries; tiles of keys are read until each has its key."""
     shape = request.shape
     start, stop = bounds.start[:, rows], bounds.stop[:, rows]
     left = start < stop

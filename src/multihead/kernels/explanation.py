@@ -1,4 +1,4 @@
-"""Explain a call before it runs: which kernel, what it skips, and how much memory it takes."""
+"""Explain a call before it runs: the kernel, the share of the scores that it skips, and its memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from html import escape
 
 from multihead.kernels import sequence_split
-from multihead.kernels.call import AttentionRequest, Work
-from multihead.kernels.choose import KERNELS, choose
-from multihead.kernels.plan.bounds import bounds_of, seen_share
+from multihead.kernels.call import AttentionRequest, WorkEstimate
+from multihead.kernels.choose import KERNELS, choose_kernel
+from multihead.kernels.plan.bounds import bounds_of, share_within_bounds
 from multihead.kernels.sequence_split import RankWork, split
 
 
@@ -32,7 +32,7 @@ class Explanation:
     hidden_share: float
     skipped_share: float
     dense_remainder: bool
-    work: Work
+    work: WorkEstimate
     waits: str | None = None
     over_ranks: tuple[tuple[str, str], ...] = ()
 
@@ -41,7 +41,7 @@ class Explanation:
         return f"<Explanation: kernel {self.kernel}, {self.skipped_share:.1%} of the score matrix skipped>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook, as `print` does."""
+        """Return the lines of `print` as HTML, for a notebook."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
@@ -64,15 +64,15 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
     """
     sequence = sequence_split.active
     if sequence is not None:
-        return _explain_rank(sequence.work(request, kernel=kernel), kernel)
+        return _explain_rank(sequence.estimate_rank_work(request, kernel=kernel), kernel)
     bounds = bounds_of(request)
-    choice = choose(request, bounds, kernel=kernel)
-    work = KERNELS[choice.name].work(request, bounds)
+    choice = choose_kernel(request, bounds, kernel=kernel)
+    work = KERNELS[choice.name].estimate_work(request, bounds)
     cells = request.shape.cells
     return Explanation(
         kernel=choice.name,
         refusals=choice.refusals,
-        hidden_share=1 - seen_share(bounds, keys=request.shape.key_length) if cells else 0.0,
+        hidden_share=1 - share_within_bounds(bounds, keys=request.shape.key_length) if cells else 0.0,
         skipped_share=1 - work.cells / cells if cells else 0.0,
         dense_remainder=bounds.remainder is not None,
         work=work,
@@ -92,7 +92,7 @@ def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
         hidden_share=1 - work.shown / work.cells if work.cells else 0.0,
         skipped_share=1 - cells / work.cells if work.cells else 0.0,
         dense_remainder=any(part.dense_remainder for part in parts),
-        work=Work(cells, max((part.work.memory for part in parts), default=0) + work.received),
+        work=WorkEstimate(cells, max((part.work.memory for part in parts), default=0) + work.received),
         over_ranks=work.lines,
     )
 

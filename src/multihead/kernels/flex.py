@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from multihead.kernels import reference
-from multihead.kernels.call import Attended, AttentionRequest, Work
-from multihead.kernels.dense_tile import dense, without_tensors, working_dtype
+from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
+from multihead.kernels.dense_tile import dense_mask, without_qkv, working_dtype
 from multihead.kernels.reference import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias, values_of
-from multihead.scores.terms import with_sinks
+from multihead.scores.terms import add_sinks
 from multihead.tensors.tracing import constant_in_graphs, is_traced, is_transformed
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def reads_int8(request: AttentionRequest) -> bool:
     return False
 
 
-def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute a request with flex_attention, compiled once for each kind of call.
 
     The output has the memory layout of q: where q was split from a projection, merging heads needs no copy.
@@ -84,7 +84,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     else:
         try:
             output, logsumexp = _compute_with_double_backward(contiguous, bounds)
-        except _failures_to_compile() as failure:
+        except _compiler_errors() as failure:
             warn_of_slow_path(
                 f"PyTorch could not compile flex_attention for this call ({type(failure).__name__}): the reference "
                 "kernel computes it, and holds queries x keys.",
@@ -93,14 +93,14 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
             )
             return reference.attend(request, bounds)
     if request.sinks is not None:
-        output, logsumexp = with_sinks(output, logsumexp, request.sinks)
-    return Attended(output, logsumexp)
+        output, logsumexp = add_sinks(output, logsumexp, request.sinks)
+    return AttentionResult(output, logsumexp)
 
 
-def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
+def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the cells and memory of a call: its blocks; output, logsumexp, block lists and a dense remainder."""
     shape = request.shape
-    blocks = blocks_of(bounds, keys=shape.key_length)
+    blocks = round_to_key_blocks(bounds, keys=shape.key_length)
     rows = torch.full((blocks.first.shape[1],), BLOCK)
     rows[-1:] = shape.query_length - BLOCK * (len(rows) - 1)
     columns = (blocks.stop * BLOCK).clamp(max=shape.key_length) - blocks.first * BLOCK
@@ -109,16 +109,16 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     tokens = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
     lists = 2 * 4 * blocks.first.numel() * -(-shape.key_length // BLOCK)
-    remainder = 0 if bounds.remainder is None else shape.cells  # at most: heads or samples may share it
-    return Work(cells, tokens * (shape.value_dim * size + wide) + lists + remainder)
+    remainder = 0 if bounds.remainder is None else shape.cells  # at most: heads or samples may share a remainder
+    return WorkEstimate(cells, tokens * (shape.value_dim * size + wide) + lists + remainder)
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
-    """The blocks of keys that each block of queries computes: [first, stop), without a mask in [full_first, full_stop).
+class KeyBlocks:
+    """The blocks of keys [first, stop) of each block of queries; those in [full_first, full_stop) need no mask.
 
     Attributes:
-        first: (batch or 1, blocks of queries), int64, in blocks of keys, as are the others.
+        first: (batch or 1, blocks of queries), int64, the first block of keys; all fields have this shape.
         full_first: the first full block.
         full_stop: one past the last full block.
         stop: one past the last block.
@@ -130,7 +130,7 @@ class Blocks:
     stop: Tensor
 
 
-def blocks_of(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> Blocks:
+def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> KeyBlocks:
     """Round the intervals of each block of queries out to blocks of keys, in O(queries) and without reading values.
 
     A block is full where each of its queries sees each of its keys; blocks that extend past the last query or key are
@@ -139,7 +139,7 @@ def blocks_of(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> Blocks:
 
     >>> from multihead import masks
     >>> from multihead.kernels.plan.bounds import key_bounds
-    >>> blocks = blocks_of(key_bounds(masks.Causal(), queries=6, keys=6), keys=6, block=2)
+    >>> blocks = round_to_key_blocks(key_bounds(masks.Causal(), queries=6, keys=6), keys=6, block=2)
     >>> blocks.full_stop.tolist(), blocks.stop.tolist()
     ([[0, 1, 2]], [[1, 2, 3]])
     """
@@ -155,7 +155,7 @@ def blocks_of(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> Blocks:
     full_stop = torch.where(empty.any(2), 0, stop.amin(2)) // block
     whole = torch.arange(last.shape[1], device=row.device) < queries // block
     some = (full_first < full_stop) & whole if bounds.remainder is None else torch.zeros_like(whole)
-    return Blocks(first, torch.where(some, full_first, first), torch.where(some, full_stop, first), last)
+    return KeyBlocks(first, torch.where(some, full_first, first), torch.where(some, full_stop, first), last)
 
 
 def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, block: int = BLOCK) -> BlockMask:
@@ -163,7 +163,7 @@ def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, 
     from torch.nn.attention.flex_attention import BlockMask
 
     queries, keys = request.shape.query_length, request.shape.key_length
-    blocks = blocks_of(bounds, keys=keys, block=block)
+    blocks = round_to_key_blocks(bounds, keys=keys, block=block)
     # (batch or 1, blocks of queries, 1), the number of partial blocks before the full ones
     before = (blocks.full_first - blocks.first)[..., None]
     count = -(-keys // block)
@@ -174,44 +174,44 @@ def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, 
     # Without a list of full blocks, as in decoding, the kernel distributes the partial ones evenly.
     some = bounds.remainder is None and queries >= block and keys >= block
     return BlockMask.from_kv_blocks(
-        _for_all_heads(blocks.stop - blocks.full_stop + before[..., 0]),
-        _for_all_heads(partial.clamp(max=count - 1)),
-        _for_all_heads(blocks.full_stop - blocks.full_first) if some else None,
-        _for_all_heads(full) if some else None,
+        _add_head_axis(blocks.stop - blocks.full_stop + before[..., 0]),
+        _add_head_axis(partial.clamp(max=count - 1)),
+        _add_head_axis(blocks.full_stop - blocks.full_first) if some else None,
+        _add_head_axis(full) if some else None,
         BLOCK_SIZE=(block, block),
         mask_mod=mask_mod(request, bounds),
         seq_lengths=(queries, keys),
-        compute_q_blocks=backward,  # the same lists by key, which only the backward pass reads
+        compute_q_blocks=backward,  # the lists of query blocks per key block, which only the backward pass reads
     )
 
 
-def _for_all_heads(numbers: Tensor) -> Tensor:
+def _add_head_axis(numbers: Tensor) -> Tensor:
     return numbers[:, None].to(torch.int32).contiguous()
 
 
 def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
     """Return the mask function of partial blocks: the key is within [start, stop), and visible in the remainder."""
     start, stop = bounds.start.to(torch.int32), bounds.stop.to(torch.int32)
-    remainder = None if bounds.remainder is None else dense(bounds.remainder, request)
+    remainder = None if bounds.remainder is None else dense_mask(bounds.remainder, request)
 
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         within = (j >= _value_at(start, b, i)) & (j < _value_at(stop, b, i))
         return within if remainder is None else within & _value_at(remainder, b, h, i, j)
 
-    return seen
+    return is_visible
 
 
 def score_mod(request: AttentionRequest) -> ScoreMod | None:
     """Return the score function, applied after the scale: the softcap, then the bias; None where there is neither."""
     if request.softcap is None and request.bias is None:
         return None
-    softcap = None if request.softcap is None else _as_constant(request.softcap)
+    softcap = None if request.softcap is None else _float_as_text(request.softcap)
     values = None if request.bias is None else values_of(request.bias).detach()
     if values is not None and values.dtype == torch.float64:
         values = values.to(working_dtype(request.shape.dtype))
     diagonal = request.shape.query_length - 1 if isinstance(request.bias, RelativeBias) else None
 
-    def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def modified_score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
             score = float(softcap) * torch.tanh(score / float(softcap))
         if values is None:
@@ -220,7 +220,7 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
             _value_at(values, b, h, i, j) if diagonal is None else _value_at(values, b, h, j - i + diagonal)
         )
 
-    return modified
+    return modified_score
 
 
 def _value_at(tensor: Tensor, *index: Tensor) -> Tensor:
@@ -228,8 +228,8 @@ def _value_at(tensor: Tensor, *index: Tensor) -> Tensor:
     return tensor[tuple(each if size > 1 else each * 0 for each, size in zip(index, tensor.shape, strict=True))]
 
 
-def _as_constant(number: float) -> str:
-    """Return a float as text, which the compiler specialises on: a float argument could become a kernel input."""
+def _float_as_text(number: float) -> str:
+    """Return a float as text, which torch.compile treats as a constant: it could make a float an input of the graph."""
     return repr(float(number))
 
 
@@ -265,7 +265,7 @@ def _compiled_flex_attention() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_call_flex_attention, fullgraph=True)
 
 
-def _failures_to_compile() -> tuple[type[Exception], ...]:
+def _compiler_errors() -> tuple[type[Exception], ...]:
     """Return the errors that PyTorch raises where its compiler fails or reaches its recompile limit."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -281,26 +281,26 @@ def _output_and_logsumexp(
         *tensors,
         score_mod=score_mod(request),
         block_mask=block_mask(request, bounds, backward=backward),
-        scale=_as_constant(request.scale),
+        scale=_float_as_text(request.scale),
         grouped=request.shape.group > 1,
     )
 
 
 def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
-    """Compute between `_Entry` and `_Exit`, which route double backward around flex_attention: it has none."""
+    """Compute flex_attention, whose second derivatives are left to the reference kernel."""
     q, k, v = request.q, request.k, request.v
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return _output_and_logsumexp(request, bounds, _compiled_flex_attention())
-    entered: tuple[Tensor, Tensor, Tensor] = _Entry.apply(q, k, v)  # type: ignore[no-untyped-call]
+    entered: tuple[Tensor, Tensor, Tensor] = _DoubleBackwardEntry.apply(q, k, v)  # type: ignore[no-untyped-call]
     inside = replace(request, q=entered[0], k=entered[1], v=entered[2])
     output, logsumexp = _output_and_logsumexp(inside, bounds, _compiled_flex_attention())
-    left: tuple[Tensor, Tensor] = _Exit.apply(  # type: ignore[no-untyped-call]
-        output, logsumexp, q, k, v, without_tensors(request), bounds
+    left: tuple[Tensor, Tensor] = _DoubleBackwardExit.apply(  # type: ignore[no-untyped-call]
+        output, logsumexp, q, k, v, without_qkv(request), bounds
     )
     return left
 
 
-class _Entry(torch.autograd.Function):
+class _DoubleBackwardEntry(torch.autograd.Function):
     """Identity on q, k and v, whose backward passes gradients on unless they must be differentiable themselves."""
 
     @staticmethod
@@ -313,7 +313,7 @@ class _Entry(torch.autograd.Function):
         return tuple(None for _ in gradients) if torch.is_grad_enabled() else gradients
 
 
-class _Exit(torch.autograd.Function):
+class _DoubleBackwardExit(torch.autograd.Function):
     """Identity on output and logsumexp, whose double backward is computed by the reference kernel."""
 
     @staticmethod
@@ -328,7 +328,7 @@ class _Exit(torch.autograd.Function):
         bounds: KeyBounds,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
-        ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks are added outside
+        ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks are added after this function
         ctx.set_materialize_grads(False)
         return output.detach(), logsumexp.detach()  # not views: autograd forbids in-place writes to a Function's views
 

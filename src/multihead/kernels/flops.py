@@ -35,7 +35,7 @@ def backward_flops(
     out_val: Any = None,
     **_: Any,
 ) -> int:
-    """Count the five products of a backward pass: q . k again, dO . v, and the sums of dq, dk and dv."""
+    """Count the five matrix products of a backward pass: q . k again, dO . v, dq, dk and dv."""
     return 2 * _count_visible_cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
@@ -44,7 +44,7 @@ if library.reason_of_absence() is None:  # else the operators do not exist
     register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)(backward_flops)
 
 
-# PyTorch counts its fused kernels of other devices, but not those that the kernel "sdpa" calls.
+# PyTorch has formulas for its fused kernels of other devices, but not for the CPU kernel that "sdpa" calls.
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward_flop)):
@@ -52,7 +52,7 @@ for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward
 
 
 def _count_visible_cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | None) -> int:
-    """Count the cells that may be seen, over batch and heads; all of them where tensors hold no values.
+    """Count the cells that may be seen, over batch and heads; all cells where tensors hold no values.
 
     Each query sees the keys [start, stop), (batch or 1, queries), of which `seen`, (batch or 1, heads or 1, queries or
     1, keys or 1) bool, keeps some.

@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from multihead.kernels.call import Attended, AttentionRequest
+from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
-from multihead.tensors.tracing import is_readable
+from multihead.tensors.tracing import can_read_values
 
-ROWS = 256  # queries per step where cells must be read: the memory stays O(keys)
+ROWS = 256  # queries per step where the mask is read cell by cell, in O(keys) memory
 
 
-def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[AttentionRequest, Tensor | None]:
+def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[AttentionRequest, Tensor | None]:
     """Replace non-finite entries by zero; return the rows to make NaN, (batch, heads, queries) bool, or None.
 
     0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward. Usually
@@ -25,9 +25,9 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()
-    bad_numbers = None if numbers is None else _no_logit(numbers)
-    bad_sinks = None if request.sinks is None else _no_logit(request.sinks.detach())  # (heads,)
-    fits = is_readable(request.shape.device) and not may_overflow(request)
+    bad_numbers = None if numbers is None else _makes_rows_nan(numbers)
+    bad_sinks = None if request.sinks is None else _makes_rows_nan(request.sinks.detach())  # (heads,)
+    fits = can_read_values(request.shape.device) and not may_overflow(request)
     if fits and not any(bool(bad.any()) for bad in (bad_numbers, bad_sinks) if bad is not None):
         return request, None
     bad_queries = ~torch.isfinite(q.detach()).all(-1)  # (batch, heads, queries)
@@ -43,15 +43,15 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
         cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
         bad_bias = with_values(bias, bad_numbers.float())
     bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
-    sees_any = _sees_nonfinite(cleaned, bounds, torch.ones_like(bad_keys), None)  # (batch, heads, queries)
+    sees_any = _queries_seeing_nonfinite(cleaned, bounds, torch.ones_like(bad_keys), None)  # (batch, heads, queries)
     if request.sinks is not None and bad_sinks is not None:
         cleaned = replace(cleaned, sinks=request.sinks.masked_fill(bad_sinks, 0))
         bad_queries = bad_queries | bad_sinks[:, None]
-    return cleaned, (bad_queries & sees_any) | _sees_nonfinite(cleaned, bounds, bad_keys, bad_bias)
+    return cleaned, (bad_queries & sees_any) | _queries_seeing_nonfinite(cleaned, bounds, bad_keys, bad_bias)
 
 
-def _no_logit(numbers: Tensor) -> Tensor:
-    """Return which numbers added to scores, or sinks, make the rows that see them NaN: NaN and inf, and not -inf."""
+def _makes_rows_nan(numbers: Tensor) -> Tensor:
+    """Return which biases or sinks make the rows that see them NaN: bool, True for NaN and inf, False for -inf."""
     return numbers.isnan() | (numbers == torch.inf)
 
 
@@ -59,9 +59,9 @@ def may_overflow(request: AttentionRequest) -> bool:
     """Whether some entry is not finite, or so large that a product of two could overflow, where values can be read.
 
     A product of two rows is at most that of their norms (Cauchy and Schwarz), and those are at most the norms of the
-    whole tensors. A kernel that adds -inf to hide a score needs finite ones: inf - inf is NaN.
+    whole tensors. A kernel that adds -inf to hide a score needs finite scores: inf - inf is NaN.
     """
-    if not is_readable(request.shape.device):
+    if not can_read_values(request.shape.device):
         return False
     dtype = working_dtype(request.shape.dtype)
     tensors = [tensor.detach() for tensor in (request.q, request.k, request.v)]
@@ -70,8 +70,8 @@ def may_overflow(request: AttentionRequest) -> bool:
     return not largest * largest * max(abs(request.scale), 1.0) < torch.finfo(dtype).max / 4  # also True for NaN
 
 
-def restore_nan(attended: Attended, rows: Tensor) -> Attended:
-    """Make rows NaN, (batch, heads, queries) bool, by an addition, so that the gradient is the same."""
+def make_rows_nan(attended: AttentionResult, rows: Tensor) -> AttentionResult:
+    """Make output and logsumexp NaN in rows, (batch, heads, queries) bool, by adding NaN: gradients are unchanged."""
     nan = torch.zeros_like(attended.logsumexp).masked_fill(rows, torch.nan)
     return replace(
         attended,
@@ -80,7 +80,9 @@ def restore_nan(attended: Attended, rows: Tensor) -> Attended:
     )
 
 
-def _sees_nonfinite(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bad_bias: Bias | None) -> Tensor:
+def _queries_seeing_nonfinite(
+    request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bad_bias: Bias | None
+) -> Tensor:
     """Return which queries see a non-finite key or bias: (batch, heads, queries) bool."""
     shape = request.shape
     if bounds.remainder is None and request.bias is None:

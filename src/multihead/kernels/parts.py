@@ -1,4 +1,4 @@
-"""The quantities measured of an attention map, from which probes are made: one vocabulary for kernels and probes."""
+"""The quantities measured of an attention map, which kernels measure and probes are computed from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PART_FAMILIES: dict[str, tuple[type, str]] = {
 
 
 def check_part(part: object) -> None:
-    """Reject a part that is not in the vocabulary, or whose argument has the wrong type.
+    """Raise an ArgumentError for a part that neither PARTS nor PART_FAMILIES defines.
 
     >>> check_part("entropy")
     >>> check_part(("offset_mass", -5))

@@ -1,4 +1,4 @@
-"""Attention a few heads at a time, so that their weights fit the CPU cache: for dropout and for returned weights."""
+"""Compute attention a few heads at a time, so that their weights fit the CPU cache; for dropout or returned weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multihead.kernels.call import Attended, AttentionCall, AttentionRequest, listeners, publish, wanted_parts
+from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult, listeners, publish, wanted_parts
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
@@ -24,7 +24,7 @@ CELLS = 1 << 18
 KEYS = 1024
 
 
-def computes_per_head(request: AttentionRequest, *, need_weights: bool) -> bool:
+def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bool:
     """Whether a call is computed by this module.
 
     With dropout it always is, so that the random choice equals that of torch.nn. Without it a kernel is faster for
@@ -45,13 +45,13 @@ def computes_per_head(request: AttentionRequest, *, need_weights: bool) -> bool:
     trains = torch.is_grad_enabled() and request.requires_grad
     if not request.dropout and (trains or not request.mask.hides_nothing or shape.key_length > KEYS):
         return False
-    return _is_all_finite(request)
+    return _has_finite_inputs(request)
 
 
-def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-    """Attend, publish the call, and return the output (batch, heads, queries, value_dim) and the weights after dropout.
+def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute and publish a call; return the output (batch, heads, queries, value_dim) and the weights after dropout.
 
-    The request is one that `computes_per_head` accepts, with as many key/value heads as heads. The weights are
+    The request is one that `is_computed_per_head` accepts, with as many key/value heads as heads. The weights are
     (batch, heads, queries, keys), or their average over the heads (batch, queries, keys), or None if not needed.
     """
     request = replace(request, wanted=wanted_parts())
@@ -61,19 +61,19 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
         size = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
         # The dropout mask is drawn once for all heads, as in torch.nn, so that a seed drops the same weights.
         keep = torch.empty(size, dtype=torch.bool).bernoulli_(1 - request.dropout)
-    arguments = (request.q, request.k, request.v, _bias_of(request), keep, request, need_weights, average)
+    arguments = (request.q, request.k, request.v, _bias_tensor(request), keep, request, need_weights, average)
     with without_autocast(request.shape.device):
         if torch.is_grad_enabled() and request.requires_grad:
-            output, weights = _ByHead.apply(*arguments)  # type: ignore[no-untyped-call]
+            output, weights = _AttentionPerHead.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             output, weights = _forward_per_head(*arguments)
         if listeners():
-            publish(AttentionCall(request, Attended(output, _logsumexp_per_head(request))))
+            publish(AttentionCall(request, AttentionResult(output, _logsumexp_per_head(request))))
     return output, weights
 
 
-class _ByHead(torch.autograd.Function):
-    """The attention, whose backward pass recomputes the weights; of that size only the dropout mask (bool) is saved."""
+class _AttentionPerHead(torch.autograd.Function):
+    """Attention whose backward pass recomputes the weights, and saves only the dropout mask (bool)."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +90,7 @@ class _ByHead(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(tensor, memory_format=torch.preserve_format) for tensor in (q, k, v))
         dbias = torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
         hidden = hidden_cells(request)
-        for tile in _tiles_of_request(request):
+        for tile in _tiles_of_heads(request):
             weights = _weights_of_tile(request, hidden, tile)  # (samples, heads, queries, keys), before dropout
             factor = None if keep is None else _dropout_factor(request, keep[tile])
             of_dropped = torch.zeros_like(weights) if of_output is None else of_output[tile] @ v[tile].mT
@@ -128,13 +128,13 @@ def _forward_per_head(
         sizes = (batch, queries, k.shape[2]) if average else (batch, heads, queries, k.shape[2])
         returned = q.new_zeros(sizes)
     hidden = hidden_cells(request)
-    for tile in _tiles_of_request(request):
+    for tile in _tiles_of_heads(request):
         weights = _weights_of_tile(request, hidden, tile)
         if keep is not None:
             weights.mul_(_dropout_factor(request, keep[tile]))
         output[tile] = weights @ v[tile]
         if returned is not None and average:
-            for head in weights.unbind(1):  # added while they are in the CPU cache
+            for head in weights.unbind(1):  # heads are averaged while their weights are in the CPU cache
                 returned[tile[0]] += head
         elif returned is not None:
             returned[tile] = weights
@@ -151,7 +151,7 @@ def _weights_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tup
 def _scores_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
     """Compute the scores of some samples and heads, -inf where hidden: (samples, heads, queries, keys)."""
     cells = (request.q[tile] * request.scale) @ request.k[tile].mT
-    bias = _bias_of(request)
+    bias = _bias_tensor(request)
     if bias is not None:
         cells += _slice_of_tile(bias, tile)
     return cells if hidden is None else cells.masked_fill_(_slice_of_tile(hidden, tile), -torch.inf)
@@ -166,7 +166,7 @@ def _logsumexp_per_head(request: AttentionRequest) -> Tensor:
     """Compute the logsumexp, (batch, heads, queries), for listeners."""
     logsumexp, hidden = request.q.new_empty(request.q.shape[:3]), hidden_cells(request)
     with torch.no_grad():
-        for tile in _tiles_of_request(request):
+        for tile in _tiles_of_heads(request):
             logsumexp[tile] = _scores_of_tile(request, hidden, tile).logsumexp(-1)
     return logsumexp
 
@@ -178,7 +178,7 @@ def _slice_of_tile(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:
     return tensor[:, heads] if tensor.shape[1] > 1 else tensor
 
 
-def _tiles_of_request(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
+def _tiles_of_heads(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
     """Split samples and heads into tiles of at most CELLS weights, or of one head where that has more."""
     shape = request.shape
     of_head = shape.query_length * shape.key_length
@@ -189,14 +189,14 @@ def _tiles_of_request(request: AttentionRequest) -> Iterator[tuple[slice, slice]
             yield slice(sample, sample + samples), slice(head, head + heads)
 
 
-def _bias_of(request: AttentionRequest) -> Tensor | None:
+def _bias_tensor(request: AttentionRequest) -> Tensor | None:
     return None if request.bias is None else dense_bias(request.bias, request.shape)
 
 
-def _is_all_finite(request: AttentionRequest) -> bool:
-    """Whether all inputs are finite, which the sum of their elements is, too, in that case only."""
+def _has_finite_inputs(request: AttentionRequest) -> bool:
+    """Whether all inputs are finite: only then is the sum of their elements finite."""
     total = request.q.detach().sum() + request.k.detach().sum() + request.v.detach().sum()
-    bias = _bias_of(request)
+    bias = _bias_tensor(request)
     if bias is not None:
         total = total + bias.detach().masked_fill(bias.detach() == -torch.inf, 0).sum()
     return bool(torch.isfinite(total))

@@ -26,7 +26,7 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows (..., dim) to int8, each with a float32 scale of its own (..., 1).
 
     The rounding error of an element is at most half its scale, which is the largest absolute value of the row / 127.
-    A row with NaN or infinity gets the scale NaN, and is NaN as a whole when it is expanded.
+    A row with NaN or infinity gets the scale NaN, and is NaN as a whole when it is dequantised.
 
     >>> quantise(torch.tensor([[0.5, -1.0, 0.0], [0.0, 0.0, 0.0]]))
     (tensor([[  64, -127,    0],
@@ -35,15 +35,15 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows = rows.float()
     scale = rows.abs().amax(-1, keepdim=True) / LARGEST
-    # 0 / 0 is NaN, and so is anything that is not finite: these rows become integers of 0.
+    # A row of zeros gives 0 / 0 = NaN, and a row with inf or NaN gives NaN: their integers become 0.
     integers = (rows / scale).round_().nan_to_num_(0, 0, 0).clamp_(-LARGEST, LARGEST).to(torch.int8)
     return integers, scale + scale * 0  # infinity becomes NaN
 
 
-def expand(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows (..., dim) of integers (..., dim) and scales (...).
+def dequantise(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return integers (..., dim) times scales (...): rows (..., dim) in a dtype.
 
-    >>> expand(torch.tensor([[64, -127, 0]], dtype=torch.int8), torch.tensor([1 / 127]), torch.float32)
+    >>> dequantise(torch.tensor([[64, -127, 0]], dtype=torch.int8), torch.tensor([1 / 127]), torch.float32)
     tensor([[ 0.5039, -1.0000,  0.0000]])
     """
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The kernel that materialises the weights, for any dtype and option, and second derivatives of the fused kernels."""
+"""The reference kernel, which takes every call and materialises the weights; second derivatives for other kernels."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from multihead.errors import ArgumentError
-from multihead.kernels.call import Attended, AttentionRequest, Work
+from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.dense_tile import scores, seen, working_dtype
-from multihead.kernels.nonfinite import restore_nan, without_nonfinite
+from multihead.kernels.nonfinite import make_rows_nan, replace_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
-ROWS = 256  # queries per block, where they need not be computed at once
+ROWS = 256  # queries per block, where the weights need not be materialised at once
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -31,20 +31,20 @@ def reads_int8(request: AttentionRequest) -> bool:
     return False
 
 
-def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute softmax(scores) v with materialised weights; without gradients one block of queries at a time."""
     whole, every_key = slice(0, request.shape.query_length), slice(0, request.shape.key_length)
-    if _at_once(request) or request.shape.query_length <= ROWS:
+    if _materialises_at_once(request) or request.shape.query_length <= ROWS:
         return _attend_rows(request, whole, every_key)
     blocks = []
     for first in range(0, request.shape.query_length, ROWS):
         rows = slice(first, min(first + ROWS, request.shape.query_length))
-        blocks.append(_attend_rows(request, rows, _keys_seen(bounds, rows)))
+        blocks.append(_attend_rows(request, rows, _range_of_seen_keys(bounds, rows)))
     outputs, logsumexps = zip(*((block.output, block.logsumexp) for block in blocks), strict=True)
-    return Attended(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+    return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
 
 
-def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attended:
+def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> AttentionResult:
     """Attend from a range of queries to a range of keys that contains all keys they see."""
     dtype = working_dtype(request.q.dtype)
     hidden = ~seen(request, rows, keys)
@@ -57,10 +57,10 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
     grouped = dropped.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, keys)
     summed = grouped.flatten(2, 3) @ request.v[:, :, keys].to(dtype)  # (batch, kv_heads, group * queries, value_dim)
     output = summed.unflatten(2, grouped.shape[2:4]).flatten(1, 2)
-    return Attended(output.to(request.q.dtype), logsumexp)
+    return AttentionResult(output.to(request.q.dtype), logsumexp)
 
 
-def _at_once(request: AttentionRequest) -> bool:
+def _materialises_at_once(request: AttentionRequest) -> bool:
     """Whether all weights are materialised at once.
 
     Autograd would save them all anyway, dropout is drawn for all of them, and in a graph or a transform the keys that a
@@ -69,8 +69,8 @@ def _at_once(request: AttentionRequest) -> bool:
     return request.dropout > 0 or is_traced() or (torch.is_grad_enabled() and request.requires_grad)
 
 
-def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:
-    """Return the range of keys that contains every key these queries see."""
+def _range_of_seen_keys(bounds: KeyBounds, rows: slice) -> slice:
+    """Return the smallest range of keys that contains the intervals of some queries."""
     start, stop = bounds.start[:, rows], bounds.stop[:, rows]
     seeing = start < stop
     return slice(int(start[seeing].min()), int(stop.max())) if bool(seeing.any()) else slice(0, 0)
@@ -100,21 +100,21 @@ def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return exponentials / total, logsumexp[..., 0]
 
 
-def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
+def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the cells and memory of a call: at its peak it holds three tensors of scores."""
     shape = request.shape
     size = 3 * shape.batch * shape.num_heads * working_dtype(shape.dtype).itemsize
-    if _at_once(request) or shape.query_length <= ROWS:
-        return Work(shape.cells, size * shape.query_length * shape.key_length)
+    if _materialises_at_once(request) or shape.query_length <= ROWS:
+        return WorkEstimate(shape.cells, size * shape.query_length * shape.key_length)
     blocks = [slice(first, first + ROWS) for first in range(0, shape.query_length, ROWS)]
-    spans = [_keys_seen(bounds, rows) for rows in blocks]
+    spans = [_range_of_seen_keys(bounds, rows) for rows in blocks]
     cells = sum(
         (min(rows.stop, shape.query_length) - rows.start) * (keys.stop - keys.start)
         for rows, keys in zip(blocks, spans, strict=True)
     )
     widest = max(keys.stop - keys.start for keys in spans)
     outputs = shape.batch * shape.num_heads * shape.query_length * (shape.value_dim + 1) * shape.dtype.itemsize
-    return Work(shape.batch * shape.num_heads * cells, size * ROWS * widest + 2 * outputs)
+    return WorkEstimate(shape.batch * shape.num_heads * cells, size * ROWS * widest + 2 * outputs)
 
 
 def differentiable_gradients(
@@ -124,7 +124,7 @@ def differentiable_gradients(
     of_output: Tensor | None,
     of_logsumexp: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of q, k, v, bias and sinks, where required, so that they can be differentiated again.
+    """Compute gradients of q, k, v, bias and sinks, where required, that can be differentiated again.
 
     Args:
         kernel: name of the kernel that computed the call, for the warning.
@@ -150,9 +150,9 @@ def differentiable_gradients(
     tensors = (request.q, request.k, request.v, bias, request.sinks)
     wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     with torch.enable_grad():
-        cleaned, bad_rows = without_nonfinite(replace(request, wanted=frozenset()), bounds)
+        cleaned, bad_rows = replace_nonfinite(replace(request, wanted=frozenset()), bounds)
         attended = attend(cleaned, bounds)
-        attended = attended if bad_rows is None else restore_nan(attended, bad_rows)
+        attended = attended if bad_rows is None else make_rows_nan(attended, bad_rows)
         pairs = ((attended.output, of_output), (attended.logsumexp, of_logsumexp))
         outputs, gradients = zip(*((out, of) for out, of in pairs if of is not None), strict=True)
         results = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multihead.kernels.call import Attended, AttentionRequest, Work
-from multihead.kernels.dense_tile import seen, tensors_seen_by, without_tensors, working_dtype
-from multihead.kernels.plan.rectangles import Rectangle, rectangles
+from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
+from multihead.kernels.dense_tile import seen, visibility_tensors, without_qkv, working_dtype
+from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import bias_tile, values_of
-from multihead.scores.terms import with_sinks
+from multihead.scores.terms import add_sinks
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
@@ -43,12 +43,12 @@ def reads_int8(request: AttentionRequest) -> bool:
     return False
 
 
-def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute the rectangles of the plan with fused calls, and merge them by their logsumexp."""
     if request.scale <= 0:
         # The fused kernel adds -inf before it scales: -inf * 0 is NaN, and -inf * -1 would show only hidden keys.
         request = replace(request, q=request.q * request.scale, scale=1.0)
-    cover = _Cover(request, bounds, rectangles(bounds, biased=request.bias is not None))
+    cover = _RectangleCover(request, bounds, cover_with_rectangles(bounds, biased=request.bias is not None))
     q, k, v = request.q, request.k, request.v
     # The fused kernel needs equal dims. Zeros appended to q and k change no score; those appended to v are cut off.
     missing = request.shape.head_dim - request.shape.value_dim
@@ -56,32 +56,32 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         v = pad(v, (0, missing))
     elif missing < 0:
         q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    q, k, v = (_in_layout_read_right(tensor) for tensor in (q, k, v))
+    q, k, v = (_with_supported_layout(tensor) for tensor in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output, logsumexp = _Fused.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
+        output, logsumexp = _FusedRectangles.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
     else:
         output, logsumexp = _attend_rectangles(q, k, v, cover)
     if missing > 0:
         output = output[..., : request.shape.value_dim]
     if request.sinks is not None:
-        output, logsumexp = with_sinks(output, logsumexp, request.sinks)
-    return Attended(output, logsumexp)
+        output, logsumexp = add_sinks(output, logsumexp, request.sinks)
+    return AttentionResult(output, logsumexp)
 
 
-def _in_layout_read_right(tensor: Tensor) -> Tensor:
-    """Return the tensor in a layout that the fused kernel reads right: (batch, heads, length, dim).
+def _with_supported_layout(tensor: Tensor) -> Tensor:
+    """Return a tensor (batch, heads, length, dim), copied if the fused kernel would misread its strides.
 
-    It assumes a last stride of 1, also of tensors that are created like this one, and the order of repeated axes is
-    undecided there.
+    The kernel assumes a last stride of 1, also of tensors that it allocates with the strides of its inputs; a stride
+    of 0 leaves the order of its axes undecided.
     """
     tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 
-def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
-    """Estimate the cells and memory of a call: the rectangles; output, logsumexp and the largest mask."""
+def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
+    """Estimate the cells of the rectangles, and the memory of output, logsumexp and the largest mask."""
     shape = request.shape
-    pieces = rectangles(bounds, biased=request.bias is not None)
+    pieces = cover_with_rectangles(bounds, biased=request.bias is not None)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
     cells = sum(_count_computed_cells(piece) * heads_samples[piece.sample is None] for piece in pieces)
     masked = max((piece.cells for piece in pieces if piece.kind == "partial"), default=0)
@@ -89,7 +89,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
         masked *= shape.batch * shape.num_heads
     rows = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
-    return Work(cells, rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
+    return WorkEstimate(cells, rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
 
 
 def _count_computed_cells(piece: Rectangle) -> int:
@@ -110,28 +110,28 @@ def _count_computed_cells(piece: Rectangle) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Cover:
-    """The rectangles of one request, and the tensors and mask of each."""
+class _RectangleCover:
+    """The rectangles that cover a request, and the slices of its tensors and mask for each rectangle."""
 
     request: AttentionRequest
     bounds: KeyBounds
     pieces: tuple[Rectangle, ...]
 
-    def samples(self, piece: Rectangle) -> slice:
+    def sample_slice(self, piece: Rectangle) -> slice:
         return slice(None) if piece.sample is None else slice(piece.sample, piece.sample + 1)
 
-    def cut(self, piece: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        samples, rows, columns = self.samples(piece), slice(*piece.rows), slice(*piece.columns)
+    def slice_tensors(self, piece: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        samples, rows, columns = self.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
         return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
 
-    def reads_cells(self, piece: Rectangle) -> bool:
+    def needs_mask(self, piece: Rectangle) -> bool:
         """Whether a rectangle needs the cells of the mask and the bias."""
         return piece.kind == "partial" or self.request.bias is not None
 
-    def mask(self, piece: Rectangle) -> Tensor | None:
+    def additive_mask(self, piece: Rectangle) -> Tensor | None:
         """Return the additive mask of a rectangle: -inf where hidden, else the bias or 0; None where all are 0."""
         request, rows, columns = self.request, slice(*piece.rows), slice(*piece.columns)
-        if not self.reads_cells(piece):
+        if not self.needs_mask(piece):
             return None
         dtype = working_dtype(request.shape.dtype)
         hidden = ~seen(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
@@ -140,12 +140,12 @@ class _Cover:
         else:
             added = bias_tile(request.bias, request.shape, rows, columns).detach().to(dtype)
             added = added.masked_fill(hidden, -torch.inf)
-        added = added[self.samples(piece)] if added.shape[0] > 1 else added
+        added = added[self.sample_slice(piece)] if added.shape[0] > 1 else added
         batch = request.shape.batch if piece.sample is None else 1
         return added.expand(batch, request.shape.num_heads, -1, -1)
 
 
-def _attend_rectangles(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
+def _attend_rectangles(q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover) -> tuple[Tensor, Tensor]:
     """Compute output (batch, heads, queries, dim) and logsumexp (batch, heads, queries) from all rectangles."""
     shape = cover.request.shape
     size = (shape.batch, shape.query_length, shape.num_heads)
@@ -157,23 +157,25 @@ def _attend_rectangles(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[
     written: tuple[int | None, int] = (None, 0)  # the sample, and one past its last row written so far
     for piece in cover.pieces:
         part, part_logsumexp = _attend_rectangle(q, k, v, cover, piece)
-        place = (cover.samples(piece), slice(None), slice(*piece.rows))
+        place = (cover.sample_slice(piece), slice(None), slice(*piece.rows))
         if written[0] == piece.sample and piece.rows[0] < written[1]:
             # Two rectangles over the same rows: P = exp(s - L) with the L of both.
             joined = torch.logaddexp(logsumexp[place], part_logsumexp)
             shares = (logsumexp[place] - joined).exp()[..., None], (part_logsumexp - joined).exp()[..., None]
-            part = (output[place] * shares[0] + part * shares[1]).to(q.dtype)  # the sum is in the shares' dtype
+            part = (output[place] * shares[0] + part * shares[1]).to(q.dtype)  # the product has the dtype of the shares
             part_logsumexp = joined
         output[place], logsumexp[place] = part, part_logsumexp
         written = (piece.sample, piece.rows[1])
     return output, logsumexp
 
 
-def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, cover: _Cover, piece: Rectangle) -> tuple[Tensor, Tensor]:
-    """Compute one rectangle."""
-    mask = cover.mask(piece)
+def _attend_rectangle(
+    q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover, piece: Rectangle
+) -> tuple[Tensor, Tensor]:
+    """Compute the output (samples, heads, rows, dim) and logsumexp (samples, heads, rows) of one rectangle."""
+    mask = cover.additive_mask(piece)
     output, logsumexp = _forward(
-        *cover.cut(piece, q, k, v), 0.0, piece.kind == "causal", attn_mask=mask, scale=cover.request.scale
+        *cover.slice_tensors(piece, q, k, v), 0.0, piece.kind == "causal", attn_mask=mask, scale=cover.request.scale
     )
     if mask is not None:
         # The fused kernel's logsumexp of an empty row is 0.0.
@@ -181,15 +183,15 @@ def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, cover: _Cover, piece: Rec
     return output, logsumexp
 
 
-class _Fused(torch.autograd.Function):
-    """The rectangles, with gradients of both the output and the logsumexp."""
+class _FusedRectangles(torch.autograd.Function):
+    """Attention over all rectangles, with gradients of both the output and the logsumexp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover) -> tuple[Tensor, Tensor]:
         output, logsumexp = _attend_rectangles(q, k, v, cover)
-        again = tensors_seen_by(cover.request) if any(cover.reads_cells(piece) for piece in cover.pieces) else ()
+        again = visibility_tensors(cover.request) if any(cover.needs_mask(piece) for piece in cover.pieces) else ()
         ctx.save_for_backward(q, k, v, output, logsumexp, *again)
-        ctx.cover = replace(cover, request=without_tensors(cover.request))
+        ctx.cover = replace(cover, request=without_qkv(cover.request))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
@@ -198,9 +200,9 @@ class _Fused(torch.autograd.Function):
         q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # raises if an input was modified since
         if torch.is_grad_enabled():
             # The code below builds no graph: a gradient penalty would silently be a constant.
-            request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added outside
+            request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added after this function
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
-        of_output = None if of_output is None else _in_layout_read_right(of_output)
+        of_output = None if of_output is None else _with_supported_layout(of_output)
         of_logsumexp = None if of_logsumexp is None else of_logsumexp.resolve_neg()
         # Half precision would lose contributions that many rectangles add to one key.
         dtype = working_dtype(q.dtype)
@@ -208,7 +210,7 @@ class _Fused(torch.autograd.Function):
         # An empty row's P = exp(-inf - L) is 0 for any finite L, and NaN for its own L = -inf.
         finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
         if of_output is not None:
-            _add_gradients((dq, dk, dv), of_output, (q, k, v, output), finite, ctx.cover)
+            _add_rectangle_gradients((dq, dk, dv), of_output, (q, k, v, output), finite, ctx.cover)
         if of_logsumexp is not None:
             # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): an attention whose
             # values are the keys, and the gradient of its values.
@@ -216,16 +218,16 @@ class _Fused(torch.autograd.Function):
             g = of_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
             dq += g * weighted_keys
             unused = torch.zeros_like(dq), torch.zeros_like(dk)
-            _add_gradients((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
+            _add_rectangle_gradients((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 
 
-def _add_gradients(
+def _add_rectangle_gradients(
     grads: tuple[Tensor, Tensor, Tensor],
     of_output: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     logsumexp: Tensor,
-    cover: _Cover,
+    cover: _RectangleCover,
 ) -> None:
     """Add the gradients of each rectangle to those of q, k and v.
 
@@ -233,15 +235,15 @@ def _add_gradients(
     """
     q, k, v, output = tensors
     for piece in cover.pieces:
-        samples, rows, columns = cover.samples(piece), slice(*piece.rows), slice(*piece.columns)
+        samples, rows, columns = cover.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
         of_q, of_k, of_v = _backward(
             of_output[samples, :, rows],
-            *cover.cut(piece, q, k, v),
+            *cover.slice_tensors(piece, q, k, v),
             output[samples, :, rows],
             logsumexp[samples, :, rows],
             0.0,
             piece.kind == "causal",
-            attn_mask=cover.mask(piece),
+            attn_mask=cover.additive_mask(piece),
             scale=cover.request.scale,
         )
         grads[0][samples, :, rows] += of_q

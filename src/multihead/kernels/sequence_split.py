@@ -1,4 +1,4 @@
-"""The sequence that the tokens of a call belong to, where ranks (processes) hold a part of it each."""
+"""The active split of a sequence over ranks (processes), where each rank holds some of its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.kernels.call import Attended, AttentionRequest
+from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.tensors.shapes import AttentionShape
 
 
@@ -18,11 +18,11 @@ class RankWork(NamedTuple):
     """What one rank does in a call on a split sequence.
 
     Attributes:
-        parts: the calls that it computes; their tensors have the right shapes and no values.
-        cells: the cells of its part of the map, over batch and heads.
-        shown: how many of them the mask's intervals show.
-        received: bytes of keys and values of other ranks that it holds at once.
-        lines: what it does, what it sends and why, each with a name of one word.
+        parts: the calls that the rank computes; their tensors have the right shapes and no values.
+        cells: number of cells of the rank's part of the score matrix, over batch and heads.
+        shown: how many of these cells lie within the mask's intervals.
+        received: bytes of keys and values of other ranks that the rank holds at once.
+        lines: what the rank does, what it sends and why: (label of one word, sentence).
     """
 
     parts: list[AttentionRequest]
@@ -39,16 +39,16 @@ class SequenceSplit(Protocol):
         """Return the position of each token of this rank in the whole sequence: (1, tokens) int64."""
         ...
 
-    def whole(self, shape: AttentionShape) -> AttentionShape:
-        """Return the sizes of the whole sequence, which masks and biases must fit; an ArgumentError if it has none."""
+    def whole_shape(self, shape: AttentionShape) -> AttentionShape:
+        """Return the sizes of the whole sequence, which masks must fit; an ArgumentError for cross-attention."""
         ...
 
-    def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
+    def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
         """Compute the queries of this rank, together with the other ranks."""
         ...
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_ranks(self) -> tuple[int, int]:
         """The index of this rank, and the number of ranks that share the sequence."""
         ...
 
@@ -56,11 +56,11 @@ class SequenceSplit(Protocol):
         """Return the ranges of positions that this rank holds, of a sequence of `length` tokens."""
         ...
 
-    def gathered(self, tensor: Tensor, dim: int) -> Tensor:
+    def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the whole sequence of a tensor whose dimension `dim` has this rank's tokens; all ranks call it."""
         ...
 
-    def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
+    def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
         """Return what this rank would do, without computing or sending anything."""
         ...
 
@@ -72,7 +72,7 @@ active: SequenceSplit | None = None
 
 @contextmanager
 def split(sequence: SequenceSplit | None) -> Iterator[None]:
-    """Make the calls in this context parts of a split sequence, or whole calls again (None).
+    """Treat the calls in this context as parts of a split sequence, or as whole calls (None).
 
     >>> with split(None):
     ...     print(active)
@@ -86,10 +86,10 @@ def split(sequence: SequenceSplit | None) -> Iterator[None]:
         active = before
 
 
-def reject_in_split(name: str, remedy: str) -> None:
+def reject_split_sequence(name: str, remedy: str) -> None:
     """Raise an error where the sequence is split and a call uses something that needs all of its tokens.
 
-    `name` is the subject of its first sentence, and `remedy` its second sentence.
+    `name` is the subject of the error's first sentence, and `remedy` is its second sentence.
     """
     if active is not None:
         raise ArgumentError(f"{name} cannot be used in context_parallel, where a rank has part of the tokens.", remedy)

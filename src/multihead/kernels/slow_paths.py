@@ -17,7 +17,7 @@ _strict: ContextVar[bool] = ContextVar("strict", default=False)
 def strict() -> Iterator[None]:
     """Raise in this context instead of taking a slow path: the reference kernel, which holds queries x keys.
 
-    A call that names its kernel runs it. Inside torch.compile the context counts while the graph is made.
+    A call with `kernel="reference"` is not refused. Inside torch.compile the context counts while the graph is made.
 
     Raises:
         SlowPathError: a call would be slow; the error lists why each faster kernel refuses.
@@ -39,12 +39,12 @@ def strict() -> Iterator[None]:
 
 @constant_in_graphs  # a compiler cannot trace a ContextVar; its value at trace time holds for the graph
 def raise_if_strict(finding: str, mend: str) -> None:
-    """Raise in a strict context."""
+    """Raise a SlowPathError in a `strict()` context; elsewhere do nothing."""
     if _strict.get():
         raise SlowPathError(finding, mend)
 
 
 def warn_of_slow_path(finding: str, mend: str) -> None:
-    """Raise in a strict context, and warn elsewhere."""
+    """Raise a SlowPathError in a `strict()` context; elsewhere warn with a SlowPathWarning."""
     raise_if_strict(finding, mend)
     warnings.warn(f"{finding} {mend}", SlowPathWarning, stacklevel=2)

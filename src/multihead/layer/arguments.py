@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.kernels import sequence_split
 from multihead.kernels.quantised import Scales
-from multihead.kernels.sequence_split import reject_in_split
+from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.cache.cache import Memory
 from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_packed
@@ -195,15 +195,15 @@ class LayerCall:
     def check_split(self, *, added_key: bool) -> None:
         """Reject what a layer, with a learned key or without, cannot compute where a sequence is split over ranks."""
         if self.memory_lengths is not None:
-            reject_in_split("memory_lengths=", "Give lengths=, with the lengths of the whole sequences.")
+            reject_split_sequence("memory_lengths=", "Give lengths=, with the lengths of the whole sequences.")
         if self.packing is not None:
-            reject_in_split("packing=", "Give mask=masks.Documents(lengths), with the lengths of all documents.")
+            reject_split_sequence("packing=", "Give mask=masks.Documents(lengths), with the lengths of all documents.")
         if self.cache is not None:
-            reject_in_split("A cache", "Decode outside of it.")
+            reject_split_sequence("A cache", "Decode outside of it.")
         if not self.within:
-            reject_in_split("Cross-attention", "Compute it outside of it.")
+            reject_split_sequence("Cross-attention", "Compute it outside of it.")
         if added_key:
-            reject_in_split("add_bias_kv", "Use sinks=True, or add_zero_attn=True.")
+            reject_split_sequence("add_bias_kv", "Use sinks=True, or add_zero_attn=True.")
 
     def check_position_bias(self, bias: object) -> None:
         """Check that what the layer's position bias returned suits positions that are not those of a whole sequence.

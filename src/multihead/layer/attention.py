@@ -27,7 +27,7 @@ from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin, listeners
 from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.native import eager
-from multihead.kernels.quantised import expand
+from multihead.kernels.quantised import dequantise
 from multihead.layer.arguments import LayerCall, Widths, check_is_cache, check_takes_positions, dtype_of
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.heads import head_counts, head_dim_of
@@ -176,7 +176,7 @@ class MultiHeadAttention(nn.Module):
                 raise ArgumentError(f"{name} is a tensor.", f"Give {name}=True, and copy the values to layer.{name}.")
         _check_kinds(rotary, qk_norm, position_bias, scale)
         if rotary is not None:
-            rotary.check_turning(self.head_dim)
+            rotary.check_head_dim(self.head_dim)
         self.rotary, self.position_bias = rotary, position_bias
         self.softcap, self.add_zero_attn = softcap, add_zero_attn
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -394,7 +394,7 @@ class MultiHeadAttention(nn.Module):
             bias = own if bias is None else add_biases(bias, own, queries, keys)
         if part.bias_k is not None and part.bias_v is not None:
             if call.scales is not None:
-                k, v = expand(k, call.scales.k, q.dtype), expand(v, call.scales.v, q.dtype)
+                k, v = dequantise(k, call.scales.k, q.dtype), dequantise(v, call.scales.v, q.dtype)
                 call.scales = None
             k, v = (
                 prepend_learned_keys(part.bias_k, k),

@@ -8,8 +8,8 @@ from typing import Literal
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.tensors.shapes import either_heads
-from multihead.tensors.tracing import untraced
+from multihead.tensors.shapes import format_head_counts
+from multihead.tensors.tracing import hide_from_jit_trace
 
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
 
@@ -83,7 +83,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
         )
     batch, length, width = x.shape
     if isinstance(width, Tensor):  # a size that torch.jit.trace records
-        with untraced():
+        with hide_from_jit_trace():
             width = x.shape[2]
     head_dim = head_dim_of(width, num_heads, name="The last axis of x")
     x_split = x.view(batch, length, num_heads, head_dim)  # (batch, length, heads, head_dim)
@@ -140,5 +140,5 @@ def _nearest_fitting_counts(embed_dim: int, num_heads: int) -> str:
     """List the head counts that fit, only the nearest ones if there are many."""
     counts = head_counts(embed_dim)
     nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
-    heads = either_heads(sorted(nearest))
+    heads = format_head_counts(sorted(nearest))
     return heads if len(nearest) == len(counts) else f"{heads} (the nearest that fit)"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.kernels.native.operator import places_of_tokens
-from multihead.kernels.sequence_split import SequenceSplit, reject_in_split
+from multihead.kernels.native.operator import indices_of_tokens
+from multihead.kernels.sequence_split import SequenceSplit, reject_split_sequence
 from multihead.masks import Documents, Lengths, Mask
 from multihead.tensors.shapes import numbers_per_sample
-from multihead.tensors.tracing import is_intercepted, is_readable, is_traced, jit_traced
+from multihead.tensors.tracing import can_read_values, is_intercepted, is_jit_traced, is_traced
 
 Side = Literal["right", "left"]
 
@@ -64,14 +64,14 @@ class Packing:
         if side not in ("right", "left"):
             raise ArgumentError(f"padding_side is {side!r}.", 'Give "right" or "left".')
         counts = numbers_per_sample(name, lengths, batch)
-        if batch and is_readable(counts.device) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+        if batch and can_read_values(counts.device) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
             wrong = int(counts.min()) if int(counts.min()) < 0 else int(counts.max())
             raise ArgumentError(
                 f"{name} holds {wrong}, and the batch is padded to {length} tokens.",
                 f"Give lengths from 0 to {length}.",
             )
-        as_operator = is_traced() and not jit_traced()  # which would make a constant of the length
-        places = torch.ops.multihead.places if as_operator else places_of_tokens
+        as_operator = is_traced() and not is_jit_traced()  # which would make a constant of the length
+        places = torch.ops.multihead.places if as_operator else indices_of_tokens
         index = places(counts, length, side == "left")
         return Packing(counts.to(device), index.to(device, non_blocking=True), batch, length, side)
 
@@ -249,9 +249,9 @@ class Padding(NamedTuple):
         The lengths, (batch,), are those of each whole sample.
         """
         if side != "right":
-            reject_in_split(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
+            reject_split_sequence(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
         count = torch.as_tensor(lengths, device=x.device).view(-1, 1)
-        whole = torch.arange(x.shape[1] * sequence.place[1], device=x.device)
+        whole = torch.arange(x.shape[1] * sequence.rank_and_ranks[1], device=x.device)
         hidden = sequence.positions(x.shape[1], x.device) >= count  # (batch, tokens)
         shown = Lengths(count * (whole < count))  # (batch, whole tokens): queries of padding see no key
         return NO_PADDING._replace(hidden=hidden[..., None], shown=shown)

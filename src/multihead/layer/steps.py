@@ -12,7 +12,7 @@ from multihead.kernels import sequence_split
 from multihead.layer.arguments import LayerCall
 from multihead.layer.cache import KeyValueCache
 from multihead.rotary import Rotary
-from multihead.tensors.shapes import AttentionShape, resolved_query_start
+from multihead.tensors.shapes import AttentionShape, resolve_query_start
 
 
 def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
@@ -27,7 +27,7 @@ def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
 def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
     """Return the position of the first query of q (batch, heads, queries, head_dim) among the keys."""
     sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": keys}
-    start = resolved_query_start(query_start, uses_positions=True, device=q.device, **sizes)
+    start = resolve_query_start(query_start, uses_positions=True, device=q.device, **sizes)
     if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as an int it would be rejected
         return torch.full((q.shape[0],), start, device=q.device)
     return start
@@ -38,7 +38,7 @@ def map_lengths(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     sequence = sequence_split.active
     if sequence is None:
         return q.shape[2], k.shape[2]
-    whole = sequence.whole(AttentionShape.of(q, k, v))
+    whole = sequence.whole_shape(AttentionShape.of(q, k, v))
     return whole.query_length, whole.key_length
 
 
@@ -80,7 +80,7 @@ def extend_cache(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v:
     lengths = None if padding.rows is None else padding.rows.lengths
     if call.within:
         held = cache.extend(k, v, lengths=lengths)
-        call.mask = padding.hide(call.mask.after_dropping(held.key_start), held.lengths, held.k.shape[2])
+        call.mask = padding.hide(call.mask.after_dropping_keys(held.key_start), held.lengths, held.k.shape[2])
         call.scales, call.start = held.scales, held.query_start
         return held.k, held.v
     memory = call.cached

@@ -29,8 +29,8 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
 from multihead.masks.counts import repr_of_value
-from multihead.masks.place import CallSize, Extent, Place, Span
-from multihead.tensors.shapes import kind_of
+from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import constant_in_graphs
 
 _REGISTERED: dict[str, type[Mask]] = {}
@@ -63,7 +63,7 @@ class KeyBounds:
 
 
 class Band(NamedTuple):
-    """A mask as arithmetic: the keys near a query's own position, within the length of its sample.
+    """A mask as numbers: how many keys on each side of its position a query sees, within the length of its sample.
 
     Attributes:
         lengths: (batch or 1,) int64 on the CPU, only the first keys of each sample; or None.
@@ -90,7 +90,7 @@ def _flatten_mask(mask: Mask) -> tuple[list[object], _Context]:
     return [values[name] for name in inner], (inner, tuple(pair for pair in values.items() if pair[0] not in inner))
 
 
-def _flattened_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _Context]:
+def _flatten_mask_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _Context]:
     children, context = _flatten_mask(mask)
     return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
 
@@ -134,8 +134,8 @@ class Mask:
     hides_nothing: ClassVar[bool] = False
     sees_no_later_key: ClassVar[bool] = False  # whether no query sees a key after its own position
     starts_at_first_key: ClassVar[bool] = False  # whether every query's interval starts at the first key
-    has_key_axis: ClassVar[bool] = False  # whether it holds a tensor with a column per key
-    band: ClassVar[Band | None] = None  # the whole mask as arithmetic
+    has_key_axis: ClassVar[bool] = False  # whether the mask holds a tensor with a column per key
+    band: ClassVar[Band | None] = None  # the mask as a band of keys around each query, if it is one
     lookback: ClassVar[int | None] = None  # how many keys back a query sees at most, its own included
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -149,10 +149,10 @@ class Mask:
         _REGISTERED[cls.__name__] = cls
         # torch.export takes a mask as an argument. A constant class would be compiled again for each tensor in it.
         register_pytree_node(
-            cls, _flatten_mask, partial(_unflatten_mask, cls), flatten_with_keys_fn=_flattened_with_keys
+            cls, _flatten_mask, partial(_unflatten_mask, cls), flatten_with_keys_fn=_flatten_mask_with_keys
         )
         if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
-            cls.band = None  # the band of a parent class does not describe what this class shows
+            cls.band = None  # a parent's band does not describe a class that defines its own visibility
 
     # ---- what a subclass defines
 
@@ -209,7 +209,7 @@ class Mask:
             MaskError: the mask holds a tensor, and does not define this method.
         """
         if not self.holds_tensors:
-            heads = 1 if self.defines_interval else self.tile(Place.of(1, 1)).shape[1]
+            heads = 1 if self.defines_interval else self.tile(TilePositions.of(1, 1)).shape[1]
             return (
                 self
                 if heads == 1
@@ -222,21 +222,21 @@ class Mask:
 
     # ---- derived from these
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         """Return which keys each query may see in one tile of the map.
 
         Returns:
             bool, broadcasting to (batch, heads, rows, columns).
 
         >>> from multihead import masks
-        >>> masks.Causal().tile(Place.of(queries=2, keys=2))[0, 0].int()
+        >>> masks.Causal().tile(TilePositions.of(queries=2, keys=2))[0, 0].int()
         tensor([[1, 0],
                 [1, 1]], dtype=torch.int32)
         """
         cells = self.visible(place.positions, place.columns)
         if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
             raise MaskError(
-                f"{type(self).__name__}.visible returned {kind_of(cells)}.",
+                f"{type(self).__name__}.visible returned {describe_type(cells)}.",
                 "Return a bool tensor that broadcasts to (batch, heads, queries, keys), True = may be seen.",
             )
         everywhere = place.everywhere()
@@ -249,7 +249,7 @@ class Mask:
                 "Compute it from the positions given: (.., queries, 1) and (.., 1, keys).",
             ) from error
 
-    def bounds(self, extent: Extent) -> KeyBounds:
+    def bounds(self, extent: CallPositions) -> KeyBounds:
         """Return the interval of keys of each query, and the part of the mask that is not an interval.
 
         The bounds may be crossed (start > stop) where no key is visible.
@@ -264,17 +264,17 @@ class Mask:
                 f"{type(self).__name__}.interval returned a {type(interval).__name__}.",
                 "Return two tensors, (start, stop), or None where rows are no intervals.",
             )
-        start, stop = (_clamp_edge(edge, extent.keys) for edge in interval)
+        start, stop = (_clamp_to_keys(edge, extent.keys) for edge in interval)
         start, stop, _ = torch.broadcast_tensors(start, stop, row)  # torch.broadcast_shapes would import sympy
         return KeyBounds(start, stop)
 
     @property
     def defines_interval(self) -> bool:
-        """Whether each query sees an interval of keys: then samples that are packed into one row cost no more."""
+        """Whether each query sees one interval of keys, so that packing samples into one row costs nothing extra."""
         return type(self).interval is not Mask.interval
 
-    def stored(self) -> tuple[str, dict[str, object]]:
-        """Return what a record stores: the name of the class, and the fields."""
+    def name_and_fields(self) -> tuple[str, dict[str, object]]:
+        """Return the name of the class and the fields, which a record stores."""
         return type(self).__name__, self.values()
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
@@ -288,31 +288,31 @@ class Mask:
             MaskError: a tensor does not broadcast, or counts are for another batch or exceed the keys.
         """
 
-    def after_dropping(self, count: int | Tensor) -> Mask:
-        """Re-express this mask for a sequence whose first `count` keys were dropped.
+    def after_dropping_keys(self, count: int | Tensor) -> Mask:
+        """Return this mask for a sequence whose first `count` keys were dropped.
 
         Args:
             count: number of dropped keys, one for all samples or (batch,); -count keys are put back where it is
                 negative, and a mask with a `lookback` hides them.
 
         >>> from multihead import masks
-        >>> (masks.Window(4) & masks.Prefix(10)).after_dropping(7)
+        >>> (masks.Window(4) & masks.Prefix(10)).after_dropping_keys(7)
         Window(4) & Prefix(3)
         """
         if self.translation_invariant or (not isinstance(count, Tensor) and not count):
             return self
         return Shifted(self, count)
 
-    def part(self, span: Span) -> Mask:
+    def select_span(self, span: SampleSpan) -> Mask:
         """Return this mask for the rows and columns of one sample, with positions counted from its first key."""
-        return self.select_sample(span.sample).after_dropping(span.keys[0])
+        return self.select_sample(span.sample).after_dropping_keys(span.keys[0])
 
-    def with_first_keys(self, count: int) -> Mask | None:
-        """Return this mask for the first `count` keys only, or None where it depends on the others."""
+    def restrict_to_first_keys(self, count: int) -> Mask | None:
+        """Return this mask for the first `count` keys only, or None where the mask depends on the other keys."""
         return self
 
     def without_documents(self) -> Mask:
-        """Return the mask of each sample of a packed row: this mask without its documents."""
+        """Return this mask without its `Documents`: what remains for each sample of a packed row."""
         return self
 
     @property
@@ -334,7 +334,7 @@ class Mask:
     def cache_key(self) -> tuple[object, ...] | None:
         """Return a key for caching results that depend on this mask, or None where it holds a tensor.
 
-        Equal masks have equal keys. It is cheaper than hashing the mask: every attention call computes one.
+        Equal masks have equal keys. Every attention call computes a key, which is cheaper than hashing the mask.
         """
         key: list[object] = [type(self)]
         names = _field_names(type(self))
@@ -359,7 +359,7 @@ class Mask:
         return tuple(key)
 
     def values(self) -> dict[str, object]:
-        """Return the fields by name: equality compares them, and a saved record stores them."""
+        """Return the fields of the mask, name -> value: equality compares them, and a saved record stores them."""
         names = _field_names(type(self))
         return dict(vars(self)) if names is None else {name: getattr(self, name) for name in names}
 
@@ -367,11 +367,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that shows a key only where both masks show it."""
-        return _combine(And, self, other)
+        return _combine_masks(And, self, other)
 
     def __or__(self, other: Mask) -> Mask:
         """Return the mask that shows a key wherever one of the masks shows it."""
-        return _combine(Or, self, other)
+        return _combine_masks(Or, self, other)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and isinstance(other, Mask) and self._key() == other._key()
@@ -383,14 +383,14 @@ class Mask:
         return tuple(("tensor", id(value)) if isinstance(value, Tensor) else value for value in self.values().values())
 
 
-class _Combined(Mask):
-    """Shared by `And` and `Or`: their parts, in the order of the expression."""
+class _CombinedMask(Mask):
+    """A combination of masks, `And` or `Or`; `parts` are in the order of the expression."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str]
 
     def __repr__(self) -> str:
-        written = (f"({part!r})" if isinstance(part, _Combined) else repr(part) for part in self.parts)
+        written = (f"({part!r})" if isinstance(part, _CombinedMask) else repr(part) for part in self.parts)
         return f" {self.sign} ".join(written)
 
     def cache_key(self) -> tuple[object, ...] | None:
@@ -432,27 +432,27 @@ class _Combined(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
         return self._combine_parts(part.select_heads(select) for part in self.parts)
 
-    def after_dropping(self, count: int | Tensor) -> Mask:
-        return self._combine_parts(part.after_dropping(count) for part in self.parts)
+    def after_dropping_keys(self, count: int | Tensor) -> Mask:
+        return self._combine_parts(part.after_dropping_keys(count) for part in self.parts)
 
-    def part(self, span: Span) -> Mask:
-        return self._combine_parts(part.part(span) for part in self.parts)
+    def select_span(self, span: SampleSpan) -> Mask:
+        return self._combine_parts(part.select_span(span) for part in self.parts)
 
-    def with_first_keys(self, count: int) -> Mask | None:
-        parts = [part.with_first_keys(count) for part in self.parts]
+    def restrict_to_first_keys(self, count: int) -> Mask | None:
+        parts = [part.restrict_to_first_keys(count) for part in self.parts]
         known = [part for part in parts if part is not None]
         return self._combine_parts(known) if len(known) == len(parts) else None
 
     def _combine_parts(self, parts: Iterable[Mask]) -> Mask:
-        """Combine other parts; where all of them are its own, return this mask, which keeps its band."""
+        """Combine parts by & or |; where all are parts of this mask, return it, because it has its band cached."""
         parts, kind = tuple(parts), type(self)
         if all(new is old for new, old in zip(parts, self.parts, strict=True)):
             return self
-        return reduce(lambda left, right: _combine(kind, left, right), parts)
+        return reduce(lambda left, right: _combine_masks(kind, left, right), parts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class And(_Combined):
+class And(_CombinedMask):
     """A key is visible where every part shows it. Created by `&`."""
 
     parts: tuple[Mask, ...]
@@ -466,11 +466,11 @@ class And(_Combined):
     def lookback(self) -> int | None:  # type: ignore[override]
         return min((part.lookback for part in self.parts if part.lookback is not None), default=None)
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         return reduce(torch.logical_and, (part.tile(place) for part in self.parts))
 
-    def bounds(self, extent: Extent) -> KeyBounds:
-        return reduce(_intersect_bands, (part.bounds(extent) for part in self.parts))
+    def bounds(self, extent: CallPositions) -> KeyBounds:
+        return reduce(_intersect_bounds, (part.bounds(extent) for part in self.parts))
 
     @cached_property
     def band(self) -> Band | None:  # type: ignore[override]
@@ -494,7 +494,7 @@ class And(_Combined):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Or(_Combined):
+class Or(_CombinedMask):
     """A key is visible where one of the parts shows it. Created by `|`."""
 
     parts: tuple[Mask, ...]
@@ -509,11 +509,11 @@ class Or(_Combined):
         known = [part.lookback for part in self.parts if part.lookback is not None]
         return max(known) if len(known) == len(self.parts) else None
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         return reduce(torch.logical_or, (part.tile(place) for part in self.parts))
 
-    def bounds(self, extent: Extent) -> KeyBounds:
-        """Join intervals; where they leave a gap between them, return their hull, and the mask as remainder."""
+    def bounds(self, extent: CallPositions) -> KeyBounds:
+        """Join the parts' intervals; where two leave a gap, return their hull as bounds and the mask as remainder."""
         intervals = [part.bounds(extent) for part in self.parts]
         whole = intervals[0]
         for part in intervals[1:]:
@@ -533,7 +533,7 @@ class Or(_Combined):
 class Shifted(Mask):
     """A mask of a whole sequence, applied to the keys that remain after its first ones were dropped.
 
-    The first remaining key is the key at position `offset`, one number or (batch,), for the mask.
+    The first remaining key has position `offset`, one number or (batch,), in the whole sequence.
     """
 
     mask: Mask
@@ -559,19 +559,19 @@ class Shifted(Mask):
         return self.mask.lookback
 
     def check_fits(self, size: CallSize) -> None:
-        # How many keys the whole sequence has is not known here for offsets in a tensor; intervals are clamped.
+        # With a tensor of offsets, the length of the whole sequence is unknown, so longer lengths are allowed.
         more = size.more_keys_later or isinstance(self.offset, Tensor)
         keys = size.keys if isinstance(self.offset, Tensor) else size.keys + self.offset
         self.mask.check_fits(CallSize(size.batch, size.heads, size.queries, keys, more))
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         return self.mask.tile(place.shifted(self.offset))
 
-    def bounds(self, extent: Extent) -> KeyBounds:
+    def bounds(self, extent: CallPositions) -> KeyBounds:
         offset = self.offset
         if isinstance(offset, Tensor):
             offset = offset.to(extent.positions.device).view(-1, 1)
-        inner = self.mask.bounds(Extent(extent.positions + offset, extent.keys + offset, extent.readable))
+        inner = self.mask.bounds(CallPositions(extent.positions + offset, extent.keys + offset, extent.readable))
         start, stop = (inner.start - offset).clamp(min=0), (inner.stop - offset).clamp(min=0)
         return KeyBounds(start, stop, None if inner.remainder is None else Shifted(inner.remainder, self.offset))
 
@@ -584,25 +584,27 @@ class Shifted(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
         return Shifted(self.mask.select_heads(select), self.offset)
 
-    def after_dropping(self, count: int | Tensor) -> Mask:
+    def after_dropping_keys(self, count: int | Tensor) -> Mask:
         return Shifted(self.mask, self.offset + count)
 
-    def part(self, span: Span) -> Mask:
+    def select_span(self, span: SampleSpan) -> Mask:
         offset = self.offset
         if isinstance(offset, Tensor):
             offset = int(offset[span.sample if len(offset) > 1 else 0])
-        return self.mask.part(Span(span.sample, span.queries, (span.keys[0] + offset, span.keys[1] + offset)))
+        return self.mask.select_span(
+            SampleSpan(span.sample, span.queries, (span.keys[0] + offset, span.keys[1] + offset))
+        )
 
-    def with_first_keys(self, count: int) -> Mask | None:
+    def restrict_to_first_keys(self, count: int) -> Mask | None:
         if isinstance(self.offset, Tensor):
             return None
-        inner = self.mask.with_first_keys(count + self.offset)
+        inner = self.mask.restrict_to_first_keys(count + self.offset)
         return None if inner is None else Shifted(inner, self.offset)
 
 
 @dataclass(frozen=True, eq=False)
 class OfHeads(Mask):
-    """Some heads of a mask that differs between heads and holds no tensor to slice: its cells are sliced."""
+    """Some heads of a mask that holds no tensor to slice: the heads are taken from its tiles."""
 
     mask: Mask
     heads: tuple[int, ...]
@@ -611,7 +613,7 @@ class OfHeads(Mask):
     def uses_positions(self) -> bool:  # type: ignore[override]
         return self.mask.uses_positions
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         return self.mask.tile(place)[:, list(self.heads)]
 
 
@@ -634,22 +636,22 @@ class UnknownMask(Mask):
     def values(self) -> dict[str, object]:
         return dict(self.content)
 
-    def stored(self) -> tuple[str, dict[str, object]]:
+    def name_and_fields(self) -> tuple[str, dict[str, object]]:
         return self.name, self.values()
 
     def cache_key(self) -> None:
-        """Return None: nothing is planned for it."""
+        """Return None: no plan for this mask can be cached."""
 
     def check_fits(self, size: CallSize) -> None:
         """Accept any size: nothing is known about the mask."""
 
-    def tile(self, place: Place) -> Tensor:
-        raise self._error()
+    def tile(self, place: TilePositions) -> Tensor:
+        raise self._not_defined_error()
 
-    def bounds(self, extent: Extent) -> KeyBounds:
-        raise self._error()
+    def bounds(self, extent: CallPositions) -> KeyBounds:
+        raise self._not_defined_error()
 
-    def _error(self) -> MaskError:
+    def _not_defined_error(self) -> MaskError:
         return MaskError(
             f"The record uses the mask {self.name}, which is not defined here.",
             f"Import the module that defines the class {self.name} before loading the record; "
@@ -674,8 +676,8 @@ def _is_of_this_package(kind: type[Mask]) -> bool:
     return inside and getattr(sys.modules[kind.__module__], kind.__name__, None) is kind
 
 
-def registered(name: str) -> type[Mask] | None:
-    """Return the mask class with a name, as stored in a saved record; None where no such class is defined."""
+def find_mask_class(name: str) -> type[Mask] | None:
+    """Find the mask class of a name that a record stores; None where no such class is defined."""
     return _REGISTERED.get(name)
 
 
@@ -693,7 +695,7 @@ def check_is_mask(mask: object) -> None:
         )
 
 
-def _combine(kind: type[_Combined], left: Mask, right: Mask) -> Mask:
+def _combine_masks(kind: type[_CombinedMask], left: Mask, right: Mask) -> Mask:
     if not isinstance(right, Mask):
         check_is_mask(right)
     if kind is And:
@@ -708,7 +710,7 @@ def _combine(kind: type[_Combined], left: Mask, right: Mask) -> Mask:
     return kind((*first, *second))  # type: ignore[call-arg]
 
 
-def _intersect_bands(left: KeyBounds, right: KeyBounds) -> KeyBounds:
+def _intersect_bounds(left: KeyBounds, right: KeyBounds) -> KeyBounds:
     if left.remainder is None or right.remainder is None:
         remainder = left.remainder or right.remainder
     else:
@@ -716,7 +718,7 @@ def _intersect_bands(left: KeyBounds, right: KeyBounds) -> KeyBounds:
     return KeyBounds(torch.maximum(left.start, right.start), torch.minimum(left.stop, right.stop), remainder)
 
 
-def _clamp_edge(edge: Tensor, keys: int | Tensor) -> Tensor:
+def _clamp_to_keys(edge: Tensor, keys: int | Tensor) -> Tensor:
     if isinstance(keys, Tensor):
         return torch.minimum(edge.clamp(min=0), keys)
     return edge.clamp(0, keys)

@@ -1,4 +1,4 @@
-"""For the author of a mask: draw it, and check that what it says about itself agrees with the keys it shows."""
+"""For authors of masks: draw a mask, and check that its attributes and `interval` agree with `visible`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.base import Mask, check_is_mask
-from multihead.masks.place import CallSize, Extent, Place
+from multihead.masks.place import CallPositions, CallSize, TilePositions
 
 
 def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
     """Check that `interval` and the attributes of a mask agree with `visible`, in every cell of small calls.
 
-    The call is repeated with the first query at several positions among the keys. It takes queries x keys memory.
+    The call is repeated with the first query at several positions among the keys. A check takes queries x keys memory.
 
     Args:
         mask: any mask, usually one of your own, or a combination with it.
@@ -23,7 +23,7 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
         keys: number of keys.
 
     Raises:
-        MaskError: two of them disagree; it names the first query and key.
+        MaskError: one of them disagrees with `visible`; it names the first query and key.
 
     >>> from multihead import masks
     >>> masks.check(masks.Causal() & masks.Window(3))
@@ -39,7 +39,7 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
     """
     check_is_mask(mask)
     for start in sorted({0, 1, max(keys - queries, 0), keys // 2, keys}):
-        place = Place.of(queries, keys, query_start=start)
+        place = TilePositions.of(queries, keys, query_start=start)
         visible = mask.tile(place)  # (batch or 1, heads or 1, queries, keys)
         mask.check_fits(CallSize(visible.shape[0], visible.shape[1], queries, keys))
         for name, claimed in _claims_of_mask(mask, place, start, visible):
@@ -56,11 +56,11 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
                 )
 
 
-def _claims_of_mask(mask: Mask, place: Place, start: int, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """List what a mask says about itself, each as the cells that would be visible: (batch, heads, queries, keys)."""
+def _claims_of_mask(mask: Mask, place: TilePositions, start: int, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each attribute of a mask, and the cells (batch, heads, queries, keys) that it says are visible."""
     queries, keys = visible.shape[2:]
     positions, columns = place.positions, place.columns
-    bounds = mask.bounds(Extent(positions.view(1, -1), keys, readable=True))
+    bounds = mask.bounds(CallPositions(positions.view(1, -1), keys, readable=True))
     first, stop = (edge[:, None, :, None] for edge in (bounds.start, bounds.stop))
     inside = (columns >= first) & (columns < stop)
     yield "interval", inside if bounds.remainder is None else inside & bounds.remainder.tile(place)
@@ -74,7 +74,7 @@ def _claims_of_mask(mask: Mask, place: Place, start: int, visible: Tensor) -> It
         near = near if before < 0 else near & (columns >= positions - before)
         yield "band", near if after < 0 else near & (columns <= positions + after)
     if not mask.uses_positions:
-        yield "uses_positions = False", mask.tile(Place(positions + 1, place.rows, columns))
+        yield "uses_positions = False", mask.tile(TilePositions(positions + 1, place.rows, columns))
     if mask.translation_invariant:
         yield "translation_invariant", mask.tile(place.shifted(1))
     if mask.sees_no_later_key:
@@ -99,6 +99,6 @@ def picture(mask: Mask, *, queries: int = 5, keys: int = 5, query_start: int | T
     ■ ■ ■ ■ ·
     ■ ■ ■ ■ ■
     """
-    seen = mask.tile(Place.of(queries, keys, query_start=query_start)).flatten(0, 1)
+    seen = mask.tile(TilePositions.of(queries, keys, query_start=query_start)).flatten(0, 1)
     drawn = [[" ".join("■" if cell else "·" for cell in row) for row in sample] for sample in seen.tolist()]
     return "\n".join("   ".join(line) for line in zip(*drawn, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.errors import MaskError
 from multihead.masks.place import CallSize
 from multihead.tensors.shapes import FURTHEST
-from multihead.tensors.tracing import is_readable
+from multihead.tensors.tracing import can_read_values
 
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
@@ -27,7 +27,7 @@ def checked_counts(
                 f"Give integers of shape {form}.",
             )
         # Reading a tensor on an accelerator would make the host wait, and a compiler cannot read one.
-        if is_readable(given.device) and _smallest_count(given) < 0:
+        if can_read_values(given.device) and _smallest_count(given) < 0:
             raise MaskError(f"{name} holds a negative length, {int(given.min())}.", "Give lengths of 0 or more tokens.")
         return given
     rows = _counts_as_rows(given, name, form)
@@ -47,7 +47,7 @@ def checked_counts(
 
 
 def _smallest_count(counts: Tensor) -> int:
-    """Return the smallest of some counts, 0 where there are none; a list of a few is read faster than by operations."""
+    """Return the smallest count, 0 where there are none; few counts are read as a list, which is faster."""
     if counts.numel() > 64:
         return int(counts.min())
     return min(counts.flatten().tolist(), default=0)
@@ -66,7 +66,7 @@ def _counts_as_rows(given: object, name: str, form: str) -> tuple[int | tuple[in
 
 
 def as_tensor(counts: object, device: torch.device | str) -> Tensor:
-    """Return counts as an int64 tensor on a device; a tensor that is there already is returned unchanged."""
+    """Return counts as an int64 tensor on a device; an int64 tensor on that device is returned unchanged."""
     if isinstance(counts, Tensor) and counts.is_meta and torch.device(device).type != "meta":
         raise MaskError(
             f"The mask holds counts on the meta device, where they have no values, and they are needed on {device}.",
@@ -75,7 +75,7 @@ def as_tensor(counts: object, device: torch.device | str) -> Tensor:
     return torch.as_tensor(counts, dtype=torch.int64, device=device)
 
 
-def shape_of(counts: object) -> tuple[int, ...]:
+def shape_of_counts(counts: object) -> tuple[int, ...]:
     """Return the shape of counts."""
     if isinstance(counts, Tensor):
         return tuple(counts.shape)
@@ -84,7 +84,7 @@ def shape_of(counts: object) -> tuple[int, ...]:
     return (len(counts), len(counts[0])) if counts and isinstance(counts[0], tuple) else (len(counts),)
 
 
-def check_rows(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
+def check_rows_per_sample(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
     """Check that counts have one row per sample, or one row for all."""
     if shape[0] not in (1, size.batch):
         raise MaskError(
@@ -92,12 +92,16 @@ def check_rows(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
         )
 
 
-def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool = False) -> None:
+def check_counts_within_keys(mask: object, counts: object, size: CallSize, *, summed: bool = False) -> None:
     """Check that no count, or no sum of a row (`summed`), exceeds the number of keys, where values can be read.
 
     In a graph, and on an accelerator where reading would make the host wait, intervals are clamped instead.
     """
-    if size.more_keys_later or 0 in shape_of(counts) or (isinstance(counts, Tensor) and not is_readable(counts.device)):
+    if (
+        size.more_keys_later
+        or 0 in shape_of_counts(counts)
+        or (isinstance(counts, Tensor) and not can_read_values(counts.device))
+    ):
         return
     longest = _longest_count(counts, summed=summed)
     if longest > size.keys:
@@ -122,14 +126,14 @@ def _longest_count(counts: object, *, summed: bool) -> int:
 
 def counts_after_dropping(counts: object, count: int | Tensor) -> Tensor:
     """Subtract the keys dropped at the beginning, one number or (batch,), from counts (), (batch,) or (batch, n)."""
-    held = as_tensor(counts, device_of(counts, count))
+    held = as_tensor(counts, device_of_counts(counts, count))
     if isinstance(count, Tensor):
         count = count[:, None] if held.dim() == 2 else count
     return (held - count).clamp(min=0)
 
 
-def device_of(counts: object, count: int | Tensor) -> torch.device | str:
-    """Return the device on which counts and a number of dropped keys are subtracted."""
+def device_of_counts(counts: object, count: int | Tensor) -> torch.device | str:
+    """Return the device on which a number of dropped keys is subtracted from counts."""
     given = count if isinstance(count, Tensor) else counts
     return given.device if isinstance(given, Tensor) else "cpu"
 

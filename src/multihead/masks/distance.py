@@ -113,23 +113,23 @@ class Window(Mask):
         return self.size
 
     @property
-    def _reach(self) -> tuple[int, int]:
-        """How many keys before and after its own a query sees; sums with larger numbers could overflow."""
+    def _keys_before_and_after(self) -> tuple[int, int]:
+        """The number of keys before and after its own that a query sees, clamped so that sums do not overflow."""
         return min(self.size - 1, FURTHEST), min(self.after, FURTHEST)
 
     @cached_property
     def band(self) -> Band:  # type: ignore[override]
-        before, after = self._reach
+        before, after = self._keys_before_and_after
         return Band(before=before, after=after)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        before, after = self._reach
+        before, after = self._keys_before_and_after
         return (keys >= queries - before) & (keys <= queries + after)
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
-        before, after = self._reach
+        before, after = self._keys_before_and_after
         return queries - before, queries + after + 1
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int]:
-        before, after = self._reach
+        before, after = self._keys_before_and_after
         return position - before, position + after + 1

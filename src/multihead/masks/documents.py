@@ -12,15 +12,15 @@ from multihead.masks.base import Mask, Shifted
 from multihead.masks.counts import (
     Ints,
     as_tensor,
-    check_longest,
-    check_rows,
+    check_counts_within_keys,
+    check_rows_per_sample,
     checked_counts,
-    device_of,
+    device_of_counts,
     repr_of_value,
-    shape_of,
+    shape_of_counts,
 )
 from multihead.masks.distance import Full
-from multihead.masks.place import CallSize, Span
+from multihead.masks.place import CallSize, SampleSpan
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +53,10 @@ class Documents(Mask):
         return f"Documents({repr_of_value(self.lengths)})"
 
     def check_fits(self, size: CallSize) -> None:
-        shape = shape_of(self.lengths)
+        shape = shape_of_counts(self.lengths)
         if len(shape) == 2:
-            check_rows(self, shape, size)
-        check_longest(self, self.lengths, size, summed=True)
+            check_rows_per_sample(self, shape, size)
+        check_counts_within_keys(self, self.lengths, size, summed=True)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         lengths = as_tensor(self.lengths, keys.device)
@@ -83,21 +83,21 @@ class Documents(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Documents:
         return self  # all heads share the counts
 
-    def after_dropping(self, count: int | Tensor) -> Mask:
+    def after_dropping_keys(self, count: int | Tensor) -> Mask:
         if not isinstance(count, Tensor) and not count:
             return self
-        ends = as_tensor(self.lengths, device_of(self.lengths, count)).cumsum(-1)
+        ends = as_tensor(self.lengths, device_of_counts(self.lengths, count)).cumsum(-1)
         ends = (ends - (count[:, None] if isinstance(count, Tensor) else count)).clamp(min=0)
         return Documents(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
 
-    def part(self, span: Span) -> Mask:
+    def select_span(self, span: SampleSpan) -> Mask:
         documents, first_key = self.select_sample(span.sample), span.keys[0]
         starts = as_tensor(documents.lengths, "cpu").cumsum(-1).tolist()
         if first_key and first_key not in starts:  # a query before that key may belong to the document cut there
             return Shifted(documents, first_key)
-        return documents.after_dropping(first_key)
+        return documents.after_dropping_keys(first_key)
 
-    def with_first_keys(self, count: int) -> None:
+    def restrict_to_first_keys(self, count: int) -> None:
         """Return None: documents that end past the last key would lose the queries there."""
 
     def without_documents(self) -> Full:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import KeyBounds, Mask, check_is_mask
-from multihead.masks.place import CallSize, Extent, Place, Span
+from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
 
 
 @dataclass(frozen=True, eq=False)
 class LeadingKeys(Mask):
     """Every query sees the first `count` keys; `mask` applies to the keys after them, counted from there.
 
-    Positions are counted from the first key of all: the query at position p has the position p - count for the mask.
+    The query at position p, counted from the first leading key, has the position p - count in `mask`.
 
     Args:
         count: how many leading keys every query sees.
@@ -39,7 +39,7 @@ class LeadingKeys(Mask):
 
     @property
     def uses_positions(self) -> bool:  # type: ignore[override]
-        """Whether the mask of the other keys does."""
+        """Whether a query's position changes which of the other keys it sees."""
         return self.mask.uses_positions
 
     @property
@@ -51,17 +51,18 @@ class LeadingKeys(Mask):
         keys = size.keys - self.count
         self.mask.check_fits(CallSize(size.batch, size.heads, size.queries, keys, size.more_keys_later))
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         leading = place.columns < self.count
         return leading | (self.mask.tile(place.shifted(-self.count)) & ~leading)
 
-    def bounds(self, extent: Extent) -> KeyBounds:
+    def bounds(self, extent: CallPositions) -> KeyBounds:
         """Shift the intervals by the leading keys; intervals that start later leave a gap and become a remainder."""
         keys = extent.keys - self.count
-        if extent.readable and not isinstance(keys, Tensor) and keys <= 0:  # a part may end within the leading keys
+        # A slice of the mask may end within the leading keys.
+        if extent.readable and not isinstance(keys, Tensor) and keys <= 0:
             nothing = torch.zeros_like(extent.positions)
             return KeyBounds(nothing, nothing + extent.keys)
-        inner = self.mask.bounds(Extent(extent.positions - self.count, keys, extent.readable))
+        inner = self.mask.bounds(CallPositions(extent.positions - self.count, keys, extent.readable))
         if not self.count:
             return inner
         empty = inner.sees_nothing
@@ -77,11 +78,13 @@ class LeadingKeys(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> LeadingKeys:
         return LeadingKeys(self.count, self.mask.select_heads(select))
 
-    def part(self, span: Span) -> LeadingKeys:
+    def select_span(self, span: SampleSpan) -> LeadingKeys:
         first_key = span.keys[0]
         keys = (max(first_key - self.count, 0), max(span.keys[1] - self.count, 0))
-        return LeadingKeys(max(self.count - first_key, 0), self.mask.part(Span(span.sample, span.queries, keys)))
+        return LeadingKeys(
+            max(self.count - first_key, 0), self.mask.select_span(SampleSpan(span.sample, span.queries, keys))
+        )
 
-    def with_first_keys(self, count: int) -> LeadingKeys | None:
-        inner = self.mask.with_first_keys(max(count - self.count, 0))
+    def restrict_to_first_keys(self, count: int) -> LeadingKeys | None:
+        inner = self.mask.restrict_to_first_keys(max(count - self.count, 0))
         return None if inner is None else LeadingKeys(self.count, inner)

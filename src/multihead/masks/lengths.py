@@ -16,14 +16,14 @@ from multihead.masks.base import Band, Mask
 from multihead.masks.counts import (
     Ints,
     as_tensor,
-    check_longest,
-    check_rows,
+    check_counts_within_keys,
+    check_rows_per_sample,
     checked_counts,
     counts_after_dropping,
     repr_of_value,
-    shape_of,
+    shape_of_counts,
 )
-from multihead.masks.place import CallSize, Place, Span
+from multihead.masks.place import CallSize, SampleSpan, TilePositions
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +62,16 @@ class Lengths(Mask):
         return Band(lengths) if plain else None
 
     def check_fits(self, size: CallSize) -> None:
-        shape = shape_of(self.lengths)
-        check_rows(self, shape, size)
+        shape = shape_of_counts(self.lengths)
+        check_rows_per_sample(self, shape, size)
         if len(shape) == 2 and shape[1] != size.queries:
             raise MaskError(
                 f"{self!r} has lengths for {shape[1]} queries, and the call has {size.queries}.",
                 "Give one length per sample and query.",
             )
-        check_longest(self, self.lengths, size)
+        check_counts_within_keys(self, self.lengths, size)
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         lengths = as_tensor(self.lengths, place.columns.device)
         if lengths.dim() == 1:
             return place.everywhere() & (place.columns < lengths.view(-1, 1, 1, 1))
@@ -89,18 +89,18 @@ class Lengths(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Lengths:
         return self  # all heads share the counts
 
-    def after_dropping(self, count: int | Tensor) -> Lengths:
+    def after_dropping_keys(self, count: int | Tensor) -> Lengths:
         return (
             self if not isinstance(count, Tensor) and not count else Lengths(counts_after_dropping(self.lengths, count))
         )
 
-    def part(self, span: Span) -> Lengths:
+    def select_span(self, span: SampleSpan) -> Lengths:
         lengths = as_tensor(self.lengths, "cpu")
         lengths = lengths[span.sample if len(lengths) > 1 else 0]
         lengths = lengths[slice(*span.queries)] if lengths.dim() == 1 else lengths
         return Lengths((lengths[None] - span.keys[0]).clamp(0, span.keys[1] - span.keys[0]))
 
-    def with_first_keys(self, count: int) -> Lengths:
+    def restrict_to_first_keys(self, count: int) -> Lengths:
         return Lengths(torch.as_tensor(self.lengths, dtype=torch.int64).clamp(max=count))
 
 
@@ -138,9 +138,9 @@ class Prefix(Mask):
         return f"Prefix({repr_of_value(self.length)})"
 
     def check_fits(self, size: CallSize) -> None:
-        if shape := shape_of(self.length):
-            check_rows(self, shape, size)
-        check_longest(self, self.length, size)
+        if shape := shape_of_counts(self.length):
+            check_rows_per_sample(self, shape, size)
+        check_counts_within_keys(self, self.length, size)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         lengths = as_tensor(self.length, keys.device).view(-1, 1, 1, 1)
@@ -157,17 +157,17 @@ class Prefix(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Prefix:
         return self  # all heads share the counts
 
-    def after_dropping(self, count: int | Tensor) -> Prefix:
+    def after_dropping_keys(self, count: int | Tensor) -> Prefix:
         if isinstance(self.length, int) and not isinstance(count, Tensor):
             return Prefix(max(0, self.length - count)) if count else self
         return (
             self if not isinstance(count, Tensor) and not count else Prefix(counts_after_dropping(self.length, count))
         )
 
-    def part(self, span: Span) -> Prefix:
+    def select_span(self, span: SampleSpan) -> Prefix:
         length = self.select_sample(span.sample).length
         assert isinstance(length, int)
         return Prefix(max(length - span.keys[0], 0))
 
-    def with_first_keys(self, count: int) -> None:
+    def restrict_to_first_keys(self, count: int) -> None:
         """Return None: the prefix may be longer than these keys."""

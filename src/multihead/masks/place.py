@@ -1,4 +1,4 @@
-"""The positions at which a tile of the attention map is evaluated."""
+"""Positions of queries and keys at which masks are evaluated, and the sizes that masks are checked against."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class TilePositions:
     """Positions of the queries and keys of one tile.
 
     Attributes:
@@ -32,18 +32,18 @@ class Place:
         device: torch.device | str = "cpu",
         rows: slice = slice(None),
         columns: slice = slice(None),
-    ) -> Place:
+    ) -> TilePositions:
         """Return the positions of the tile `rows` x `columns` of a map of `queries` x `keys`."""
         row = torch.arange(queries, device=device)[rows].view(1, 1, -1, 1)
         column = torch.arange(keys, device=device)[columns].view(1, 1, 1, -1)
         start = query_start.to(device).view(-1, 1, 1, 1) if isinstance(query_start, Tensor) else query_start
-        return Place(row + start, row, column)
+        return TilePositions(row + start, row, column)
 
-    def shifted(self, offset: int | Tensor) -> Place:
+    def shifted(self, offset: int | Tensor) -> TilePositions:
         """Add an offset, one number or (batch,), to the positions of queries and keys."""
         if isinstance(offset, Tensor):
             offset = offset.to(self.columns.device).view(-1, 1, 1, 1)
-        return Place(self.positions + offset, self.rows, self.columns + offset)
+        return TilePositions(self.positions + offset, self.rows, self.columns + offset)
 
     def everywhere(self) -> Tensor:
         """Return True for every cell: (1, 1, rows, columns) bool."""
@@ -51,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Extent:
+class CallPositions:
     """The queries and keys of a call whose mask is turned into intervals.
 
     Attributes:
@@ -66,15 +66,15 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Span:
+class SampleSpan:
     """The rows and columns of one sample in a call.
 
     Attributes:
         sample: index in the batch.
         queries: first query and one past the last.
         keys: first key and one past the last.
-        holds_all: whether its queries see no other keys, so that statistics of the whole call can be sliced.
-        holds_first: whether the first key that they see is the one that the kernel took for `first_mass`.
+        holds_all: whether its queries see no keys outside of it, so that statistics of the whole call can be sliced.
+        holds_first: whether the first key that its queries see is the key that the kernel used for `first_mass`.
     """
 
     sample: int
@@ -87,7 +87,7 @@ class Span:
 class CallSize(NamedTuple):
     """The sizes that a mask must fit.
 
-    With `more_keys_later` its lengths may exceed the keys: a cache is still being filled.
+    With `more_keys_later` a mask's lengths may exceed the keys, because a cache is still being filled.
     """
 
     batch: int

@@ -13,14 +13,14 @@ from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.counts import repr_of_value
 from multihead.masks.distance import Full
-from multihead.masks.place import CallSize, Extent, Place, Span
-from multihead.tensors.shapes import kind_of
+from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.tensors.shapes import describe_type
 
 AXES = ("batch", "heads", "queries", "keys")
 
 
 class _TensorMask(Mask):
-    """Shared by `Keep` and `Drop`: a boolean tensor and the names of its axes."""
+    """The base class of `Keep` and `Drop`: a boolean tensor and the names of its axes."""
 
     tensor: Tensor
     axes: str
@@ -30,7 +30,7 @@ class _TensorMask(Mask):
         name = type(self).__name__
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
             raise MaskError(
-                f"{name} takes a boolean tensor, and was given {kind_of(tensor)}.",
+                f"{name} takes a boolean tensor, and was given {describe_type(tensor)}.",
                 "Compare its values, for example masks.Keep(t != 0); an additive mask is a bias: attention(bias=t).",
             )
         if not isinstance(axes, str | None):
@@ -72,7 +72,7 @@ class _TensorMask(Mask):
                     f"Give a tensor that broadcasts to (batch, heads, queries, keys) = {tuple(sizes.values())}.",
                 )
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         cells = self.kept().to(place.columns.device)
         if cells.shape[2] > 1:
             cells = cells[:, :, place.rows.flatten()]
@@ -81,13 +81,15 @@ class _TensorMask(Mask):
             cells = cells[:, :, :, place.columns.flatten().clamp(min=0)]
         return cells.expand(-1, -1, place.rows.numel(), place.columns.numel())
 
-    def bounds(self, extent: Extent) -> KeyBounds:
+    def bounds(self, extent: CallPositions) -> KeyBounds:
         """Bound each row by its first and last visible key; the mask remains where there are gaps between them."""
-        differs = isinstance(extent.keys, Tensor) and extent.keys.dim()  # torch.jit.trace has sizes of no dimension
+        # In torch.jit.trace, sizes are tensors without dimensions.
+        differs = isinstance(extent.keys, Tensor) and extent.keys.dim()
         keys: int = self.four_dimensional().shape[3] if differs else extent.keys  # type: ignore[assignment]
         cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
-        edged = torch.nn.functional.pad(cells.int(), (1, 1), value=1)  # found where no key is visible, or there is none
+        # Padded with 1, so that argmax finds an end also where no key is visible.
+        edged = torch.nn.functional.pad(cells.int(), (1, 1), value=1)
         first, stop = edged[..., 1:].argmax(-1), keys - edged[..., :-1].flip(-1).argmax(-1)
         whole = extent.readable and bool((count == (stop - first).clamp(min=0)).all())
         hull_first, hull_stop = first.amin(1), stop.amax(1)
@@ -103,10 +105,10 @@ class _TensorMask(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(select(self.four_dimensional())) if "heads" in self.axes.split() else self
 
-    def after_dropping(self, count: int | Tensor) -> Mask:
-        return self if isinstance(count, int) and not count else self._with_columns_from(count)
+    def after_dropping_keys(self, count: int | Tensor) -> Mask:
+        return self if isinstance(count, int) and not count else self._drop_key_columns(count)
 
-    def _with_columns_from(self, count: int | Tensor) -> Mask:
+    def _drop_key_columns(self, count: int | Tensor) -> Mask:
         if not self.has_key_axis:
             return self
         if isinstance(count, Tensor):
@@ -116,7 +118,7 @@ class _TensorMask(Mask):
             )
         return type(self)(self.four_dimensional()[..., count:])
 
-    def part(self, span: Span) -> Mask:
+    def select_span(self, span: SampleSpan) -> Mask:
         tensor = self.select_sample(span.sample).four_dimensional()
         if tensor.shape[2] > 1:
             tensor = tensor[:, :, slice(*span.queries)]
@@ -125,7 +127,7 @@ class _TensorMask(Mask):
         mask = type(self)(tensor)
         return Full() if bool(mask.kept().all()) else mask
 
-    def with_first_keys(self, count: int) -> Self:
+    def restrict_to_first_keys(self, count: int) -> Self:
         if not self.axes.endswith("keys") or self.tensor.shape[-1] == 1:
             return self
         return type(self)(self.tensor[..., :count], self.axes)

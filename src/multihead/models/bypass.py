@@ -61,13 +61,15 @@ def report_bypassing_modules(
         attends = name in attending
         kind: Any = type(module)
         if kind.__module__.split(".")[0] == "multihead":  # a layer of this library counts as a call
-            undo.after(module, partial(_count_call))
+            undo.hook_after_forward(module, partial(_count_call))
         # Parts of an attention layer, such as the indexer of sparse attention, may read the mask without attending.
         reads = _may_use_mask(kind) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
-            undo.before(module, _begin_forward)
-            undo.after(module, partial(_report_if_bypassed, name, config, implementation, report, attends=attends))
+            undo.hook_before_forward(module, _begin_forward)
+            undo.hook_after_forward(
+                module, partial(_report_if_bypassed, name, config, implementation, report, attends=attends)
+            )
 
 
 def raise_rejection(sentence: str) -> None:

@@ -22,7 +22,7 @@ from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, CallOrigin, listeners
 from multihead.kernels.native import eager
-from multihead.kernels.sequence_split import reject_in_split
+from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import heads_of_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
@@ -71,7 +71,7 @@ def install(model: nn.Module, report: Report = raise_rejection) -> Undo:
     Raises:
         ModelError: a model computes attention where it cannot be replaced.
     """
-    return Undo.of(partial(_install_attention, model, report))
+    return Undo.run_change(partial(_install_attention, model, report))
 
 
 def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
@@ -83,7 +83,7 @@ def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
     require_coverage(model)
     report_bypassing_modules(undo, model, models, NAME, report)
     for config in configurations_of(model):
-        undo.set(config, CHOICE, NAME)
+        undo.set_attribute(config, CHOICE, NAME)
 
 
 def attend_for(
@@ -227,7 +227,7 @@ def _returns_weights(options: dict[str, object]) -> bool:
     """Whether the model returns the weights of this call."""
     wanted = output_attentions.are_weights_wanted(options)
     if wanted:
-        reject_in_split("output_attentions=True", "Compute the weights outside, from all tokens.")
+        reject_split_sequence("output_attentions=True", "Compute the weights outside, from all tokens.")
     return wanted
 
 

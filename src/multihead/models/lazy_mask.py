@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from multihead.errors import ModelError
 from multihead.masks import Full, Keep, Mask
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 
 _KEYS_AXIS = 3
 _FULL = Full()
@@ -180,13 +180,13 @@ class LazyMask(BooleanMask):
     def dense(self) -> Tensor:
         """Return the mask as a plain tensor: bool (batch, 1, queries, keys), True = visible."""
         batch, heads, queries, keys = self.shape
-        place = Place.of(queries, keys, query_start=self.query_start, device=self.device)
+        place = TilePositions.of(queries, keys, query_start=self.query_start, device=self.device)
         return self.mask.tile(place).expand(batch, heads, queries, keys)
 
     def first_keys(self, keys: int) -> LazyMask:
         """Return the mask of the first keys."""
         batch, heads, queries, before = self.shape
-        mask = self.mask if keys == before else self.mask.with_first_keys(keys)
+        mask = self.mask if keys == before else self.mask.restrict_to_first_keys(keys)
         made = LazyMask(
             (batch, heads, queries, keys),
             Keep(self.dense()[..., :keys]) if mask is None else mask,

@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.tensors.shapes import FURTHEST
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -95,7 +95,7 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExt
     read = torch.cat(
         [
             mask.tile(
-                Place.of(
+                TilePositions.of(
                     extent.queries,
                     extent.keys,
                     query_start=extent.query_start,

@@ -21,7 +21,7 @@ from multihead.kernels.reference import softmax
 from multihead.models.rejection import CHOICE
 from multihead.probes.tile import tile
 from multihead.scores.bias import values_of
-from multihead.tensors.tracing import is_traced, runs_backward
+from multihead.tensors.tracing import is_in_backward_pass, is_traced
 
 LARGEST = 1 << 28
 """How many weights are computed at once: 1 GiB in float32."""
@@ -92,7 +92,8 @@ def are_weights_wanted(options: dict[str, Any]) -> bool:
         return False  # a compiled graph can read the variable only if it has set it
     collected = collector.get()
     if collected is None:
-        return not is_traced() and not runs_backward()  # checkpointing computes the output again, and nothing else
+        # Checkpointing computes the output again, and nothing else.
+        return not is_traced() and not is_in_backward_pass()
     return any("attentions" in name for name in collected)
 
 

@@ -27,8 +27,8 @@ from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.models.huggingface import NAME, install
 from multihead.models.lazy_mask import LazyMask
 from multihead.models.pretrained import is_within, pretrained_models
-from multihead.scores.bias import RelativeBias, offsets
-from multihead.scores.position_biases import buckets_of
+from multihead.scores.bias import RelativeBias, query_key_offsets
+from multihead.scores.position_biases import distance_buckets
 from multihead.tensors.tracing import is_traced
 from multihead.tensors.undo import Undo
 
@@ -147,19 +147,19 @@ def leave_out_padding(model: nn.Module) -> Undo:
         ModelError: it contains no model of transformers, or one of a family that is not supported.
     """
     stacks = _modules_to_pack(model)
-    return Undo.of(partial(_add_hooks, model, stacks))
+    return Undo.run_change(partial(_add_hooks, model, stacks))
 
 
 def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], undo: Undo) -> None:
     used = install(model)
     undo.callback(used.close)
     for module, family in stacks:
-        undo.before(module, partial(_pack_inputs, family), with_kwargs=True)
+        undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
         read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
         for part in (module, *read):
-            undo.after(part, _unpack_outputs, with_kwargs=True)
+            undo.hook_after_forward(part, _unpack_outputs, with_kwargs=True)
         if family.relative:
-            undo.before(module.get_submodule(family.relative), _add_relative_bias, with_kwargs=True)
+            undo.hook_before_forward(module.get_submodule(family.relative), _add_relative_bias, with_kwargs=True)
 
 
 @contextmanager
@@ -350,8 +350,8 @@ def _add_relative_bias(
         return None
     layer, tokens = block.layer[0].SelfAttention, hidden_states.shape[1]
     weight = layer.relative_attention_bias.weight
-    buckets = buckets_of(
-        offsets(tokens, tokens, device=weight.device),
+    buckets = distance_buckets(
+        query_key_offsets(tokens, tokens, device=weight.device),
         num_buckets=layer.relative_attention_num_buckets,
         max_distance=layer.relative_attention_max_distance,
         both_ways=not layer.is_decoder,

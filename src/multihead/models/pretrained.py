@@ -199,8 +199,8 @@ def recorded_inputs(model: nn.Module) -> Iterator[InputTracker]:
         for name, module in {"": model, **pretrained_models(model)}.items():
             each = _TrackedModel(name and f"{name}.", module, _parameters_of_forward(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
-            undo.before(module, partial(inputs.begin_pass, each), with_kwargs=True, prepend=True)
-            undo.after(module, inputs.end_pass, always_call=True)
+            undo.hook_before_forward(module, partial(inputs.begin_pass, each), with_kwargs=True, prepend=True)
+            undo.hook_after_forward(module, inputs.end_pass, always_call=True)
         yield inputs
 
 

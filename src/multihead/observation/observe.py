@@ -26,7 +26,7 @@ from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, default_probes, resolve_probes
 from multihead.record.running_summary import RunningSummary
-from multihead.tensors.tracing import uncompiled
+from multihead.tensors.tracing import run_uncompiled
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def observe_with_sums(
     with ExitStack() as stack:
         stack.enter_context(huggingface.install(root, bypassed.append))
         stack.enter_context(run_models_padded())
-        stack.enter_context(uncompiled())  # a compiled graph does not report its calls
+        stack.enter_context(run_uncompiled())  # a compiled graph does not report its calls
         measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
         recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, sums))
         yield record

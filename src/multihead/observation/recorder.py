@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels import sequence_split
-from multihead.kernels.call import Attended, AttentionCall, AttentionRequest
-from multihead.kernels.dense_tile import first_keys
+from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
+from multihead.kernels.dense_tile import first_key_of_samples
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import HeldHeads, held_heads
-from multihead.masks.place import Span
+from multihead.masks.place import SampleSpan
 from multihead.models import huggingface, pretrained
 from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
@@ -341,7 +341,7 @@ class Recorder:
         """Add the queries of this rank, where a sequence is split over ranks; its samples begin with this call."""
         request, attended, name = call.request, call.attended, self.names[id(module)]
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        length = sequence.whole(request.shape).query_length
+        length = sequence.whole_shape(request.shape).query_length
         bare = self._request_to_keep(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         if self._spans is None or not self._spans.fits_call(bare, None, None):
@@ -364,15 +364,15 @@ class Recorder:
         ]
         statistics = {probe.name: statistic_from_parts(probe, shared, attended.logsumexp.detach()) for probe in ready}
         others = self._probes_over_all_keys([probe for probe in self.probes if probe not in ready])
-        keys = sequence.gathered(request.k, 2) if others else None
-        values = sequence.gathered(request.v, 2) if any("values" in probe.needs for probe in others) else keys
+        keys = sequence.gather_tokens(request.k, 2) if others else None
+        values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in others) else keys
         samples = []
         for index, span in enumerate(places.spans):
             queries, own_keys = (
                 _find_tokens_on_rank(sequence.chunks(length), each) for each in (span.queries, span.keys)
             )
             sample = self._sample_factory(layer.name)()
-            if sequence.place[1] > 1:
+            if sequence.rank_and_ranks[1] > 1:
                 sample.split = TokensOfRank(
                     tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
                 )
@@ -406,7 +406,7 @@ class Recorder:
         if own is None or own.shape != (request.shape.batch, request.shape.query_length):
             return None
         if self._gathered_ids is None or self._gathered_ids[0] is not own:
-            self._gathered_ids = own, sequence.gathered(own.to(request.shape.device), 1).cpu()
+            self._gathered_ids = own, sequence.gather_tokens(own.to(request.shape.device), 1).cpu()
         return self._gathered_ids[1]
 
     @staticmethod
@@ -427,7 +427,7 @@ class Recorder:
         values: Tensor,
         call: AttentionCall,
         whole: AttentionRequest,
-        span: Span,
+        span: SampleSpan,
         queries: list[_TokensOnRank],
         sample: SampleRecord,
         module: nn.Module,
@@ -441,7 +441,7 @@ class Recorder:
         request, attended = call.request, call.attended
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
         of_span = slice_request(whole, span, packed=False)
-        first_key = first_keys(of_span, bounds_of(of_span))
+        first_key = first_key_of_samples(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
         nothing = (span.queries[0],) * 2
         for each in queries or [_TokensOnRank(nothing, (0, 0), (0, 0))]:  # a rank without tokens: empty statistics
@@ -453,7 +453,7 @@ class Recorder:
                 v=values[one, :, columns],
                 sinks=request.sinks,
             )
-            result = Attended(attended.output[one, :, rows], attended.logsumexp[one, :, rows])
+            result = AttentionResult(attended.output[one, :, rows], attended.logsumexp[one, :, rows])
             context = self._context_of_probes(sample, AttentionCall(part, result), 0, module, first=True)
             context = replace(context, first_key=first_key)
             chosen = possible_probes(probes, part, context)
@@ -718,7 +718,7 @@ def _find_tokens_on_rank(chunks: tuple[tuple[int, int], ...], ends: tuple[int, i
     return found
 
 
-def _slice_rows(tensor: Tensor, span: Span, rows: list[slice]) -> Tensor:
+def _slice_rows(tensor: Tensor, span: SampleSpan, rows: list[slice]) -> Tensor:
     """Return some rows of a sample: (1, heads, rows, ...) of (batch, heads, rows, ...)."""
     one = tensor.detach()[span.sample : span.sample + 1]
     return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]
@@ -729,7 +729,7 @@ def _split_of_layer(
 ) -> LayerPartOfRank | None:
     """Return the heads and tokens of a layer that this process computes; None where it computes all of them."""
     held = held_heads(module, request.shape.head_dim)
-    rank, ranks = (0, 1) if sequence is None else sequence.place
+    rank, ranks = (0, 1) if sequence is None else sequence.rank_and_ranks
     if held is None:
         heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
         held = HeldHeads((0, heads), heads, (0, kv_heads), kv_heads)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from multihead.kernels.call import Attended, AttentionRequest
+from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.kernels.parts import Part
@@ -22,7 +22,7 @@ _KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance
 
 
 @torch.no_grad()
-def measured(request: AttentionRequest, attended: Attended, first_key: Tensor | int) -> dict[Part, Tensor]:
+def measured(request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int) -> dict[Part, Tensor]:
     """Return the parts that a request wants, (batch, heads, queries) each: those of its kernel, others measured now.
 
     The request is a call on some of the keys. first_key is (batch or 1,), or one for all, counted from the first of

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import first_keys, working_dtype
+from multihead.kernels.dense_tile import first_key_of_samples, working_dtype
 from multihead.kernels.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import Extent, Place
+from multihead.masks.place import CallPositions, TilePositions
 from multihead.parallel.exchange import comparable_value
 from multihead.parallel.layout import Layout, Range
 from multihead.tensors.shapes import AttentionShape
@@ -31,12 +31,12 @@ class MapBlock(Mask):
     rows: Range
     keys: Range
 
-    def tile(self, place: Place) -> Tensor:
+    def tile(self, place: TilePositions) -> Tensor:
         """Evaluate the mask of the whole sequence at the positions of the block."""
         rows = place.rows + self.rows[0]
-        return self.mask.tile(Place(rows, rows, place.columns + self.keys[0]))
+        return self.mask.tile(TilePositions(rows, rows, place.columns + self.keys[0]))
 
-    def bounds(self, extent: Extent) -> KeyBounds:
+    def bounds(self, extent: CallPositions) -> KeyBounds:
         """Cut the intervals of the whole sequence to the block."""
         (first, stop), device = self.keys, extent.positions.device
         edges = (edge[:, slice(*self.rows)].to(device) for edge in (self.whole.start, self.whole.stop))
@@ -122,7 +122,7 @@ class RingPlan:
         The request is a call on part of the sequence, with the bias of the whole sequence.
         """
         shape = request.shape._replace(query_length=self.length, key_length=self.length)
-        return first_keys(replace(request, shape=shape, mask=self.mask, query_start=0), self.bounds)
+        return first_key_of_samples(replace(request, shape=shape, mask=self.mask, query_start=0), self.bounds)
 
 
 _PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)

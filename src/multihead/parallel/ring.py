@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multihead.functional import attend
-from multihead.kernels.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
-from multihead.kernels.choose import plan
-from multihead.kernels.dense_tile import without_tensors, working_dtype
+from multihead.kernels.call import AttentionRequest, AttentionResult, DropoutPart, DropoutPlace
+from multihead.kernels.choose import plan_call
+from multihead.kernels.dense_tile import without_qkv, working_dtype
 from multihead.kernels.native import kernel as native
 from multihead.kernels.parts import Part
 from multihead.kernels.sequence_split import split
@@ -30,7 +30,7 @@ from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measured
 from multihead.parallel.plan import Piece, RingPlan, Step
 from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
-from multihead.scores.terms import with_sinks
+from multihead.scores.terms import add_sinks
 from multihead.tensors.shapes import AttentionShape
 
 Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k, v and the values of the bias
@@ -46,14 +46,14 @@ class Ring:
     kernel: str | None
     statistics: dict[Part, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
-    def attend(self) -> Attended:
+    def attend(self) -> AttentionResult:
         """Compute the queries of this rank, and the statistics that the request wants."""
         request = self.request
         bias = None if request.bias is None else values_of(request.bias)
         # The tensors are arguments of the function, which saves them; the ring itself holds none.
         ring = replace(self, request=replace(request, bias=_without_values(request.bias), sinks=None))
         output, logsumexp = _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
-        return Attended(output, logsumexp, ring.statistics)
+        return AttentionResult(output, logsumexp, ring.statistics)
 
     def first_keys(self, bias: Tensor | None) -> Tensor:
         """Return the first key that some query of each sample sees, (batch or 1,), from the values of the bias."""
@@ -161,11 +161,11 @@ class _Ring(torch.autograd.Function):
                     del part, found  # before the next one is computed
             transfer, held = following, None
         if sinks is not None:
-            output, logsumexp = with_sinks(output, logsumexp, sinks)
+            output, logsumexp = add_sinks(output, logsumexp, sinks)
         ring.statistics.update(merged.results(logsumexp))
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
-        ctx.ring = replace(ring, request=replace(without_tensors(ring.request), wanted=frozenset()))
+        ctx.ring = replace(ring, request=replace(without_qkv(ring.request), wanted=frozenset()))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
@@ -259,10 +259,10 @@ class _Backward:
         terms = terms_of(self.ring, piece, self.tensors[0], k, v, self.bias)
         request = terms.request(self.ring, piece)
         with split(None), torch.no_grad():
-            planned = plan(request, kernel=self.ring.kernel)
+            planned = plan_call(request, kernel=self.ring.kernel)
         logsumexp, grad_output = self.logsumexp[:, :, piece.at], self.grad_output[:, :, piece.at]
         if planned.kernel is native:
-            job = native.job_of(request, planned.bounds)
+            job = native.call_with_dropout_seed(request, planned.bounds)
             outputs = self.output[:, :, piece.at], logsumexp
             of_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[:, :, piece.at]
             wanted = self.of_bias is not None

@@ -14,9 +14,9 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attend
 from multihead.kernels import sequence_split
 from multihead.kernels.call import (
-    Attended,
     AttentionCall,
     AttentionRequest,
+    AttentionResult,
     DropoutPart,
     DropoutPlace,
     listeners,
@@ -48,7 +48,7 @@ from multihead.parallel.plan import (
 from multihead.parallel.ring import Ring, part_of_dropout, terms_of
 from multihead.scores.bias import part_of_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
-from multihead.tensors.tracing import is_traced, outside_of_graphs, runs_backward
+from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
 
 Check = Literal["every call", "first call"]
 
@@ -257,16 +257,16 @@ class _Split:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_ranks(self) -> tuple[int, int]:
         return self.ranks.rank, self.ranks.size
 
     def chunks(self, length: int) -> tuple[Range, ...]:
         return self.layout.chunks(self.ranks.rank, length)
 
-    def gathered(self, tensor: Tensor, dim: int) -> Tensor:
+    def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         return gather(tensor, self.ranks, self.layout, dim)
 
-    def whole(self, shape: AttentionShape) -> AttentionShape:
+    def whole_shape(self, shape: AttentionShape) -> AttentionShape:
         if shape.query_length != shape.key_length:
             raise ArgumentError(
                 f"The call has {shape.query_length} queries and {shape.key_length} keys, and context_parallel splits "
@@ -277,8 +277,8 @@ class _Split:
         return shape._replace(query_length=length, key_length=length)
 
     @outside_of_graphs(_OUTSIDE)
-    def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
-        observed = bool(listeners()) and not is_traced() and not runs_backward()
+    def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
+        observed = bool(listeners()) and not is_traced() and not is_in_backward_pass()
         request, planned, chosen = self._plan_call(request, kernel)
         if observed:
             request = replace(request, wanted=wanted_parts())
@@ -295,10 +295,10 @@ class _Split:
             publish(AttentionCall(request, found))
         return found
 
-    def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
+    def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
         request, planned, chosen = self._plan_call(request, kernel)
         shape, ranks, rank = request.shape, self.ranks.size, self.ranks.rank
-        whole, strategy = self.whole(shape), chosen.strategy
+        whole, strategy = self.whole_shape(shape), chosen.strategy
         sent = traffic(strategy, shape, planned, ranks)
         length = whole.query_length
         k, v = (request.k.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
@@ -334,7 +334,7 @@ class _Split:
                 f"query_start is {request.query_start!r}, and context_parallel knows the position of each token.",
                 "Leave it out.",
             )
-        whole = self.whole(request.shape)
+        whole = self.whole_shape(request.shape)
         if not self.mask.hides_nothing:
             self.mask.check_fits(CallSize(whole.batch, whole.num_heads, whole.query_length, whole.key_length))
             request = replace(request, mask=request.mask & self.mask)
@@ -407,7 +407,7 @@ class _Split:
         self.compared = True
         return seed
 
-    def _by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> Attended:
+    def _by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
         """Compute with the keys of the whole sequence, which every rank receives."""
         k = gather(request.k, self.ranks, self.layout, 2)
         v = gather(request.v, self.ranks, self.layout, 2)
@@ -425,7 +425,7 @@ class _Split:
                 parts = measured(part, found, planned.first_keys(request) - first_key)
                 merged.add(at, first_key, found.logsumexp.detach(), parts)
         logsumexp = torch.cat(logsumexps, 2)
-        return Attended(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
+        return AttentionResult(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
 
     def _parts_of_rows(
         self, request: AttentionRequest, planned: RingPlan, k: Tensor, v: Tensor
@@ -451,7 +451,7 @@ class _Split:
             )
             yield part, keys
 
-    def _by_heads(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> Attended:
+    def _by_heads(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
         """Compute some heads on the whole sequence."""
         copies = copies_for_ulysses(request.shape, self.ranks.size) or 1
         q, k, v = request.q, request.k, request.v
@@ -464,10 +464,10 @@ class _Split:
         output = tokens_for_heads(found.output, self.ranks, self.layout)
         logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:
-            return Attended(output, logsumexp)
+            return AttentionResult(output, logsumexp)
         parts = measured(part, found, planned.first_keys(request))
         exchanged = tokens_for_heads(stack_parts(parts), self.ranks, self.layout)
-        return Attended(output, logsumexp, unstack_parts(exchanged, parts))
+        return AttentionResult(output, logsumexp, unstack_parts(exchanged, parts))
 
     def _part_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
         """Return the call of this rank's heads, with their queries, keys and values of the whole sequence."""

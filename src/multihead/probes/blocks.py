@@ -12,7 +12,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, seen, without_autocast, working_dtype
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import second_pass
+from multihead.kernels.native.statistics import sum_weights_per_key
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
@@ -257,7 +257,7 @@ def _sum_strip(
         part = replace(part, mask=Keep(cells))
         bounds = KeyBounds(shown.start, shown.stop, part.mask)
     if scores_in_all > SMALL and not is_traced() and kernel.refusal(part, bounds) is None:
-        _, sums = second_pass(part, bounds, logsumexp, cell=block)
+        _, sums = sum_weights_per_key(part, bounds, logsumexp, cell=block)
         if sums is not None:
             return BlockSums(sums[0].double(), counts)
     return BlockSums(_sum_strip_in_torch(part, shown, logsumexp, cells, block), counts)

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import FIRST_KEY, ONE_PASS, SECOND_PASS, SPECIAL_KEYS, one_pass, second_pass
+from multihead.kernels.native.statistics import (
+    FIRST_KEY,
+    ONE_PASS,
+    SECOND_PASS,
+    SPECIAL_KEYS,
+    measure_in_one_pass,
+    sum_weights_per_key,
+)
 from multihead.kernels.parts import Part
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
@@ -51,7 +58,7 @@ def first_pass(
     Returns:
         The logsumexp and the parts, (batch, heads, queries) each.
     """
-    return one_pass(request, bounds, ONE_PASS & measurable_parts(context, parts), context.special_keys)
+    return measure_in_one_pass(request, bounds, ONE_PASS & measurable_parts(context, parts), context.special_keys)
 
 
 def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
@@ -78,7 +85,7 @@ def _sum_over_queries(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]
         return PooledMap.zero(*sizes, size=call.context.map_size, device=torch.device("cpu"))
 
     cell = (empty_map().row_block, empty_map().column_block) if mapped else None
-    received, sums = second_pass(request, call.bounds, call.logsumexp.float(), cell=cell)
+    received, sums = sum_weights_per_key(request, call.bounds, call.logsumexp.float(), cell=cell)
     found: dict[Part, Tensor] = {"received": received}
     if sums is not None:
         means = [empty_map().sums]  # gives an empty batch its shape

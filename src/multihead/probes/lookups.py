@@ -8,7 +8,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels.dense_tile import working_dtype
 from multihead.probes.measured_call import MeasuredCall
-from multihead.scores.terms import softcapped
+from multihead.scores.terms import apply_softcap
 
 KEYS = 32  # keys whose weights are held at once
 FEW = 16  # a set is small if it holds at most one key in this many
@@ -87,7 +87,7 @@ def weight_on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
 
 def _weights_of_products(call: MeasuredCall, product: Tensor, keys: Tensor) -> Tensor:
     """Turn q . k into weights: (batch, heads, queries, n) of keys (batch, queries, n), 0 where hidden."""
-    cells = softcapped(product * call.request.scale, call.request.softcap)
+    cells = apply_softcap(product * call.request.scale, call.request.softcap)
     bias = call.bias_at(keys.clamp(0, call.request.shape.key_length - 1))
     if bias is not None:
         cells = cells + bias.to(cells.dtype)

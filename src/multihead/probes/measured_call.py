@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import first_keys, seen
-from multihead.kernels.nonfinite import without_nonfinite
+from multihead.kernels.dense_tile import first_key_of_samples, seen
+from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
@@ -65,7 +65,7 @@ class MeasuredCall:
     @cached_property
     def request_without_nonfinite(self) -> AttentionRequest:
         """The request free of NaN and inf: the rows that would see them have a logsumexp of NaN."""
-        return without_nonfinite(self.request, self.bounds)[0]
+        return replace_nonfinite(self.request, self.bounds)[0]
 
     @cached_property
     def finite_logsumexp(self) -> Tensor:
@@ -105,7 +105,7 @@ class MeasuredCall:
         shape, first_key = self.request.shape, self.context.first_key
         if first_key is not None:
             return torch.as_tensor(first_key, device=shape.device).expand(shape.batch)
-        return first_keys(self.request, self.bounds).expand(shape.batch)
+        return first_key_of_samples(self.request, self.bounds).expand(shape.batch)
 
     def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
         """(batch, keys), bool: the keys of a set, read from the context or found by token ids."""

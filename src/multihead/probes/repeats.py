@@ -13,7 +13,7 @@ from multihead.kernels.dense_tile import working_dtype
 from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
 from multihead.scores.bias import RelativeBias
-from multihead.scores.terms import softcapped
+from multihead.scores.terms import apply_softcap
 
 CELLS = 1 << 19  # weights that are computed at once, over all heads
 SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
@@ -132,7 +132,7 @@ def _sum_of_shifted_keys(
     k = sample.k[0][:, keys].to(dtype)  # (kv_heads, tokens, m, head_dim)
     product = q.transpose(1, 2).flatten(2, 3) @ k.mT  # (kv_heads, tokens, group * n, m)
     product = product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)  # (heads, tokens, n, m)
-    cells = softcapped(product * sample.scale, sample.softcap)
+    cells = apply_softcap(product * sample.scale, sample.softcap)
     row = 0 if bounds.shared else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
     place = call.positions[index, queries][..., None]

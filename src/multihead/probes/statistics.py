@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
-from multihead.kernels.call import Attended, AttentionArguments, AttentionCall, AttentionRequest
+from multihead.kernels.call import AttentionArguments, AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
@@ -457,7 +457,7 @@ def _measure_over_all_keys(
     return found
 
 
-def drop_position_parts(attended: Attended) -> Attended:
+def drop_position_parts(attended: AttentionResult) -> AttentionResult:
     """Leave out the parts that depend on the positions of the queries among the keys."""
     kept = {part: value for part, value in attended.statistics.items() if part not in OF_POSITIONS}
     return replace(attended, statistics=kept)

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_slice
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import of_heads, scores, seen, without_autocast, working_dtype
+from multihead.kernels.dense_tile import scores, seen, select_request_heads, without_autocast, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.tensors.tracing import is_traced
@@ -200,7 +200,7 @@ def _scores_less_base(
     precise = _most_precise_dtype(request.shape.device)
     # Cut before heads are chosen: choosing copies, and a tile is far smaller than the keys of a long text.
     q, k = request.q[:, :, queries], request.k[:, :, keys]
-    narrow = of_heads(replace(request, q=q, k=k, v=k, bias=None), heads)
+    narrow = select_request_heads(replace(request, q=q, k=k, v=k, bias=None), heads)
     cells = scores(replace(narrow, q=narrow.q.to(precise), k=narrow.k.to(precise)))
     if request.bias is not None:
         added = bias_tile(request.bias, request.shape, queries, keys).to(precise)

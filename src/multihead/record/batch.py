@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ModelError
-from multihead.kernels.call import Attended, AttentionCall, AttentionRequest
-from multihead.kernels.dense_tile import first_seen
+from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
+from multihead.kernels.dense_tile import first_key_of_queries
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.masks.place import Span
+from multihead.masks.place import SampleSpan
 from multihead.probes.probe import Parts, Probe
 from multihead.probes.statistics import OF_POSITIONS, statistic_from_parts
 from multihead.record import summaries
@@ -176,7 +176,7 @@ class SampleSpans:
         return self.packed_lengths is not None
 
     @cached_property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[SampleSpan]:
         """The span of each sample: its rows and columns in the call."""
         if self.packed_lengths is not None:
             return packed_spans(self.packed_lengths)
@@ -411,7 +411,7 @@ def new_samples(new_sample: Callable[[], SampleRecord], places: SampleSpans, ids
 
 def spans_of_call(
     request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None
-) -> list[Span]:
+) -> list[SampleSpan]:
     """Find the place of each sample in a call.
 
     Args:
@@ -442,18 +442,18 @@ def spans_of_call(
         end_key = first_key.maximum(end_key.minimum(last))
     # A row's statistics are valid for its sample if the row sees only keys of that sample.
     real = counted if queries is None else counted & queries
-    start = first_seen(request, bounds).expand(batch, -1)
+    start = first_key_of_queries(request, bounds).expand(batch, -1)
     earliest = columns - _largest_counted(columns - start, real)  # after the last key if no query counts
     holds_all = (earliest >= first_key) & (_largest_counted(stop, real) <= end_key)
     holds_first = (earliest == columns - _largest_counted(columns - start, seeing)) | ~real.any(1)
     found = torch.stack((first, end, first_key, end_key, holds_all, holds_first)).tolist()
     return [
-        Span(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
+        SampleSpan(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
         for index, (row_first, row_end, key_first, key_end, inside, same) in enumerate(zip(*found, strict=True))
     ]
 
 
-def packed_spans(lengths: Tensor) -> list[Span]:
+def packed_spans(lengths: Tensor) -> list[SampleSpan]:
     """Return the span of each packed sample; its mask hides the other samples.
 
     Args:
@@ -461,7 +461,7 @@ def packed_spans(lengths: Tensor) -> list[Span]:
     """
     end = lengths.cumsum(0)
     places = zip((end - lengths).tolist(), end.tolist(), strict=True)
-    return [Span(0, place, place, holds_all=True, holds_first=True) for place in places]
+    return [SampleSpan(0, place, place, holds_all=True, holds_first=True) for place in places]
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -496,7 +496,7 @@ def range_of_true(flags: Tensor) -> tuple[int, int]:
     return (int(found[0]), int(found[-1]) + 1) if found.numel() else (0, 0)
 
 
-def slice_call(call: AttentionCall, span: Span) -> AttentionCall:
+def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
     """Slice one sample out of a call: an equivalent call with a batch of one.
 
     The kernel's statistics are sliced too; those that are not valid for one sample are left out.
@@ -516,10 +516,12 @@ def slice_call(call: AttentionCall, span: Span) -> AttentionCall:
         for part, value in attended.statistics.items()
         if left_out is not None and part not in left_out
     }
-    return AttentionCall(part, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
+    return AttentionCall(
+        part, AttentionResult(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept)
+    )
 
 
-def slice_request(request: AttentionRequest, span: Span, *, packed: bool) -> AttentionRequest:
+def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> AttentionRequest:
     """Slice one sample out of a request as `slice_call` does, except q, k and v, which stay whole.
 
     Args:
@@ -534,7 +536,7 @@ def slice_request(request: AttentionRequest, span: Span, *, packed: bool) -> Att
         key_length=columns.stop - columns.start,
     )
     position = position_in_sample(request, span)
-    mask = (request.mask.without_documents() if packed else request.mask).part(span)
+    mask = (request.mask.without_documents() if packed else request.mask).select_span(span)
     if not mask.uses_positions:
         position = max(position, 0)  # cross-attention has no positions before the first key
     return replace(
@@ -547,7 +549,7 @@ def slice_request(request: AttentionRequest, span: Span, *, packed: bool) -> Att
     )
 
 
-def unsliceable_parts(request: AttentionRequest, span: Span, *, packed: bool) -> frozenset[Part] | None:
+def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> frozenset[Part] | None:
     """Return the parts measured on a whole call that are not valid for one of its samples; None means all parts.
 
     Sums over a row of weights are valid if the sample's queries see its own keys only. Distances are valid too, since
@@ -561,7 +563,7 @@ def unsliceable_parts(request: AttentionRequest, span: Span, *, packed: bool) ->
     return left_out | OF_POSITIONS if position_in_sample(request, span) < 0 else left_out
 
 
-def shift_key_indices(part: Part, value: Tensor, span: Span) -> Tensor:
+def shift_key_indices(part: Part, value: Tensor, span: SampleSpan) -> Tensor:
     """Shift the values of a part if they are key indices, so that the sample's first key is 0."""
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 
@@ -574,7 +576,7 @@ def shift_all_key_indices(parts: Mapping[Any, Tensor], places: SampleSpans) -> M
     return {**parts, "largest_key": (keys - places.first_keys.to(keys.device)).clamp_(min=-1)}  # -1 stays -1
 
 
-def position_in_sample(request: AttentionRequest, span: Span) -> int:
+def position_in_sample(request: AttentionRequest, span: SampleSpan) -> int:
     """Return the position of the first query of a sample among its keys."""
     start = request.query_start
     origin = int(start[span.sample]) if isinstance(start, Tensor) else start
@@ -609,7 +611,7 @@ def restore_dropped_keys(call: AttentionCall, key_start: int) -> tuple[Attention
         k=_insert_zeros(request.k, 2, mask.count, key_start),
         v=_insert_zeros(request.v, 2, mask.count, key_start),
         shape=shape._replace(key_length=key_start + shape.key_length),
-        mask=LeadingKeys(mask.count, mask.mask.after_dropping(-key_start)),
+        mask=LeadingKeys(mask.count, mask.mask.after_dropping_keys(-key_start)),
         query_start=request.query_start + key_start,
         bias=bias,
     )
@@ -631,7 +633,7 @@ def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
         part: value.masked_fill(~real, 0 if value.is_floating_point() else -1)
         for part, value in call.attended.statistics.items()
     }
-    return AttentionCall(replace(call.request, mask=mask), Attended(call.attended.output, logsumexp, statistics))
+    return AttentionCall(replace(call.request, mask=mask), AttentionResult(call.attended.output, logsumexp, statistics))
 
 
 def _insert_zeros(tensor: Tensor, axis: int, place: int, count: int) -> Tensor:
@@ -641,7 +643,7 @@ def _insert_zeros(tensor: Tensor, axis: int, place: int, count: int) -> Tensor:
     return torch.cat([before, tensor.new_zeros(sizes), after], axis)
 
 
-def _slice_bias(bias: Bias, queries: int, span: Span) -> Bias:
+def _slice_bias(bias: Bias, queries: int, span: SampleSpan) -> Bias:
     """Slice a bias to the rows and columns of one sample."""
     if isinstance(bias, RelativeBias):
         part = bias.part(queries, span.queries, span.keys)
@@ -649,7 +651,7 @@ def _slice_bias(bias: Bias, queries: int, span: Span) -> Bias:
     return _slice_broadcast_tensor(bias, span)
 
 
-def _slice_broadcast_tensor(tensor: Tensor, span: Span) -> Tensor:
+def _slice_broadcast_tensor(tensor: Tensor, span: SampleSpan) -> Tensor:
     """Slice a tensor that broadcasts to (batch, heads, queries, keys): (1, heads or 1, rows or 1, columns or 1)."""
     if tensor.shape[0] > 1:
         tensor = tensor[span.sample : span.sample + 1]

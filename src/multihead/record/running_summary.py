@@ -70,7 +70,7 @@ class QuantileSketch:
             self.maximum = torch.maximum(self.maximum, nn.functional.pad(largest, (1, 0), value=-torch.inf).amax(1))
         if values.dtype == torch.float32 and values.is_cpu and library.reason_of_absence() is None:
             first_bin = _SHIFT_AND_FIRST_BIN[torch.int32][1]
-            library.add_to_sketch(values, counted, first_bin, self.total, self.count, self.bins)
+            library.add_to_histograms(values, counted, first_bin, self.total, self.count, self.bins)
             return
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
         # Multiplying the bits by False sets values that do not count to 0, even NaN, 10 times faster than masked_fill.

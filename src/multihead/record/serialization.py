@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.errors import InputError, MaskError, MultiheadError
 from multihead.masks import Mask
-from multihead.masks.base import UnknownMask, registered
+from multihead.masks.base import UnknownMask, find_mask_class
 from multihead.scores.bias import Bias, RelativeBias
 
 DEPTH = 32  # masks within masks
@@ -70,8 +70,8 @@ def mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
 
 
 def _mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
-    kind, values = mask.stored()
-    known = registered(kind)
+    kind, values = mask.name_and_fields()
+    known = find_mask_class(kind)
     if kind == type(mask).__name__ and known is not type(mask):  # another class has taken the name
         raise MaskError(
             f"A record whose mask is {_shorten_repr(mask)} cannot be saved: another class is named {kind}.",
@@ -156,7 +156,7 @@ class _MaskReader:
             raise TypeError("it is nested too deep.")
         if self.count > MOST_MASKS:
             raise TypeError(f"it combines more than {MOST_MASKS:,} masks.")
-        found = registered(kind)
+        found = find_mask_class(kind)
         fields = {key: self.read_field(value, depth + 1) for key, value in data.items() if key != "kind"}
         if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as written by earlier versions
             fields["tensor"] = self.tensors[fields["tensor"]]

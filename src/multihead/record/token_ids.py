@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.masks.place import Span
+from multihead.masks.place import SampleSpan
 from multihead.record.sample import SampleRecord
 
 
@@ -48,7 +48,7 @@ class CallTokenIds:
         ids = self.key_ids(request) if special_ids else None
         return None if ids is None else is_among(ids, special_ids).to(request.shape.device)
 
-    def append_to_sample(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
+    def append_to_sample(self, sample: SampleRecord, span: SampleSpan, index: int, offset: int) -> None:
         """Append the ids of one sample of the call to the sample's record.
 
         Args:

@@ -18,16 +18,22 @@ from torch import SymInt, Tensor
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_integer
 from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
-from multihead.rotary.waves import Tables, Waves, exact_on, rotate_columns, waves_of
-from multihead.tensors.shapes import kind_of
+from multihead.rotary.waves import (
+    RotationFactors,
+    RotationTables,
+    angle_dtype,
+    compute_rotation_factors,
+    rotate_columns,
+)
+from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import is_intercepted, is_traced
 
-# The dtype in which the rotation is computed, by the dtype of the tensor.
+# dtype of a tensor -> dtype in which its rotation is computed
 _COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
 _COMPUTED_IN[torch.float64] = torch.float64
 
-# Equal rotaries, such as those of a model's layers, share their tables; the tables are freed with the last of them.
-_SHARED: WeakValueDictionary[Any, Tables] = WeakValueDictionary()
+# Equal rotaries, such as those of a model's layers, share their tables; the last such rotary frees them.
+_SHARED: WeakValueDictionary[Any, RotationTables] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +80,10 @@ class Rotary:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the parameters only; tables are recomputed when needed."""
+        """Return only the parameters, for copies and pickles; a copy computes its tables when it needs them."""
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
-    def check_turning(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int) -> None:
         """Reject a head_dim whose columns cannot be rotated in pairs.
 
         Raises:
@@ -140,7 +146,7 @@ class Rotary:
             k, waves if together else self._cosines_and_sines(k, positions)
         )
 
-    def _rotate_columns(self, x: Tensor, waves: Waves | Tensor) -> Tensor:
+    def _rotate_columns(self, x: Tensor, waves: RotationFactors | Tensor) -> Tensor:
         """Rotate the first `dim` columns, in the memory layout of projections: (batch, length, heads, head_dim)."""
         # The heads of a single token are contiguous already. In a graph the number of tokens may be symbolic.
         one_token = not is_traced() and x.shape[2] == 1
@@ -156,27 +162,31 @@ class Rotary:
             rotated = rotated.to(x.dtype)
         return rotated if one_token else rotated.transpose(1, 2)
 
-    def _cosines_and_sines(self, x: Tensor, positions: int | Tensor) -> Waves | Tensor:
+    def _cosines_and_sines(self, x: Tensor, positions: int | Tensor) -> RotationFactors | Tensor:
         """Look up the cosines and sines, or compute them where tables cannot be cached: in traces and transforms."""
-        self._check_fitting(x, positions)
+        self._check_tensor_and_positions(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
         if type(x) is Tensor and not is_intercepted():
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
             if isinstance(positions, int):
-                return tables.between(positions, positions + x.shape[2])
+                return tables.factors_between(positions, positions + x.shape[2])
             # On other devices, reading the largest position would synchronise with the host.
-            if isinstance(positions, Tensor) and device.type == "cpu" and (waves := tables.at(positions)) is not None:
+            if (
+                isinstance(positions, Tensor)
+                and device.type == "cpu"
+                and (waves := tables.factors_at(positions)) is not None
+            ):
                 return waves
             frequencies = tables.frequencies
         else:
-            frequencies = torch.tensor(self.frequencies(dim), dtype=exact_on(device), device=device)
+            frequencies = torch.tensor(self.frequencies(dim), dtype=angle_dtype(device), device=device)
         if not isinstance(positions, Tensor):
             positions = torch.arange(x.shape[2], device=device) + positions
         angles = positions[..., None] * frequencies  # (batch or none, length, pairs)
-        return waves_of(angles, self._gain, dtype, interleaved=self.interleaved)
+        return compute_rotation_factors(angles, self._gain, dtype, interleaved=self.interleaved)
 
     @cached_property
-    def _tables(self) -> dict[Any, Tables]:
+    def _tables(self) -> dict[Any, RotationTables]:
         """Tables of this rotary by width, dtype and device: a lookup that does not hash the rotary."""
         return {}
 
@@ -184,13 +194,13 @@ class Rotary:
     def _gain(self) -> float:
         return 1.0 if self.scaling is None else self.scaling.gain
 
-    def _tables_for(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tables:
+    def _tables_for(self, dim: int, dtype: torch.dtype, device: torch.device) -> RotationTables:
         key = (self.base, self.interleaved, self.scaling, dim, dtype, device)
-        new = Tables(self.frequencies(dim), self._gain, dtype, device, interleaved=self.interleaved)
+        new = RotationTables(self.frequencies(dim), self._gain, dtype, device, interleaved=self.interleaved)
         tables = self._tables[dim, dtype, device] = _SHARED.setdefault(key, new)
         return tables
 
-    def _check_fitting(self, x: Tensor, positions: object) -> None:
+    def _check_tensor_and_positions(self, x: Tensor, positions: object) -> None:
         if x.dim() != 4:
             raise ShapeError(
                 f"x has shape {tuple(x.shape)}, and must have four dimensions.",
@@ -215,7 +225,7 @@ class Rotary:
             return
         if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
             raise DtypeError(
-                f"positions is {kind_of(positions)}.",
+                f"positions is {describe_type(positions)}.",
                 "Give the position of the first token as an integer, or an integer tensor with that of each token.",
             )
         if positions.device != x.device:

@@ -14,13 +14,14 @@ MAX_POSITIONS = 65_536
 _MIN_RANGE = 1_024
 
 
-class Waves(NamedTuple):
-    """Factors of a rotation: x * cosine + partner * sine, partner being the other column of the pair.
+class RotationFactors(NamedTuple):
+    """Factors of a rotation: a column x becomes x * cosine + partner * sine; partner is the other column of its pair.
 
     Attributes:
         cosine: (batch or none, length, 1, dim).
         sine: (batch or none, length, 1, dim), negated for the first column of a pair.
-        from_table: whether they come from a table: no trace or transform is active, so in-place operations are safe.
+        from_table: whether the factors come from a table: then no trace or transform is active, and in-place operations
+            are safe.
     """
 
     cosine: Tensor
@@ -28,12 +29,12 @@ class Waves(NamedTuple):
     from_table: bool
 
 
-def exact_on(device: torch.device) -> torch.dtype:
+def angle_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which angles are computed on a device: float64, or float32 where that is missing."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def waves_of(angles: Tensor, gain: float, dtype: torch.dtype, *, interleaved: bool) -> Waves:
+def compute_rotation_factors(angles: Tensor, gain: float, dtype: torch.dtype, *, interleaved: bool) -> RotationFactors:
     """Compute the factors of angles (batch or none, length, pairs), radians, as every torch transform can.
 
     `gain` is a factor of cosine and sine. The columns of a pair are adjacent (`interleaved`), or half of the columns
@@ -44,14 +45,14 @@ def waves_of(angles: Tensor, gain: float, dtype: torch.dtype, *, interleaved: bo
         cosine, sine = torch.stack([cosine, cosine], -1).flatten(-2), torch.stack([-sine, sine], -1).flatten(-2)
     else:
         cosine, sine = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
-    return Waves(cosine[..., None, :], sine[..., None, :], from_table=False)
+    return RotationFactors(cosine[..., None, :], sine[..., None, :], from_table=False)
 
 
-def rotate_columns(x: Tensor, waves: Waves | Tensor, *, interleaved: bool) -> Tensor:
+def rotate_columns(x: Tensor, waves: RotationFactors | Tensor, *, interleaved: bool) -> Tensor:
     """Rotate every pair of columns: (batch, length, heads, dim), in the dtype of the waves, layout as x.
 
-    These were the forms with the fewest passes over memory: one complex product for adjacent pairs, and otherwise a
-    roll followed by in-place operations.
+    It takes few passes over memory: one complex product for adjacent pairs, and otherwise a roll followed
+    by in-place operations.
     """
     if isinstance(waves, Tensor):
         pairs = torch.view_as_complex(_with_even_strides(x).unflatten(-1, (-1, 2)))  # (batch, length, heads, pairs)
@@ -73,7 +74,7 @@ def _rotate_halves(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation whose gradient is the rotation backward: two passes over memory fewer than autograd's."""
+    """A rotation whose gradient is the inverse rotation: two passes over memory fewer than with autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -97,15 +98,15 @@ def _with_even_strides(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Range(NamedTuple):
+class _PositionRange(NamedTuple):
     """The factors of the positions low <= p < high."""
 
     low: int
     high: int
-    waves: Waves | Tensor
+    waves: RotationFactors | Tensor
 
 
-class Tables:
+class RotationTables:
     """Cached cosines and sines of one rotary in one dtype on one device.
 
     Args:
@@ -113,9 +114,9 @@ class Tables:
         gain: factor of cosine and sine.
         dtype: float32 or float64.
         device: device of the tables.
-        interleaved: whether they hold one complex number per pair; else `Waves`.
+        interleaved: whether the tables hold one complex number per pair; else `RotationFactors`.
 
-    >>> Tables((1.0,), 1.0, torch.float32, torch.device("cpu"), interleaved=True).between(0, 2).shape
+    >>> RotationTables((1.0,), 1.0, torch.float32, torch.device("cpu"), interleaved=True).factors_between(0, 2).shape
     torch.Size([2, 1, 1])
     """
 
@@ -130,24 +131,24 @@ class Tables:
     ) -> None:
         self._frequencies, self._gain, self._interleaved = np.array(frequencies), gain, interleaved
         self._dtype, self._device, self._lock = dtype, device, Lock()
-        self.frequencies = self._tensor(self._frequencies, exact_on(device))  # (pairs,)
-        self._cached: _Range | None = None
-        self._last: _Range | None = None  # in decoding every layer requests the same positions
+        self.frequencies = self._to_tensor(self._frequencies, angle_dtype(device))  # (pairs,)
+        self._cached: _PositionRange | None = None
+        self._last: _PositionRange | None = None  # the last range: in decoding every layer requests the same positions
 
-    def between(self, low: int, high: int) -> Waves | Tensor:
+    def factors_between(self, low: int, high: int) -> RotationFactors | Tensor:
         """Return the factors of the positions low <= p < high: (length, 1, columns or pairs)."""
         last = self._last
         if last is not None and last.low == low and last.high == high:
             return last.waves
-        cached = self._range_with(low, high)
-        waves = _rows_of_index(cached.waves, slice(low - cached.low, high - cached.low))
-        self._last = _Range(low, high, waves)
+        cached = self._range_containing(low, high)
+        waves = _select_factors(cached.waves, slice(low - cached.low, high - cached.low))
+        self._last = _PositionRange(low, high, waves)
         return waves
 
-    def at(self, positions: Tensor) -> Waves | Tensor | None:
+    def factors_at(self, positions: Tensor) -> RotationFactors | Tensor | None:
         """Return the factors, (batch or 1, length, 1, columns or pairs), of positions (batch or 1, length) on the CPU.
 
-        None where some positions are outside of tables.
+        Return None where some positions are outside of the tables.
         """
         if not positions.numel():
             return None
@@ -158,10 +159,10 @@ class Tables:
             _MIN_RANGE <= 2 * positions.numel() <= high + 1
         ):  # a rank's part of a text: a table would be that of the text
             return self._compute_factors(positions.numpy())
-        cached = self._range_with(0, high + 1)
-        return _rows_of_index(cached.waves, positions.long() - cached.low)
+        cached = self._range_containing(0, high + 1)
+        return _select_factors(cached.waves, positions.long() - cached.low)
 
-    def _range_with(self, low: int, high: int) -> _Range:
+    def _range_containing(self, low: int, high: int) -> _PositionRange:
         cached = self._cached
         if cached is None or not cached.low <= low <= high <= cached.high:
             with self._lock:
@@ -171,25 +172,31 @@ class Tables:
                         ends = 0, max(128, 1 << (high - 1).bit_length())
                     else:
                         ends = low, max(high, low + _MIN_RANGE)
-                    cached = self._cached = _Range(*ends, self._compute_factors(np.arange(*ends)))
+                    cached = self._cached = _PositionRange(*ends, self._compute_factors(np.arange(*ends)))
         return cached
 
-    def _compute_factors(self, positions: np.ndarray) -> Waves | Tensor:
+    def _compute_factors(self, positions: np.ndarray) -> RotationFactors | Tensor:
         """Compute the factors of positions with numpy, which no active torch mode or transform intercepts."""
         angles = positions[..., None, None] * self._frequencies  # (..., length, 1, pairs)
         cosine, sine = np.cos(angles) * self._gain, np.sin(angles) * self._gain
         if self._interleaved:
-            return self._tensor(
+            return self._to_tensor(
                 (cosine + 1j * sine), torch.complex64 if self._dtype == torch.float32 else torch.complex128
             )
         cosine, sine = np.concatenate([cosine, cosine], -1), np.concatenate([-sine, sine], -1)
-        return Waves(self._tensor(cosine, self._dtype), self._tensor(sine, self._dtype), from_table=True)
+        return RotationFactors(
+            self._to_tensor(cosine, self._dtype), self._to_tensor(sine, self._dtype), from_table=True
+        )
 
-    def _tensor(self, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
+    def _to_tensor(self, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
         # A tensor created in inference mode could not be used in training later.
         with torch.inference_mode(mode=False):
             return torch.from_numpy(numbers).to(self._device, dtype)
 
 
-def _rows_of_index(waves: Waves | Tensor, index: slice | Tensor) -> Waves | Tensor:
-    return waves[index] if isinstance(waves, Tensor) else Waves(waves.cosine[index], waves.sine[index], from_table=True)
+def _select_factors(waves: RotationFactors | Tensor, index: slice | Tensor) -> RotationFactors | Tensor:
+    return (
+        waves[index]
+        if isinstance(waves, Tensor)
+        else RotationFactors(waves.cosine[index], waves.sine[index], from_table=True)
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.tensors.shapes import AttentionShape, kind_of
+from multihead.tensors.shapes import AttentionShape, describe_type
 from multihead.tensors.tracing import is_traced
 
 
@@ -27,7 +27,7 @@ class RelativeBias:
         DtypeError: values is not a floating point tensor.
         ShapeError: values does not have three dimensions.
 
-    >>> bias = RelativeBias(-offsets(3, 3).abs()[None].float())  # a penalty that grows with the distance
+    >>> bias = RelativeBias(-query_key_offsets(3, 3).abs()[None].float())  # a penalty that grows with the distance
     >>> bias.tile(3, 3)[0, 0]
     tensor([[-0., -1., -2.],
             [-1., -0., -1.],
@@ -39,7 +39,7 @@ class RelativeBias:
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
             raise DtypeError(
-                f"RelativeBias was given {kind_of(self.values)}, and it is added to floating point scores.",
+                f"RelativeBias was given {describe_type(self.values)}, and it is added to floating point scores.",
                 "Give a floating point tensor (batch, heads, queries + keys - 1).",
             )
         if self.values.dim() != 3:
@@ -55,13 +55,15 @@ class RelativeBias:
         return self.values[:, :, column - row[:, None] + queries - 1]
 
     def part(self, queries: int, rows: tuple[int, int], columns: tuple[int, int]) -> RelativeBias:
-        """Return the bias between a range of the queries and a range of the keys, [first, stop) each."""
+        """Return the bias of a range of queries, `rows`, and a range of keys, `columns`, [first, stop) each."""
         first = columns[0] - rows[0] + queries - (rows[1] - rows[0])
         count = max(rows[1] - rows[0] + columns[1] - columns[0] - 1, 0)
         return RelativeBias(self.values[:, :, first : first + count])
 
 
-def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: torch.device | str = "cpu") -> Tensor:
+def query_key_offsets(
+    queries: int, keys: int, *, query_start: int | Tensor = 0, device: torch.device | str = "cpu"
+) -> Tensor:
     """Return the offset from query to key, key position - query position, for each entry of `RelativeBias.values`.
 
     Args:
@@ -73,11 +75,11 @@ def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: t
     Returns:
         (batch or 1, queries + keys - 1), int64, tokens; negative for keys before the query.
 
-    >>> offsets(2, 3)
+    >>> query_key_offsets(2, 3)
     tensor([[-1,  0,  1,  2]])
     """
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
-    stop = keys if torch.compiler.is_compiling() else max(keys, 1 - queries)  # a graph has no case of no tokens
+    stop = keys if torch.compiler.is_compiling() else max(keys, 1 - queries)  # a compiled graph never has zero tokens
     return torch.arange(1 - queries, stop, device=device)[None] - start
 
 
@@ -92,7 +94,7 @@ def check_bias_fits(bias: object, shape: AttentionShape) -> None:
     sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         raise DtypeError(
-            f"bias is {kind_of(bias)}, and it is added to floating point scores.",
+            f"bias is {describe_type(bias)}, and it is added to floating point scores.",
             "Give a floating point tensor; to hide keys, give a mask, for example mask=masks.Keep(t).",
         )
     if bias.device != shape.device:
@@ -148,20 +150,20 @@ def prepend_zero_column(bias: Bias, queries: int, keys: int) -> Tensor:
 
 
 def part_of_bias(bias: Bias, queries: int, rows: tuple[int, int], keys: tuple[int, int]) -> Bias:
-    """Return the bias, a view of the same kind, between ranges [first, stop) of the queries and of the keys."""
+    """Slice a bias to the queries `rows` and the keys `keys`, [first, stop) each: a view, of the same type."""
     if isinstance(bias, RelativeBias):
         return bias.part(queries, rows, keys)
-    return _part_of_tensor(bias, slice(*rows), slice(*keys))
+    return _slice_bias_tensor(bias, slice(*rows), slice(*keys))
 
 
 def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
     """Slice a tile of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
     if isinstance(bias, RelativeBias):
         return bias.tile(shape.query_length, shape.key_length, rows=queries, columns=keys)
-    return _part_of_tensor(bias, queries, keys)
+    return _slice_bias_tensor(bias, queries, keys)
 
 
-def _part_of_tensor(bias: Tensor, queries: slice, keys: slice) -> Tensor:
+def _slice_bias_tensor(bias: Tensor, queries: slice, keys: slice) -> Tensor:
     if bias.shape[2] > 1:
         bias = bias[:, :, queries]
     if bias.shape[3] > 1:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ShapeError
 from multihead.errors.arguments import check_integer
-from multihead.scores.bias import RelativeBias, offsets
-from multihead.tensors.tracing import is_readable
+from multihead.scores.bias import RelativeBias, query_key_offsets
+from multihead.tensors.tracing import can_read_values
 
 
-def slopes_of(num_heads: int) -> tuple[float, ...]:
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """Return the slope of each head, per token: 2 ** (-8 h / heads) for h = 1, 2, ... where heads is a power of two.
 
     For any other number of heads, the slopes of the next smaller power of two come first, followed by every second
@@ -21,9 +21,9 @@ def slopes_of(num_heads: int) -> tuple[float, ...]:
 
     Source: arXiv:2108.12409, section 3, and its published code.
 
-    >>> slopes_of(8) == tuple(2.0**-h for h in range(1, 9))
+    >>> alibi_slopes(8) == tuple(2.0**-h for h in range(1, 9))
     True
-    >>> [round(slope, 3) for slope in slopes_of(3)]
+    >>> [round(slope, 3) for slope in alibi_slopes(3)]
     [0.062, 0.004, 0.25]
     """
     check_integer("num_heads", num_heads)
@@ -53,19 +53,19 @@ class ALiBi(nn.Module):
 
     slopes: Tensor
 
-    of_distance = True  # only the distance matters: samples with lengths may be packed in one row
+    of_distance = True  # the bias depends only on the distance, so samples with lengths may be packed in one row
 
     def __init__(self, num_heads: int, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.num_heads = num_heads
-        slopes = slopes_of(num_heads)
+        slopes = alibi_slopes(num_heads)
         self.register_buffer("slopes", torch.empty(len(slopes), dtype=torch.float32, device=device), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Recompute the slopes. Call it after `to_empty`, because a state_dict does not contain them."""
         with torch.no_grad():
-            self.slopes.copy_(torch.tensor(slopes_of(self.num_heads)))
+            self.slopes.copy_(torch.tensor(alibi_slopes(self.num_heads)))
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class ALiBi(nn.Module):
             `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
         slopes = self.slopes.float() if device is None else self.slopes.to(device, torch.float32)
-        distance = offsets(queries, keys, query_start=query_start, device=slopes.device).abs()
+        distance = query_key_offsets(queries, keys, query_start=query_start, device=slopes.device).abs()
         values = distance[:, None] * -slopes[:, None]  # (batch or 1, heads, queries + keys - 1)
         return RelativeBias(values if dtype is None else values.to(dtype))
 
@@ -164,14 +164,14 @@ class LearnedBias(nn.Module):
             ShapeError: a position is outside the table.
         """
         weight = self.weight.to(device=device, dtype=dtype)
-        if not isinstance(query_start, Tensor) and query_start < 0:  # some are before the first position
+        if not isinstance(query_start, Tensor) and query_start < 0:  # the first query is before position 0
             query_start = torch.tensor([query_start])
         if not isinstance(query_start, Tensor):
             self._check_within(query_start + queries, keys)
             return weight[None, :, query_start : query_start + queries, :keys]
         # Padding queries cannot be identified here, but at least one sample has no padding.
         furthest = 0
-        if query_start.numel() and is_readable(query_start.device):
+        if query_start.numel() and can_read_values(query_start.device):
             first, last = (int(end) for end in query_start.aminmax())
             furthest = max(first + queries, last)
         self._check_within(furthest, keys)
@@ -192,7 +192,7 @@ class LearnedBias(nn.Module):
         return f"num_heads={self.num_heads}, queries={self.queries}, keys={self.keys}"
 
 
-def buckets_of(distances: Tensor, *, num_buckets: int, max_distance: int, both_ways: bool) -> Tensor:
+def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, both_ways: bool) -> Tensor:
     """Return the bucket of each distance (key position - query position, tokens), int64 from 0 to num_buckets - 1.
 
     Half of the buckets hold one distance each, the others grow logarithmically up to max_distance, and the last one
@@ -201,7 +201,7 @@ def buckets_of(distances: Tensor, *, num_buckets: int, max_distance: int, both_w
 
     Source: arXiv:1910.10683, section 2.1, and its published code, whose float32 logarithm decides at bucket edges.
 
-    >>> buckets_of(torch.tensor([0, -1, -8, -100, 1]), num_buckets=8, max_distance=20, both_ways=False)
+    >>> distance_buckets(torch.tensor([0, -1, -8, -100, 1]), num_buckets=8, max_distance=20, both_ways=False)
     tensor([0, 1, 5, 7, 0])
     """
     first: Tensor | int = 0  # the first bucket of the query's side
@@ -242,7 +242,7 @@ class T5Bias(nn.Module):
     torch.Size([1, 8, 19])
     """
 
-    of_distance = True  # only the distance matters: samples with lengths may be packed in one row
+    of_distance = True  # the bias depends only on the distance, so samples with lengths may be packed in one row
 
     def __init__(
         self,
@@ -296,8 +296,8 @@ class T5Bias(nn.Module):
             `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
         weight = self.weight.to(device=device, dtype=dtype)
-        buckets = buckets_of(
-            offsets(queries, keys, query_start=query_start, device=weight.device),
+        buckets = distance_buckets(
+            query_key_offsets(queries, keys, query_start=query_start, device=weight.device),
             num_buckets=self.num_buckets,
             max_distance=self.max_distance,
             both_ways=self.both_ways,

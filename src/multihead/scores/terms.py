@@ -16,11 +16,12 @@ def check_softcap(softcap: object) -> None:
         raise ArgumentError(f"softcap is {softcap!r}.", "Give a positive number, for example 50.0, or None.")
 
 
-def softcapped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Bound scores to (-softcap, softcap). Source: Gemma 2, arXiv:2408.00118, section 2."""
+def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Bound scores to (-softcap, softcap) by c tanh(s / c). Source: Gemma 2, arXiv:2408.00118, section 2."""
     if softcap is None:
         return scores
-    limits = torch.finfo(scores.dtype)  # beyond them neither c nor 1 / c is finite; c tanh(s / c) is s there, or 0
+    # Near the limits of the dtype c or 1 / c is not finite; c tanh(s / c) is s for a huge c, and 0 for a tiny one.
+    limits = torch.finfo(scores.dtype)
     cap = min(max(softcap, 16 * limits.tiny), limits.max / 16)
     return cap * (scores / cap).tanh()
 
@@ -39,7 +40,7 @@ def check_sinks_fit(sinks: object, shape: AttentionShape) -> None:
         )
 
 
-def with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add each head's sink (heads,) to output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
 
     With L the logsumexp over the keys and s the sink, the weights of the keys are multiplied by

@@ -9,9 +9,9 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.tensors.tracing import is_readable, untraced
+from multihead.tensors.tracing import can_read_values, hide_from_jit_trace
 
-FURTHEST = 1 << 40  # tokens or keys, the largest number that a mask or position may have: larger sums could overflow
+FURTHEST = 1 << 40  # largest length or position of a mask, tokens: sums of larger numbers could overflow
 
 Q_AXES = "(batch, heads, queries, head_dim)"
 K_AXES = "(batch, kv_heads, keys, head_dim)"
@@ -52,7 +52,7 @@ class AttentionShape(NamedTuple):
         """Read the sizes of q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, dim).
 
         Raises:
-            DtypeError: they are no floating point tensors, or have different dtypes or devices.
+            DtypeError: q, k and v are not floating point tensors, or have different dtypes or devices.
             ShapeError: the sizes do not fit each other.
         """
         if not (
@@ -61,7 +61,7 @@ class AttentionShape(NamedTuple):
             and q.is_floating_point()
             and q.device == k.device == v.device
         ):
-            _check_kinds(q, k, v)
+            _check_dtypes_and_devices(q, k, v)
         if not q.dim() == k.dim() == v.dim() == 4:
             for name, tensor, axes in (("q", q, Q_AXES), ("k", k, K_AXES), ("v", v, V_AXES)):
                 if tensor.dim() != 4:
@@ -72,7 +72,7 @@ class AttentionShape(NamedTuple):
         (batch, heads, queries, head_dim), (k_batch, kv_heads, keys, k_dim) = q.shape, k.shape
         v_batch, v_heads, v_keys, value_dim = v.shape
         if isinstance(batch, Tensor):  # a size that torch.jit.trace records
-            with untraced():
+            with hide_from_jit_trace():
                 shape = AttentionShape.of(q, k, v)
             return shape._replace(batch=batch, query_length=queries, key_length=keys)
         if not batch == k_batch == v_batch:
@@ -97,12 +97,12 @@ class AttentionShape(NamedTuple):
             fitting = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ShapeError(
                 f"k has {kv_heads} heads and q has {heads}, and {heads} is not a multiple of {kv_heads}.",
-                f"Give k and v {either_heads(fitting)} (grouped-query attention, arXiv:2305.13245).",
+                f"Give k and v {format_head_counts(fitting)} (grouped-query attention, arXiv:2305.13245).",
             )
         return AttentionShape(batch, heads, kv_heads, queries, keys, head_dim, value_dim, q.dtype, q.device)
 
 
-def resolved_query_start(
+def resolve_query_start(
     query_start: int | Tensor | str | None,
     *,
     uses_positions: bool,
@@ -113,8 +113,8 @@ def resolved_query_start(
 ) -> int | Tensor:
     """Resolve the position of the first query to an int, or to a tensor with one per sample.
 
-    None is an error where the position changes what a query sees (`uses_positions`), unless there are as many queries
-    as keys. So is a position out of range, or a tensor without values.
+    None raises an error where the position changes what a query sees (`uses_positions`), unless there are as many
+    queries as keys. A position out of range, or a tensor without values, raises one too.
     """
     if query_start is None:
         if uses_positions and queries != keys:
@@ -142,25 +142,25 @@ def resolved_query_start(
                 f"query_start is on the meta device, where it has no values, and q is on {device}.",
                 "Give one int per sample, on any other device.",
             )
-        if type(query_start) is Tensor and is_readable(query_start.device) and query_start.numel():
-            check_reachable(int(query_start.max()))
+        if type(query_start) is Tensor and can_read_values(query_start.device) and query_start.numel():
+            check_query_start(int(query_start.max()))
         return query_start
     if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:
         raise ArgumentError(
             f"query_start is {query_start!r}.", 'Give an int of 0 or more, a tensor with one per sample, or "end".'
         )
     if isinstance(query_start, int):
-        check_reachable(query_start)
+        check_query_start(query_start)
     return query_start
 
 
-def check_reachable(query_start: int) -> None:
-    """Check that the position of a query is one that intervals can hold."""
+def check_query_start(query_start: int) -> None:
+    """Raise an ArgumentError for a query position beyond FURTHEST, which intervals cannot hold."""
     if query_start > FURTHEST:
         raise ArgumentError(f"query_start is {query_start}.", f"Give at most {FURTHEST}.")
 
 
-def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that q, k and v are floating point tensors of one dtype on one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
@@ -202,19 +202,19 @@ def numbers_per_sample(name: str, numbers: object, batch: int) -> Tensor:
     return found
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """Describe a value for an error: a tensor by its dtype, anything else by its type.
 
-    >>> kind_of(torch.zeros(2)), kind_of([0.0])
+    >>> describe_type(torch.zeros(2)), describe_type([0.0])
     ('a torch.float32 tensor', 'a list')
     """
     return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def either_heads(counts: Sequence[int]) -> str:
+def format_head_counts(counts: Sequence[int]) -> str:
     """List head counts, for an error.
 
-    >>> either_heads((1, 2, 4))
+    >>> format_head_counts((1, 2, 4))
     '1, 2 or 4 heads'
     """
     words = [str(count) for count in counts]

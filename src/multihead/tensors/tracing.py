@@ -17,7 +17,7 @@ from multihead.tensors.undo import Undo
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Looked up once, because every attention call uses them. PyTorch has no public names for them.
+# Functions of PyTorch without public names; looked up once, because every attention call uses them.
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _jit_traces = torch._C._is_tracing  # noqa: SLF001
@@ -41,47 +41,47 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def outside_of_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a function for torch.compile: its calls and all that they call stay outside of graphs.
+    """Mark a function for torch.compile: its calls, and all functions that it calls, stay outside of graphs.
 
     `torch.compiler.disable` does the same, but imports the compiler, which takes a second. The reason is a clause in
     PyTorch's error for `fullgraph=True`.
     """
 
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @cache
-        def disabled() -> Callable[P, R]:
+        def disabled_function() -> Callable[P, R]:
             return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
 
         @wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+        def run_outside_of_graph(*args: P.args, **kwargs: P.kwargs) -> R:
+            return (disabled_function() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
-        run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]  # noqa: SLF001
-        return run
+        run_outside_of_graph._torchdynamo_disable, run_outside_of_graph._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]  # noqa: SLF001
+        return run_outside_of_graph
 
-    return decorated
+    return decorate
 
 
 def is_traced() -> bool:
-    """Whether values must not be read, because they are missing or would become constants of a graph.
+    """Whether tensor values must not be read here, because they are missing or would become constants of a graph.
 
     True in torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and the transforms of torch.func.
 
     >>> torch.func.vmap(lambda x: x + is_traced())(torch.zeros(2))
     tensor([1., 1.])
     """
-    return is_intercepted() and (torch.compiler.is_compiling() or _transforms() is not None or _without_values())
+    return is_intercepted() and (torch.compiler.is_compiling() or _transforms() is not None or _tensors_lack_values())
 
 
-def is_recorded() -> bool:
+def has_tracer_or_mode() -> bool:
     """Whether a compiler, torch.jit.trace, make_fx or any dispatch mode observes the operations that run here.
 
-    None of them sees a kernel that is called with addresses, so a registered operator is called instead. No cache may
-    keep a tensor that is made there, because it may be a fake tensor.
+    They cannot see a kernel that is called with addresses, so a registered operator is called instead. No cache may
+    keep a tensor that is made under them, because it may be a fake tensor.
 
     >>> from torch.utils.flop_counter import FlopCounterMode
     >>> with FlopCounterMode(display=False):
-    ...     is_recorded(), is_traced()
+    ...     has_tracer_or_mode(), is_traced()
     (True, False)
     """
     return (
@@ -93,7 +93,7 @@ def is_recorded() -> bool:
 
 
 def is_intercepted() -> bool:
-    """Whether this code is `is_recorded` or `is_transformed`, in one check, because every call needs it."""
+    """Whether `has_tracer_or_mode` or `is_transformed` is true, in one check, because every attention call needs it."""
     return (
         torch.compiler.is_compiling()
         or _dispatch_modes() > 0
@@ -106,16 +106,16 @@ def is_intercepted() -> bool:
 def is_transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory."""
     if torch.compiler.is_compiling():
-        return False  # a compiler traces through a transform
+        return False  # a compiler traces through transforms, so none is active for its graph
     return _transforms() is not None
 
 
-def jit_traced() -> bool:
+def is_jit_traced() -> bool:
     """Whether torch.jit.trace runs this code."""
     return not torch.compiler.is_compiling() and bool(_jit_traces())
 
 
-def _without_values() -> bool:
+def _tensors_lack_values() -> bool:
     """Whether torch.jit.trace, make_fx or a mode of PyTorch's own compiler runs this code."""
     if _jit_traces() or _is_make_fx_tracing():
         return True
@@ -128,7 +128,7 @@ def _is_make_fx_tracing() -> bool:
 
 
 @contextmanager
-def untraced() -> Iterator[None]:
+def hide_from_jit_trace() -> Iterator[None]:
     """Hide this code from torch.jit.trace, which turns sizes into tensors and warns of every comparison of them."""
     state = _jit_state()
     if state is None:
@@ -142,14 +142,14 @@ def untraced() -> Iterator[None]:
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled code uncompiled, so that listeners receive its calls; the last of several users restores it."""
+def run_uncompiled() -> Iterator[None]:
+    """Run compiled models uncompiled, so that listeners receive their calls; nested or overlapping uses are allowed."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
     with Undo() as undo:
         user = object()
-        undo.callback(partial(_compile_again, user))
+        undo.callback(partial(_end_uncompiled_use, user))
         with _lock:
             _uncompiled.append(user)
             if not _stances:
@@ -157,7 +157,7 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def _compile_again(user: object) -> None:
+def _end_uncompiled_use(user: object) -> None:
     with _lock:
         _uncompiled[:] = [each for each in _uncompiled if each is not user]
         if _stances and not _uncompiled:
@@ -167,21 +167,21 @@ def _compile_again(user: object) -> None:
 
 _lock = RLock()
 _uncompiled: list[object] = []
-_stances: list[Any] = []  # what ends the stance that they need
+_stances: list[Any] = []  # the active force_eager stance, if any
 
 
-def runs_backward() -> bool:
+def is_in_backward_pass() -> bool:
     """Whether a backward pass runs this code: activation checkpointing recomputes forward passes in it.
 
-    >>> runs_backward()
+    >>> is_in_backward_pass()
     False
     """
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
 
 
-def is_readable(device: torch.device) -> bool:
-    """Whether a value can be read without waiting: on the CPU, where it does not become part of a graph.
+def can_read_values(device: torch.device) -> bool:
+    """Whether values of tensors on a device can be read without waiting: on the CPU, unless a graph is traced.
 
-    On an accelerator the host would wait for the device.
+    On an accelerator, the host would wait for the device.
     """
     return device.type == "cpu" and not is_traced()

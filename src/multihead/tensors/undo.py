@@ -1,6 +1,6 @@
-"""Change a model, and undo each change once, also where Ctrl-C interrupts a change or the undoing.
+"""Change a model, and undo each change once, even if Ctrl-C interrupts a change or its undoing.
 
-A step that undoes a change is registered before the change is made. So a step must do nothing where its change was not
+A step that undoes a change is registered before the change is made. So a step must do nothing if its change was not
 made, or was undone already.
 """
 
@@ -23,11 +23,11 @@ class Undo:
 
     permanent = False
     _steps: tuple[Callable[[], object], ...] = ()
-    _uses: tuple[_Use, ...] = ()
+    _uses: tuple[_AttributeUse, ...] = ()
 
     @classmethod
-    def of(cls, change: Callable[[Undo], object]) -> Undo:
-        """Call `change`, which makes changes and registers their steps; undo them if it fails or is interrupted."""
+    def run_change(cls, change: Callable[[Undo], object]) -> Undo:
+        """Call `change`, which makes changes and registers the steps that undo them; undo them if it raises."""
         undo = cls()
         try:
             change(undo)
@@ -40,32 +40,32 @@ class Undo:
         """Register the step that undoes a change, before the change is made."""
         self._steps = (*self._steps, step)
 
-    def set(self, owner: Any, attribute: str, value: object) -> None:
-        """Set an attribute; the last of several users restores it."""
-        use = _Use(owner, attribute)
+    def set_attribute(self, owner: Any, attribute: str, value: object) -> None:
+        """Set an attribute; where several users set it, the last one to end restores it."""
+        use = _AttributeUse(owner, attribute)
         self._uses = (*self._uses, use)
         self.callback(use.end)
         use.begin(value)
 
-    def before(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
+    def hook_before_forward(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
         """Register a hook that runs before the forward pass of a module."""
-        self.callback(lambda: _remove(module, hook))
+        self.callback(lambda: _remove_hook(module, hook))
         module.register_forward_pre_hook(hook, **options)
 
-    def after(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
+    def hook_after_forward(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
         """Register a hook that runs after the forward pass of a module."""
-        self.callback(lambda: _remove(module, hook))
+        self.callback(lambda: _remove_hook(module, hook))
         module.register_forward_hook(hook, **options)
 
     def close(self) -> None:
         """Undo all changes."""
         try:
-            self._run()
+            self._run_steps()
         except BaseException:
-            self._run()  # it was interrupted: the rest
+            self._run_steps()  # an interrupt stopped the loop: run the remaining steps
             raise
 
-    def _run(self) -> None:
+    def _run_steps(self) -> None:
         while self._steps:
             self._steps[-1]()
             self._steps = self._steps[:-1]
@@ -81,13 +81,13 @@ class Undo:
     def __del__(self) -> None:
         if self.permanent:
             for use in self._uses:
-                use.end(restore=False)  # nobody can restore it any more
+                use.end(restore=False)  # the change is permanent
         elif self._steps:
             self.close()
 
 
 @dataclass(eq=False)
-class _Use:
+class _AttributeUse:
     """One use of an attribute that several users may set at the same time, in any order."""
 
     owner: Any
@@ -98,40 +98,42 @@ class _Use:
         """Set the attribute."""
         with _lock:
             self.before = getattr(self.owner, self.attribute, None)
-            _uses[self._key] = [*_uses.get(self._key, ()), self]
+            _uses[self._attribute_key] = [*_uses.get(self._attribute_key, ()), self]
             setattr(self.owner, self.attribute, value)
 
     def end(self, *, restore: bool = True) -> None:
-        """Restore the attribute, or leave that to the next use of it, which began later and has not ended."""
+        """Restore the attribute, or leave that to the next use that began later and has not ended."""
         with _lock:
-            uses = _uses.get(self._key, [])
+            uses = _uses.get(self._attribute_key, [])
             if self not in uses:
-                return  # it has not begun, or has ended
+                return  # this use has not begun, or has ended
             later = uses[uses.index(self) + 1 :]
             if restore and later:
                 later[0].before = self.before
             elif restore:
                 setattr(self.owner, self.attribute, self.before)
-            _uses[self._key] = [use for use in uses if use is not self]
-            if not _uses[self._key]:
-                del _uses[self._key]
+            _uses[self._attribute_key] = [use for use in uses if use is not self]
+            if not _uses[self._attribute_key]:
+                del _uses[self._attribute_key]
 
     @property
-    def _key(self) -> tuple[int, str]:
+    def _attribute_key(self) -> tuple[int, str]:
         return id(self.owner), self.attribute
 
 
 _lock = RLock()  # dropping an object may run a step in the middle of another one
-_uses: dict[tuple[int, str], list[_Use]] = {}  # in the order in which they began
+# (object id, attribute) -> its uses, in the order in which they began.
+_uses: dict[tuple[int, str], list[_AttributeUse]] = {}
 
 
-def _remove(module: Any, hook: Callable[..., Any]) -> None:
-    """Remove a hook from a module; its handle may be lost where registering it was interrupted."""
+def _remove_hook(module: Any, hook: Callable[..., Any]) -> None:
+    """Remove a hook from a module by searching for it: an interrupt may have lost the handle of the hook."""
     for place in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = getattr(module, place)
         for key in [key for key, each in list(hooks.items()) if each is hook]:
             hooks.pop(key, None)
         for mark in ("_with_kwargs", "_always_called"):
             marks = getattr(module, place + mark, {})
-            for key in [key for key in list(marks) if key not in hooks]:  # also after an interruption
+            # Marks of hooks that no longer exist, also those left by an interrupt.
+            for key in [key for key in list(marks) if key not in hooks]:
                 marks.pop(key, None)

@@ -13,7 +13,7 @@ from multihead.compat.torch_nn import MultiheadAttention
 from multihead.compat.torch_nn.masks import Sizes, nested_like, padding_of, visible
 from multihead.errors import ArgumentError, DtypeError, MaskError, MultiheadError, ShapeError
 from multihead.masks import Causal, Drop, Full, Lengths
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from tests.compat.torch_nn.test_attention import pair
 
 SIZES = Sizes(batch=2, heads=3, queries=4, keys=5, extra=0)
@@ -86,7 +86,7 @@ def test_added_keys_come_first_and_every_query_sees_them(extra: int) -> None:
     for attn_mask, hidden in ((CAUSAL, CAUSAL[None, None]), (per_head, per_head.view(2, 3, 4, 5))):
         for padding in (PAST_END, PAST_END.flip(1)):
             shown = visible(attn_mask, padding, sizes, is_causal=False)
-            shown = shown.mask.tile(Place.of(4, 5 + extra, query_start=shown.query_start)).expand(2, 3, -1, -1)
+            shown = shown.mask.tile(TilePositions.of(4, 5 + extra, query_start=shown.query_start)).expand(2, 3, -1, -1)
             assert shown[..., :extra].all()
             assert torch.equal(shown[..., extra:], ~(hidden | padding[:, None, None]).expand(2, 3, -1, -1))
     added = visible(torch.randn(4, 5), None, sizes, is_causal=False).bias

@@ -12,10 +12,10 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.functional import statistics as statistics_of
 from multihead.kernels.native import call, kernel, library, statistics
-from multihead.kernels.native.call import WHOLE, Job, Rows, block_height, blocks_of_queries
+from multihead.kernels.native.call import WHOLE, OperatorCall, QueryBlock, iterate_query_blocks, queries_per_block
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from tests import oracle
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 
@@ -28,10 +28,10 @@ EDGES = (1, 8, 15, 17, 32, 63, 65, 255, 257)
 def test_rows_go_together_where_their_intervals_say_it_all() -> None:
     q = torch.zeros(1, 1, 300, 4)
     request = request_of(q, q, q, masks.Causal())
-    (rows,) = blocks_of_queries(request, bounds_of(request))
+    (rows,) = iterate_query_blocks(request, bounds_of(request))
     assert rows.rows is WHOLE
     assert rows.visible is None
-    assert rows.of(q) is q
+    assert rows.slice_queries(q) is q
 
 
 def test_blocks_of_a_dense_mask_cover_each_row_once_and_see_what_the_mask_shows(
@@ -41,10 +41,10 @@ def test_blocks_of_a_dense_mask_cover_each_row_once_and_see_what_the_mask_shows(
     request = request_of(q, q, q, masks.Window(5) | masks.Prefix((3, 9)))
     bounds = bounds_of(request)
     monkeypatch.setattr(call, "DENSE_BYTES", 0)
-    assert block_height(request, bounds) == 96
-    shown = request.mask.tile(Place.of(300, 300))
+    assert queries_per_block(request, bounds) == 96
+    shown = request.mask.tile(TilePositions.of(300, 300))
     for step, heights in ((1, [96, 96, 96, 12]), (50, [100, 100, 100])):
-        found = list(blocks_of_queries(request, bounds, step=step))
+        found = list(iterate_query_blocks(request, bounds, step=step))
         assert [rows.rows.stop - rows.rows.start for rows in found] == heights
         for rows in found:
             assert rows.visible is not None
@@ -57,7 +57,7 @@ def test_a_block_of_a_dense_mask_is_bounded_in_bytes_whatever_the_mask_speaks_of
     tensor = torch.rand(4, 1, 1, 20000) < 0.5
     for mask, factor in ((masks.Window(5) | masks.Prefix(3), 1), (masks.Keep(tensor), 32)):
         request = request_of(q, q, q, mask)
-        assert block_height(request, bounds_of(request)) == max(96, call.DENSE_BYTES // (20000 * factor))
+        assert queries_per_block(request, bounds_of(request)) == max(96, call.DENSE_BYTES // (20000 * factor))
 
 
 # ------------------------------------------------------------------------------------------------ bounds of any shape
@@ -65,14 +65,14 @@ def test_a_block_of_a_dense_mask_is_bounded_in_bytes_whatever_the_mask_speaks_of
 
 def bounded(monkeypatch: pytest.MonkeyPatch, start: Tensor, stop: Tensor) -> None:
     """Replace the bounds of every call by these: (batch or 1, queries)."""
-    plain = call.arguments_of_job
+    plain = call.operator_arguments
 
-    def replaced(job: Job, rows: Rows) -> tuple[Any, ...]:
+    def replaced(job: OperatorCall, rows: QueryBlock) -> tuple[Any, ...]:
         given = plain(job, rows)
         return (*given[:3], start, stop, *given[5:])
 
     for module in (call, statistics):
-        monkeypatch.setattr(module, "arguments_of_job", replaced)
+        monkeypatch.setattr(module, "operator_arguments", replaced)
 
 
 @pytest.mark.parametrize("queries", [3, 120])
@@ -108,8 +108,8 @@ def test_bounds_outside_the_keys_are_refused_before_anything_is_read(start: int,
     bounds = KeyBounds(torch.tensor([[0, start, 0]]), torch.tensor([[5, stop, 5]]))
     for run in (
         lambda: kernel.attend(request_of(q, k, k), bounds),
-        lambda: statistics.one_pass(request_of(q, k, k), bounds, ("entropy",), None),
-        lambda: statistics.second_pass(request_of(q, k, k), bounds, torch.zeros(1, 2, 3), cell=None),
+        lambda: statistics.measure_in_one_pass(request_of(q, k, k), bounds, ("entropy",), None),
+        lambda: statistics.sum_weights_per_key(request_of(q, k, k), bounds, torch.zeros(1, 2, 3), cell=None),
     ):
         with pytest.raises(RuntimeError) as refusal:
             run()
@@ -176,7 +176,7 @@ def test_rows_that_see_what_is_not_finite_are_nan_and_no_others(
         bad_v[:, 0, key + 5, 1] = -torch.inf
     bad = torch.zeros(300, dtype=torch.bool)
     bad[[77, 82, 257, 262, 265, 270]] = True
-    seen = mask.tile(Place.of(queries, 300, query_start=300 - queries)).expand(1, 2, queries, 300)
+    seen = mask.tile(TilePositions.of(queries, 300, query_start=300 - queries)).expand(1, 2, queries, 300)
     hit = (seen & bad).any(-1)
     hit[:, 1] = False
     assert bool(hit.any())

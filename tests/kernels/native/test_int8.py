@@ -60,7 +60,7 @@ def drawn(
 
 def expected(request: AttentionRequest) -> Tensor:
     wide = replace(request, q=request.q.double(), shape=request.shape._replace(dtype=torch.float64))
-    return attend(wide.expanded(), kernel="reference").output
+    return attend(wide.with_dequantised_keys(), kernel="reference").output
 
 
 def assert_near(found: Tensor, request: AttentionRequest) -> None:
@@ -118,7 +118,7 @@ def test_statistics_are_those_of_the_expanded_keys_and_change_no_bit(instruction
     quiet = kernel.attend(request, bounds_of(request))
     watched = kernel.attend(replace(request, wanted=PARTS), bounds_of(request))
     assert torch.equal(quiet.output, watched.output)
-    wanted = kernel.attend(replace(request.expanded(), wanted=PARTS), bounds_of(request)).statistics
+    wanted = kernel.attend(replace(request.with_dequantised_keys(), wanted=PARTS), bounds_of(request)).statistics
     for part, value in watched.statistics.items():
         torch.testing.assert_close(value, wanted[part], rtol=1e-3, atol=1e-3)
 

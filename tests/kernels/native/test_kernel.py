@@ -24,7 +24,7 @@ from multihead.errors import ArgumentError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
 from multihead.kernels.native import kernel, library
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.probes import PROBES
 from tests import oracle
 from tests.agreeing import assert_within_budget
@@ -53,7 +53,7 @@ def long(*, queries: int = 210, keys: int = 530, dtype: torch.dtype = torch.floa
 def seen_by(case: Drawn) -> Tensor:
     """What the mask of a long call shows, by its dense meaning: cell by cell takes seconds."""
     start: Any = case.query_start
-    place = Place.of(case.size.queries, case.size.keys, query_start=start)
+    place = TilePositions.of(case.size.queries, case.size.keys, query_start=start)
     return case.mask.tile(place).expand(case.size.cells)
 
 

@@ -38,9 +38,9 @@ SETS = tuple(
 @pytest.fixture
 def _chosen_anew() -> Iterator[None]:
     """Let this test choose for itself, and the next one again."""
-    library._best_instruction_set.cache_clear()
+    library._default_instruction_set.cache_clear()
     yield
-    library._best_instruction_set.cache_clear()
+    library._default_instruction_set.cache_clear()
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def _narrow_machine(monkeypatch: pytest.MonkeyPatch, _chosen_anew: None) -> None
     found = SimpleNamespace(
         sets=SETS, fastest=1, fastest_of_cpu=1, choose=lambda _: None, choose_in_thread=lambda _: None
     )
-    monkeypatch.setattr(library, "_found_library", lambda: found)
+    monkeypatch.setattr(library, "_library_or_reason", lambda: found)
 
 
 @needs_library
@@ -153,16 +153,16 @@ class TestChoosing:
     def test_a_build_without_the_fastest_set_of_this_cpu_warns_once_unless_a_set_is_forced(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert library.missing_faster_set() is None
-        monkeypatch.setattr(library._found_library(), "fastest_of_cpu", 2)
+        assert library.missing_faster_instruction_set() is None
+        monkeypatch.setattr(library._library_or_reason(), "fastest_of_cpu", 2)
         with pytest.warns(SlowPathWarning) as warned:
             assert [library.chosen_instruction_set().name for _ in range(2)] == ["avx2", "avx2"]
-        assert [str(each.message) for each in warned] == [library.missing_faster_set()]
-        assert library.missing_faster_set() == (
+        assert [str(each.message) for each in warned] == [library.missing_faster_instruction_set()]
+        assert library.missing_faster_instruction_set() == (
             "The native kernel was compiled without avx512, the fastest instruction set of this CPU, and uses avx2. "
             "Install multihead again on this machine, or with MULTIHEAD_SETS=all for any."
         )
-        library._best_instruction_set.cache_clear()
+        library._default_instruction_set.cache_clear()
         monkeypatch.setenv("MULTIHEAD_CPU", "scalar")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -199,7 +199,7 @@ class TestAbsence:
 
     @pytest.mark.usefixtures("_chosen_anew")
     def test_nothing_runs_without_a_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "_found_library", lambda: "its library was not built")
+        monkeypatch.setattr(library, "_library_or_reason", lambda: "its library was not built")
         assert library.reason_of_absence() == "its library was not built"
         assert library.path_of_library() is None
         assert library.instruction_sets() == ()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multihead.kernels.native.operator import places_of_tokens
+from multihead.kernels.native.operator import indices_of_tokens
 
 
 @pytest.mark.parametrize(("left", "expected"), [(False, [0, 1, 3]), (True, [1, 2, 5])])
 def test_tokens_are_found_on_either_side(*, left: bool, expected: list[int]) -> None:
     lengths = torch.tensor([2, 1])
-    assert places_of_tokens(lengths, 3, left).tolist() == expected
+    assert indices_of_tokens(lengths, 3, left).tolist() == expected
     assert torch.ops.multihead.places(lengths, 3, left).tolist() == expected
 
 

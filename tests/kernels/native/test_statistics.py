@@ -14,10 +14,17 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.statistics import OFFSETS, ONE_PASS, SPECIAL_KEYS, measured, one_pass, second_pass
+from multihead.kernels.native.statistics import (
+    OFFSETS,
+    ONE_PASS,
+    SPECIAL_KEYS,
+    measure_in_one_pass,
+    statistics_of_one_pass,
+    sum_weights_per_key,
+)
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.probes import PROBES
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -87,7 +94,7 @@ def long(queries: int, mask: masks.Mask, **options: Any) -> AttentionRequest:
 
 def seen_by(request: AttentionRequest) -> Tensor:
     shape = request.shape
-    place = Place.of(shape.query_length, shape.key_length, query_start=request.query_start)
+    place = TilePositions.of(shape.query_length, shape.key_length, query_start=request.query_start)
     return request.mask.tile(place).expand(shape.batch, shape.num_heads, -1, -1)
 
 
@@ -116,9 +123,9 @@ def test_long_calls_are_measured_right_in_both_passes(
     sums = cells.unflatten(2, (-1, 23)).unflatten(4, (-1, 37)).sum((3, 5))
     for name in SETS:
         with library.using_instruction_set(name):
-            _, found = one_pass(request, bounds, ONE_PASS, special)
-            received, pooled = second_pass(request, bounds, whole.logsumexp.float(), cell=(23, 37))
-            alone, nothing = second_pass(request, bounds, whole.logsumexp.float(), cell=None)
+            _, found = measure_in_one_pass(request, bounds, ONE_PASS, special)
+            received, pooled = sum_weights_per_key(request, bounds, whole.logsumexp.float(), cell=(23, 37))
+            alone, nothing = sum_weights_per_key(request, bounds, whole.logsumexp.float(), cell=None)
         assert found.keys() == set(ONE_PASS)
         assert_close(found, exact, whole.weights, 2e-5)
         assert oracle.difference(received, exact["received"]) < 2e-5
@@ -139,7 +146,7 @@ def test_a_spread_stays_exact_far_away_from_the_query() -> None:
                 request,
                 replace(request, q=request.q[:, :, :2], shape=request.shape._replace(query_length=2)),
             ):
-                _, found = one_pass(some, bounds_of(some), ("mean_distance", "distance_spread"), None)
+                _, found = measure_in_one_pass(some, bounds_of(some), ("mean_distance", "distance_spread"), None)
                 rows = torch.arange(some.shape.query_length)
                 assert found["mean_distance"][0, 0].tolist() == (8100 + rows - 100.5).tolist()
                 assert found["distance_spread"][0, 0].tolist() == pytest.approx([0.5] * len(rows), abs=1e-5)
@@ -156,7 +163,7 @@ def test_a_spread_stays_exact_where_each_block_of_keys_has_a_larger_weight(queri
     spread = ((distance - mean[:, None]).square() @ weights).sqrt()
     for name in SETS:
         with library.using_instruction_set(name):
-            _, found = one_pass(request, bounds_of(request), ("mean_distance", "distance_spread"), None)
+            _, found = measure_in_one_pass(request, bounds_of(request), ("mean_distance", "distance_spread"), None)
         assert oracle.difference(found["mean_distance"][0, 0] / mean, torch.ones(queries)) < 1e-6
         assert oracle.difference(found["distance_spread"][0, 0] / spread, torch.ones(queries)) < 1e-5
 
@@ -171,7 +178,7 @@ def test_one_pass_without_values_has_the_logsumexp_of_the_call(
     bounds = bounds_of(request)
     for name in SETS:
         with library.using_instruction_set(name):
-            logsumexp, found = one_pass(request, bounds, (), None)
+            logsumexp, found = measure_in_one_pass(request, bounds, (), None)
             expected = kernel.attend(request, bounds).logsumexp
         assert found == {}
         assert torch.equal(logsumexp, expected)
@@ -184,7 +191,7 @@ def test_of_equal_weights_the_first_key_is_named() -> None:
         request = request_of(torch.ones(1, 1, queries, 4), k, k)
         for name in SETS:
             with library.using_instruction_set(name):
-                _, found = one_pass(request, bounds_of(request), ("largest_key",), None)
+                _, found = measure_in_one_pass(request, bounds_of(request), ("largest_key",), None)
             assert found["largest_key"].flatten().tolist() == [3] * queries
 
 
@@ -197,18 +204,18 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
     exact = dense(request, seen_by(request)).weights * kept[..., None]
     for name in SETS:
         with library.using_instruction_set(name):
-            received, _ = second_pass(request, bounds, logsumexp, cell=None)
+            received, _ = sum_weights_per_key(request, bounds, logsumexp, cell=None)
         assert oracle.difference(received, exact.sum(2)) < 2e-5
 
 
 def test_only_what_is_wanted_is_measured() -> None:
-    found = measured(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS)))
+    found = statistics_of_one_pass(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS)))
     assert found.statistics == 1 + 16
     assert found.parts == ("entropy", ("offset_mass", 0), None, None)
 
 
 def test_the_results_of_an_operator_are_named_by_part() -> None:
-    found = measured(ONE_PASS, special=True)
+    found = statistics_of_one_pass(ONE_PASS, special=True)
     rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
     parts = found.results(rows, torch.full((2, 3, 4), 7))
     assert found.statistics == 255

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from multihead import masks
-from multihead.kernels.plan.bounds import PlanCache, key_bounds, seen_share
+from multihead.kernels.plan.bounds import PlanCache, key_bounds, share_within_bounds
 from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
 from multihead.masks.base import KeyBounds
 from multihead.masks.leading_keys import LeadingKeys
@@ -141,7 +141,7 @@ def test_what_is_added_in_a_temporary_context_is_dropped_at_its_end() -> None:
     bounds = KeyBounds(torch.zeros(1, 100, dtype=torch.int64), torch.zeros(1, 100, dtype=torch.int64))
     cache.add("before", "before", bounds)
     size = cache.nbytes
-    with cache.temporary():
+    with cache.drop_added_at_end():
         cache.add("during", "during", bounds)
         assert set(cache.entries) == {"before", "during"}
     assert (set(cache.entries), cache.nbytes) == ({"before"}, size)
@@ -187,7 +187,7 @@ def test_where_all_keys_are_those_in_front_every_query_sees_them(mask: Mask) -> 
 
 
 def test_the_seen_share_counts_the_cells_within_the_bounds() -> None:
-    assert seen_share(key_bounds(masks.Full(), queries=3, keys=5), keys=5) == 1
-    assert seen_share(key_bounds(masks.Causal(), queries=4, keys=4), keys=4) == 10 / 16
-    assert seen_share(key_bounds(masks.Lengths((1, 4)), queries=4, keys=4), keys=4) == 5 / 8
-    assert seen_share(key_bounds(masks.Full(), queries=0, keys=4), keys=4) == 0
+    assert share_within_bounds(key_bounds(masks.Full(), queries=3, keys=5), keys=5) == 1
+    assert share_within_bounds(key_bounds(masks.Causal(), queries=4, keys=4), keys=4) == 10 / 16
+    assert share_within_bounds(key_bounds(masks.Lengths((1, 4)), queries=4, keys=4), keys=4) == 5 / 8
+    assert share_within_bounds(key_bounds(masks.Full(), queries=0, keys=4), keys=4) == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from multihead import masks
 from multihead.kernels.plan import rectangles as room
 from multihead.kernels.plan.bounds import key_bounds
-from multihead.kernels.plan.rectangles import Rectangle, rectangles
+from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.masks.base import KeyBounds
 from tests import oracle
 from tests.drawing import sizes, starts, trees
@@ -58,7 +58,7 @@ def test_every_seen_cell_is_computed_once(data: st.DataObject) -> None:
         patch.setattr(room, "BLOCK_ROWS", data.draw(st.sampled_from((2, 3, 128))))
         patch.setattr(room, "CALL_CELLS", data.draw(st.sampled_from((0, 5, 1024))))
         for biased in (False, True):
-            pieces = room._cells_of_bounds(bounds, biased=biased)  # not those kept from other block sizes
+            pieces = room._cover_bounds(bounds, biased=biased)  # not those kept from other block sizes
             assert_covered(bounds, size.keys, pieces)
             if biased or bounds.remainder is not None:
                 assert {piece.kind for piece in pieces} <= {"partial"}
@@ -80,7 +80,7 @@ LONG = {
 def test_usual_masks_take_few_calls(name: str) -> None:
     mask, most = LONG[name]
     bounds = key_bounds(mask, queries=1000, keys=1000)
-    pieces = rectangles(bounds)
+    pieces = cover_with_rectangles(bounds)
     assert_covered(bounds, 1000, pieces)
     assert len(pieces) <= most
     hidden = sum(piece.cells for piece in pieces if piece.kind == "partial") - sum(
@@ -90,28 +90,30 @@ def test_usual_masks_take_few_calls(name: str) -> None:
 
 
 def test_no_query_and_no_key_take_no_call() -> None:
-    assert rectangles(key_bounds(masks.Full(), queries=0, keys=4)) == ()
-    assert rectangles(key_bounds(masks.Full(), queries=4, keys=0)) == ()
-    assert rectangles(key_bounds(masks.Lengths((0, 0)), queries=4, keys=4)) == ()
+    assert cover_with_rectangles(key_bounds(masks.Full(), queries=0, keys=4)) == ()
+    assert cover_with_rectangles(key_bounds(masks.Full(), queries=4, keys=0)) == ()
+    assert cover_with_rectangles(key_bounds(masks.Lengths((0, 0)), queries=4, keys=4)) == ()
 
 
 def test_samples_that_see_alike_are_computed_together() -> None:
-    assert rectangles(key_bounds(masks.Lengths((3, 3)), queries=4, keys=5)) == (
+    assert cover_with_rectangles(key_bounds(masks.Lengths((3, 3)), queries=4, keys=5)) == (
         Rectangle(None, (0, 4), (0, 3), "full"),
     )
-    assert [piece.sample for piece in rectangles(key_bounds(masks.Lengths((3, 0, 5)), queries=4, keys=5))] == [0, 2]
+    assert [
+        piece.sample for piece in cover_with_rectangles(key_bounds(masks.Lengths((3, 0, 5)), queries=4, keys=5))
+    ] == [0, 2]
 
 
 def test_the_oracle_of_this_file_agrees_with_that_of_masks() -> None:
     bounds = key_bounds(masks.Causal(), queries=4, keys=6, query_start=2)
-    cells = sum(spanned(piece, 4, 6).long() for piece in rectangles(bounds))
+    cells = sum(spanned(piece, 4, 6).long() for piece in cover_with_rectangles(bounds))
     assert torch.equal(torch.as_tensor(cells) > 0, oracle.shown(masks.Causal(), (1, 1, 4, 6), 2)[0, 0])
 
 
 def test_rectangles_are_made_once_for_a_plan_and_keep_it_no_longer_than_its_user_does() -> None:
     bounds = key_bounds(masks.Lengths(torch.tensor((3, 1))), queries=4, keys=5)
-    assert rectangles(bounds) is rectangles(bounds)
-    assert rectangles(bounds, biased=True) is not rectangles(bounds)
+    assert cover_with_rectangles(bounds) is cover_with_rectangles(bounds)
+    assert cover_with_rectangles(bounds, biased=True) is not cover_with_rectangles(bounds)
     watched = weakref.ref(bounds)
     del bounds
     gc.collect()

@@ -66,7 +66,7 @@ def of_rows(mask: masks.Mask, rows: slice, keys: int) -> masks.Mask:
 
 def looked(q: Tensor, held: Held, mask: masks.Mask) -> Tensor:
     """Attend to the keys that a cache returned; the mask may also cover later keys."""
-    mask = mask.after_dropping(held.key_start)
+    mask = mask.after_dropping_keys(held.key_start)
     if held.lengths is not None:
         mask = mask & masks.Lengths(held.lengths)
     request = request_of(q, held.k, held.v, query_start=held.query_start, scales=held.scales)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
-from multihead.kernels.quantised import expand
+from multihead.kernels.quantised import dequantise
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.cache.buffers import SPARE, Held
 
@@ -418,7 +418,7 @@ class TestInt8:
         assert held.scales is not None
         for integers, scale, exact in ((held.k, held.scales.k, k), (held.v, held.scales.v, v)):
             assert integers.dtype == torch.int8
-            error = (expand(integers, scale, torch.float32) - exact).abs()
+            error = (dequantise(integers, scale, torch.float32) - exact).abs()
             assert bool((error <= 0.501 * scale[..., None]).all())
 
     def test_a_failed_call_leaves_no_trace(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multihead import masks
-from multihead.kernels.quantised import expand, quantise
+from multihead.kernels.quantised import dequantise, quantise
 from multihead.layer.cache import KeyValueCache, buffers
 from tests import oracle
 from tests.layer.cache.stepping import Text, looked, stepwise, stepwise_apart
@@ -239,7 +239,7 @@ def rounded(text: Text) -> Text:
 
     def of(tensor: Tensor) -> Tensor:
         integers, scale = quantise(tensor)
-        return expand(integers, scale[..., 0], tensor.dtype)
+        return dequantise(integers, scale[..., 0], tensor.dtype)
 
     return Text(text.q, of(text.k), of(text.v))
 

@@ -63,20 +63,22 @@ def test_a_mask_shows_the_same_cells_after_dropping_keys(mask: masks.Mask, key_s
     whole = oracle.shown(mask, (batch, 1, queries, keys), position)
     each = [int(start) for start in key_start] if isinstance(key_start, torch.Tensor) else [key_start] * batch
     left = keys - max(each)
-    part = oracle.shown(mask.after_dropping(key_start), (batch, 1, queries, left), torch.tensor(each).neg() + position)
+    part = oracle.shown(
+        mask.after_dropping_keys(key_start), (batch, 1, queries, left), torch.tensor(each).neg() + position
+    )
     for sample, start in enumerate(each):
         assert part[sample].equal(whole[sample, ..., start : start + left])
 
 
 def test_ints_stay_ints_where_they_can() -> None:
-    assert masks.Prefix(5).after_dropping(2) == masks.Prefix(3)
-    assert masks.Prefix(5).after_dropping(9) == masks.Prefix(0)
+    assert masks.Prefix(5).after_dropping_keys(2) == masks.Prefix(3)
+    assert masks.Prefix(5).after_dropping_keys(9) == masks.Prefix(0)
 
 
 def test_a_combination_of_masks_that_do_not_change_is_not_built_anew() -> None:
     """A decoding step drops no keys, or none that matter, and the band of a combination is computed once."""
     near = masks.Causal() & masks.Window(3)
-    assert near.after_dropping(5) is near
+    assert near.after_dropping_keys(5) is near
     with_prefix = near | masks.Prefix(4)
-    assert with_prefix.after_dropping(0) is with_prefix
-    assert with_prefix.after_dropping(1) == near | masks.Prefix(3)
+    assert with_prefix.after_dropping_keys(0) is with_prefix
+    assert with_prefix.after_dropping_keys(1) == near | masks.Prefix(3)

@@ -16,10 +16,10 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_share, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.kernels.call import CallOrigin, listeners
-from multihead.kernels.per_head import attended_by_head, computes_per_head
+from multihead.kernels.per_head import attend_per_head, is_computed_per_head
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
-from multihead.tensors.tracing import is_readable
+from multihead.tensors.tracing import can_read_values
 
 _KEY = -1  # torch numbers the hooks that it registers from 0
 
@@ -202,8 +202,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         terms = (shown.mask, shown.bias, None, None, None, dropout, shown.query_start)
         request = request_of(q, k, v, *terms, origin=origin)
-        if computes_per_head(request, need_weights=need_weights):
-            output, weights = attended_by_head(request, need_weights=need_weights, average=average)
+        if is_computed_per_head(request, need_weights=need_weights):
+            output, weights = attend_per_head(request, need_weights=need_weights, average=average)
             return merge_heads(output), weights
         if need_weights:
             output, weights = attend_with_weights(request, average=average)
@@ -286,7 +286,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Replace NaN and inf in hidden tokens by 0: in the projection, 0 * NaN would reach a parameter's gradient."""
         if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
             return query, key, value
-        if is_readable(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+        if can_read_values(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
             return query, key, value
         hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
         if key.dim() == 2:

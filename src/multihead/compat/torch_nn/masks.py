@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from multihead.errors import DtypeError, MaskError
 from multihead.masks import Causal, Drop, Full, Lengths, Mask
-from multihead.tensors.tracing import is_readable
+from multihead.tensors.tracing import can_read_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +73,13 @@ def _of_attn_mask(attn_mask: Tensor | None, sizes: Sizes, *, is_causal: bool) ->
     """Convert attn_mask to a mask, or to a bias (batch or 1, heads or 1, queries, keys)."""
     if attn_mask is None:
         return Causal() if is_causal else Full(), None
-    if is_causal and not is_readable(attn_mask.device):
+    if is_causal and not can_read_values(attn_mask.device):
         return Causal(), None
     hidden = _hidden_cells(attn_mask)
     if hidden is None:
         return Full(), attn_mask.view(-1, sizes.heads if attn_mask.dim() == 3 else 1, sizes.queries, sizes.keys)
     if hidden.dim() == 2:
-        if is_readable(hidden.device) and _is_causal(hidden):
+        if can_read_values(hidden.device) and _is_causal(hidden):
             return Causal(), None
         return Drop(pad(hidden, (sizes.extra, 0)), "queries keys"), None
     by_head = hidden.view(sizes.batch, sizes.heads, sizes.queries, sizes.keys)
@@ -99,7 +99,7 @@ def _of_padding(key_padding_mask: Tensor | None, sizes: Sizes) -> tuple[Mask, Te
     hidden = _hidden_cells(key_padding_mask)
     if hidden is None:
         return Full(), key_padding_mask[:, None, None]
-    if is_readable(hidden.device):
+    if can_read_values(hidden.device):
         lengths = sizes.keys - hidden.sum(-1)  # (batch,)
         if bool((lengths == sizes.keys).all()):
             return Full(), None
@@ -113,7 +113,7 @@ def _hidden_cells(mask: Tensor) -> Tensor | None:
     """Return the hidden cells of a mask, bool of its shape, or None where the mask is a bias."""
     if mask.dtype == torch.bool:
         return mask
-    if mask.requires_grad or not is_readable(mask.device):
+    if mask.requires_grad or not can_read_values(mask.device):
         return None
     hidden = mask == -torch.inf
     return hidden if int(hidden.sum()) == int(mask.count_nonzero()) else None  # every other cell is 0

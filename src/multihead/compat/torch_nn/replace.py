@@ -106,7 +106,7 @@ def replace_until(undo: Undo, model: nn.Module) -> None:
         if type(module) in (nn.MultiheadAttention, MultiheadAttention) and "forward" not in module.__dict__:
             assert isinstance(module, nn.MultiheadAttention)
             undo.callback(partial(_let_original_bypass, module))
-            undo.set(module, "__class__", MultiheadAttention)
+            undo.set_attribute(module, "__class__", MultiheadAttention)
             keep_from_bypassing(module)
 
 

@@ -13,7 +13,7 @@ from multihead.export.onnx.context import Context
 from multihead.export.onnx.masks import always_sees, visible
 from multihead.masks import Causal, Full
 from multihead.scores.bias import RelativeBias
-from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, buckets_of
+from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, distance_buckets
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _alibi_bias(context: Context, module: ALiBi) -> str:
 def _t5_bias(context: Context, module: T5Bias) -> str:
     """Look each distance up in a table that ends where all further distances share one bucket."""
     graph, reach = context.graph, 2 * module.max_distance
-    buckets = buckets_of(
+    buckets = distance_buckets(
         torch.arange(-reach, reach + 1),
         num_buckets=module.num_buckets,
         max_distance=module.max_distance,

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest, DropoutPlace
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import Place
+from multihead.masks.place import TilePositions
 from multihead.scores.bias import Bias, RelativeBias, part_of_bias, values_of, with_values
 
 # A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
@@ -27,11 +27,11 @@ def _function_of_operator(name: str) -> Any:
 
 
 _attention, _backward, key_sums = map(_function_of_operator, ("attention", "attention_backward", "key_sums"))
-# Without autograd's part of an operator: `kernel` records the gradients itself, in half of the time.
+# Calls an operator without its autograd: `kernel.py` records the gradients itself, in half of the time.
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has no public name for it
 
 
-class Rows(NamedTuple):
+class QueryBlock(NamedTuple):
     """Consecutive queries of a call, and the keys that they see.
 
     The part of the mask that is not an interval is `visible`, (batch or 1, heads or 1, rows, keys or 1) bool, or None.
@@ -41,21 +41,21 @@ class Rows(NamedTuple):
     bounds: KeyBounds
     visible: Tensor | None
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def slice_queries(self, tensor: Tensor) -> Tensor:
         """Slice these queries from a tensor (batch, heads, queries, ...); all queries return the tensor itself."""
         return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
 
 
-def blocks_of_queries(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[Rows]:
+def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[QueryBlock]:
     """Yield all queries at once, or blocks of them (from multiples of `step` on) where the mask must be dense."""
     queries = request.shape.query_length
     if not queries or bounds.remainder is None:
-        yield Rows(WHOLE, bounds, None)
+        yield QueryBlock(WHOLE, bounds, None)
         return
-    height = -(-min(block_height(request, bounds), queries) // step) * step
+    height = -(-min(queries_per_block(request, bounds), queries) // step) * step
     for first in range(0, queries, height):
         rows = slice(first, min(first + height, queries))
-        place = Place.of(
+        place = TilePositions.of(
             queries,
             request.shape.key_length,
             query_start=request.query_start,
@@ -63,10 +63,10 @@ def blocks_of_queries(request: AttentionRequest, bounds: KeyBounds, *, step: int
             rows=rows,
         )
         part = replace(bounds, start=bounds.start[:, rows], stop=bounds.stop[:, rows])
-        yield Rows(rows, part, bounds.remainder.tile(place))
+        yield QueryBlock(rows, part, bounds.remainder.tile(place))
 
 
-def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
+def queries_per_block(request: AttentionRequest, bounds: KeyBounds) -> int:
     """Return the number of queries of a block of a dense mask."""
     shape = request.shape
     row = shape.key_length
@@ -77,8 +77,8 @@ def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
     return max(96, DENSE_BYTES // max(row, 1))
 
 
-class Job(NamedTuple):
-    """A call of the operators: its plan, and the seed, () int64, and the place of its dropout (None: no dropout)."""
+class OperatorCall(NamedTuple):
+    """A call of the native operators: request, plan, and dropout by a seed, () int64 (None: none), and a place."""
 
     request: AttentionRequest
     bounds: KeyBounds
@@ -87,14 +87,14 @@ class Job(NamedTuple):
     with_values: bool = True
 
 
-def arguments_of_job(job: Job, rows: Rows) -> tuple[Any, ...]:
+def operator_arguments(job: OperatorCall, rows: QueryBlock) -> tuple[Any, ...]:
     """Return the arguments of the operators from `q` to `key_start`, for some queries."""
     request, place = job.request, job.place
-    bias = None if request.bias is None else _bias_of_rows(request.bias, rows, request)
+    bias = None if request.bias is None else _slice_bias(request.bias, rows, request)
     if rows.rows.start:
         place = place._replace(query_start=place.query_start + rows.rows.start)
     return (
-        rows.of(request.q),
+        rows.slice_queries(request.q),
         request.k,
         request.v if job.with_values else None,
         rows.bounds.start,
@@ -111,18 +111,18 @@ def arguments_of_job(job: Job, rows: Rows) -> tuple[Any, ...]:
     )
 
 
-def _bias_of_rows(bias: Bias, rows: Rows, request: AttentionRequest) -> Bias:
+def _slice_bias(bias: Bias, rows: QueryBlock, request: AttentionRequest) -> Bias:
     """Slice the bias of some queries."""
-    if rows.rows.stop is None:  # WHOLE, whose identity a compiler does not keep
+    if rows.rows.stop is None:  # all rows; a compiler may copy WHOLE, so `is` would fail
         return bias
     queries, keys = request.shape.query_length, request.shape.key_length
     return part_of_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
 
 
-def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(job: OperatorCall, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute a call without gradients.
 
-    `statistics` are the arguments of `attention` after `v_scales`, where any are wanted.
+    `statistics` are the operator's arguments after `v_scales`; empty measures none.
 
     Returns:
         Output (batch, heads, queries, value_dim), logsumexp (batch, heads, queries), the wanted statistics
@@ -134,12 +134,14 @@ def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor,
         scales = (None, None)
     whole: tuple[Tensor, ...] = ()
     with below_autograd():
-        for rows in blocks_of_queries(request, job.bounds):
-            found: tuple[Tensor, ...] = _attention(*arguments_of_job(job, rows), *scales, *statistics)
+        for rows in iterate_query_blocks(request, job.bounds):
+            found: tuple[Tensor, ...] = _attention(*operator_arguments(job, rows), *scales, *statistics)
             if rows.rows is WHOLE:
                 return found  # type: ignore[return-value]
             if not whole:
-                whole = tuple(map(_with_queries, found, _QUERIES, (request.shape.query_length,) * len(found)))
+                whole = tuple(
+                    map(_allocate_for_all_queries, found, _QUERIES, (request.shape.query_length,) * len(found))
+                )
             for tensor, part, axis in zip(whole, found, _QUERIES, strict=True):
                 if part.dim() > 1:
                     tensor.narrow(axis, rows.rows.start, part.shape[axis]).copy_(part)
@@ -149,13 +151,13 @@ def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor,
 _QUERIES = (-2, -1, -1, -1)  # the axis of the queries in each result of `attention`
 
 
-def _with_queries(part: Tensor, axis: int, queries: int) -> Tensor:
-    """Allocate a tensor for all queries of a call, given the result for some; (0) is a result that is not wanted."""
+def _allocate_for_all_queries(part: Tensor, axis: int, queries: int) -> Tensor:
+    """Allocate a result for all queries, given that of some; an unwanted result, of shape (0), is returned."""
     if part.dim() == 1:
         return part
     sizes = list(part.shape)
     sizes[axis] = queries
-    if axis == -2:  # heads inside, so that merging them copies nothing
+    if axis == -2:  # memory (batch, queries, heads, dim), so that merging the heads copies nothing
         return part.new_empty(sizes[0], sizes[2], sizes[1], sizes[3]).transpose(1, 2)
     return part.new_empty(sizes)
 
@@ -164,26 +166,35 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def backward(
-    job: Job, outputs: tuple[Tensor, Tensor], grad_output: Tensor, grad_logsumexp: Tensor | None, *, bias_wanted: bool
+    job: OperatorCall,
+    outputs: tuple[Tensor, Tensor],
+    grad_output: Tensor,
+    grad_logsumexp: Tensor | None,
+    *,
+    bias_wanted: bool,
 ) -> Gradients:
     """Compute the gradients of q, k, v, the values of the bias, and the sinks, from the results of a call."""
     request = job.request
     totals: tuple[Tensor, ...] = ()
-    for rows in blocks_of_queries(request, job.bounds):
-        of_logsumexp = None if grad_logsumexp is None else rows.of(grad_logsumexp)
-        given = (*(rows.of(each) for each in (*outputs, grad_output)), of_logsumexp, *arguments_of_job(job, rows))
+    for rows in iterate_query_blocks(request, job.bounds):
+        of_logsumexp = None if grad_logsumexp is None else rows.slice_queries(grad_logsumexp)
+        given = (
+            *(rows.slice_queries(each) for each in (*outputs, grad_output)),
+            of_logsumexp,
+            *operator_arguments(job, rows),
+        )
         with below_autograd():
             found: Gradients = _backward(*given, bias_wanted=bias_wanted)
         if rows.rows is WHOLE:
             return found
         if not totals:
             bias = found[3] if request.bias is None or not bias_wanted else values_of(request.bias)
-            # In float32, because bfloat16 would lose small terms of the sum over blocks.
+            # Summed in float32: bfloat16 would lose small terms of the sum over blocks.
             whole = (request.q, request.k, request.v, bias, found[4])
             totals = tuple(torch.zeros_like(each, dtype=torch.float32) for each in whole)
         dq, dk, dv, dbias, dsinks = totals
         if request.bias is not None and bias_wanted:
-            dbias = values_of(_bias_of_rows(with_values(request.bias, dbias), rows, request))
-        for total, part in zip((rows.of(dq), dk, dv, dbias, dsinks), found, strict=True):
+            dbias = values_of(_slice_bias(with_values(request.bias, dbias), rows, request))
+        for total, part in zip((rows.slice_queries(dq), dk, dv, dbias, dsinks), found, strict=True):
             total.add_(part)
     return tuple(total.to(part.dtype) for total, part in zip(totals, found, strict=True))  # type: ignore[return-value]

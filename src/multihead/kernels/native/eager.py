@@ -1,8 +1,8 @@
-"""Calls of the native kernel that need no plan: plain tensors or int8 keys, a mask that is arithmetic, no other terms.
+"""Call the native kernel without a plan: for plain tensors or int8 keys, a mask with a `band`, and no bias or sinks.
 
 Most calls are of this kind. They go at once to a registered operator, which checks its arguments itself, because for
 few queries every step in Python takes longer than the attention. All other calls are left to `functional`, which plans
-the mask and chooses a kernel, or says what is wrong.
+the mask and chooses a kernel, or raises an error.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, active
 from multihead.kernels.choose import LOST
 from multihead.kernels.native import library
-from multihead.kernels.native.call import Job
+from multihead.kernels.native.call import OperatorCall
 from multihead.kernels.native.kernel import INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, measured
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, statistics_of_one_pass
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Scales
@@ -31,10 +31,10 @@ from multihead.tensors.tracing import is_intercepted
 # `OpOverload.__call__` only passes its arguments on to this function.
 _operator = None if library.reason_of_absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
-_LOST = frozenset(name for name, _ in LOST)  # instruction sets that are slower than PyTorch's kernel in some calls
+_LOST = frozenset(name for name, _ in LOST)  # instruction sets with which some calls are slower than PyTorch's kernel
 
-MEASURED = measured(ONE_PASS - {SPECIAL_KEYS})
-"""The parts of `statistics`: all that need nothing but q and k."""
+MEASURED = statistics_of_one_pass(ONE_PASS - {SPECIAL_KEYS})
+"""The quantities that `statistics` measures: all of one pass except the weight on special keys."""
 
 
 def attend(
@@ -46,21 +46,21 @@ def attend(
     of k and v where these are int8.
 
     Returns:
-        the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries) in nats, and perhaps more.
+        the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), nats, and unused results.
     """
-    band = _interval_of_queries(q, k, v, terms)
+    band = _band_and_query_start(q, k, v, terms)
     if band is None:
         return None
     _, _, softcap, _, scale, _, _ = terms
     differentiable = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if scales is not None and (differentiable or q.shape[2] > INT8_QUERIES):
-        return None  # a planned call expands them once
+        return None  # a planned call converts int8 keys and values once
     try:
         if differentiable:
-            return _Differentiable.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
+            return _DifferentiableOperator.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
         int8 = () if scales is None else (0, *scales)  # 0: no statistics
         return _operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[misc, no-any-return]
-    except RuntimeError:  # something does not fit: the usual way finds out what
+    except RuntimeError:  # an argument does not fit: `functional` checks it and raises the error
         return None
 
 
@@ -72,7 +72,7 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
     Returns:
         the logsumexp and the parts, (batch, heads, queries) each, without gradients.
     """
-    band = _interval_of_queries(q, k, k, terms)
+    band = _band_and_query_start(q, k, k, terms)
     if band is None:
         return None
     _, _, softcap, _, scale, _, _ = terms
@@ -85,7 +85,7 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
     return logsumexp, MEASURED.results(*results)
 
 
-def _interval_of_queries(
+def _band_and_query_start(
     q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
 ) -> tuple[Tensor | None, int, int, int] | None:
     """Return the keys that each query of a call sees, as the operators take them, or None if they do not take the call.
@@ -122,7 +122,7 @@ def _interval_of_queries(
     return lengths, before, after, query_start
 
 
-class _Differentiable(torch.autograd.Function):
+class _DifferentiableOperator(torch.autograd.Function):
     """The operator as a function that autograd can differentiate."""
 
     @staticmethod
@@ -153,14 +153,14 @@ class _Differentiable(torch.autograd.Function):
         band, query_start, scale, softcap = ctx.call
         shape = AttentionShape.of(q, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
-        request = AttentionRequest(q, k, v, shape, _mask_of(band), scale, query_start, softcap=softcap)
-        job = Job(request, bounds_of(request))
+        request = AttentionRequest(q, k, v, shape, _mask_of_band(band), scale, query_start, softcap=softcap)
+        job = OperatorCall(request, bounds_of(request))
         dq, dk, dv, *_ = gradients(job, (output, logsumexp), grad_output, grad_logsumexp, bias_wanted=False)
         return dq, dk, dv, None, None, None, None, None, None
 
 
-def _mask_of(band: Band) -> Mask:
-    """Return a mask that shows what a band shows."""
+def _mask_of_band(band: Band) -> Mask:
+    """Return the mask that is equal to a band."""
     mask: Mask = Full()
     if band.before < 0 and band.after == 0:
         mask = Causal()

@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.kernels.call import Attended, AttentionRequest, Work
-from multihead.kernels.dense_tile import dense, tensors_seen_by, without_tensors
+from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
+from multihead.kernels.dense_tile import dense_mask, visibility_tensors, without_qkv
 from multihead.kernels.native import library
 from multihead.kernels.native.call import (
     WHOLE,
-    Job,
-    Rows,
-    arguments_of_job,
+    OperatorCall,
+    QueryBlock,
     backward,
     below_autograd,
-    block_height,
-    blocks_of_queries,
     forward,
+    iterate_query_blocks,
+    operator_arguments,
+    queries_per_block,
 )
 from multihead.kernels.native.operator import DTYPES
-from multihead.kernels.native.statistics import wanted_of
+from multihead.kernels.native.statistics import select_wanted_statistics
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
-from multihead.tensors.tracing import is_intercepted, is_recorded, is_traced, is_transformed
+from multihead.tensors.tracing import has_tracer_or_mode, is_intercepted, is_traced, is_transformed
 
 HANDLES_NONFINITE = True  # inside the library, key by key
 INT8_QUERIES = 4
@@ -44,16 +44,16 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
             f"it computes float32, bfloat16 and float16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
         )
     if not is_intercepted() or not is_traced():
-        for tensor in () if _is_usual_call(request, bounds) else _tensors_read_by(request, bounds):
-            if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer
+        for tensor in () if _has_plain_tensors_only(request, bounds) else _tensors_read_by(request, bounds):
+            if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # such as a fake tensor
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
     elif is_transformed():
         return "it reads memory, and the tensors of a torch.func transform have none"
     return library.reason_of_absence()
 
 
-def _is_usual_call(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether this is a call without bias and sinks whose tensors are plain: a fast check for the usual call."""
+def _has_plain_tensors_only(request: AttentionRequest, bounds: KeyBounds) -> bool:
+    """Whether a call has no bias and no sinks, and only plain tensors: a fast check, which most calls pass."""
     if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
         return False
     return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
@@ -66,66 +66,66 @@ def _tensors_read_by(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tens
         read += (values_of(request.bias),)
     if request.sinks is not None:
         read += (request.sinks,)
-    if isinstance(request.query_start, Tensor):  # for statistics of distances
+    if isinstance(request.query_start, Tensor):  # read by the statistics of distances
         read += (request.query_start,)
     return read
 
 
 def reads_int8(request: AttentionRequest) -> bool:
-    """Whether the queries are so few that the kernel reads int8 as it is: for more, converting it once is faster."""
-    if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or is_recorded():
+    """Whether the queries are so few that reading int8 keys and values directly is faster than converting them once."""
+    if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or has_tracer_or_mode():
         return False
     return not (torch.is_grad_enabled() and request.requires_grad)
 
 
-def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute a call and its wanted statistics in one pass over the keys."""
-    job = job_of(request, bounds)
-    if is_recorded():
+    job = call_with_dropout_seed(request, bounds)
+    if has_tracer_or_mode():
         return _attend_in_graph(job)
     if torch.is_grad_enabled() and request.requires_grad:
-        inputs = (request.q, request.k, request.v, _bias_of(request), request.sinks)
+        inputs = (request.q, request.k, request.v, _bias_values(request), request.sinks)
         measured: dict[str, Any] = {}
-        return Attended(*_Differentiable.apply(*inputs, job, measured), **measured)  # type: ignore[no-untyped-call]
+        return AttentionResult(*_DifferentiableKernel.apply(*inputs, job, measured), **measured)  # type: ignore[no-untyped-call]
     return _attend_without_gradients(job)
 
 
-def job_of(request: AttentionRequest, bounds: KeyBounds) -> Job:
-    """Return a call with the seed of its dropout, from torch's generator, so that torch.manual_seed repeats it."""
+def call_with_dropout_seed(request: AttentionRequest, bounds: KeyBounds) -> OperatorCall:
+    """Return the operator call of a request; its dropout seed is drawn from torch's generator (torch.manual_seed)."""
     if request.part is not None:
-        return Job(request, bounds, torch.tensor(request.part.seed, device="cpu"), request.part.place)
-    return Job(request, bounds, torch.randint(1 << 62, (), device="cpu") if request.dropout else None)
+        return OperatorCall(request, bounds, torch.tensor(request.part.seed, device="cpu"), request.part.place)
+    return OperatorCall(request, bounds, torch.randint(1 << 62, (), device="cpu") if request.dropout else None)
 
 
-def _attend_without_gradients(job: Job) -> Attended:
+def _attend_without_gradients(job: OperatorCall) -> AttentionResult:
     """Compute a call and its wanted statistics without gradients."""
     if not job.request.wanted:
-        return Attended(*forward(job)[:2])
-    found, arguments = wanted_of(job.request, job.bounds, job.request.wanted)
+        return AttentionResult(*forward(job)[:2])
+    found, arguments = select_wanted_statistics(job.request, job.bounds, job.request.wanted)
     output, logsumexp, *results = forward(job, arguments)
-    return Attended(output, logsumexp, found.results(*results))
+    return AttentionResult(output, logsumexp, found.results(*results))
 
 
-def _attend_in_graph(job: Job) -> Attended:
-    """Call the operator with its own gradients, which tracers and dispatch modes can record."""
+def _attend_in_graph(job: OperatorCall) -> AttentionResult:
+    """Call the operator with its registered gradient, so that tracers and dispatch modes can record the call."""
     operator = torch.ops.multihead.attention.default
     if is_traced():
         remainder = job.bounds.remainder
-        visible = None if remainder is None else dense(remainder, job.request)
-        return Attended(*operator(*arguments_of_job(job, Rows(WHOLE, job.bounds, visible)))[:2])
-    parts = [operator(*arguments_of_job(job, rows))[:2] for rows in blocks_of_queries(job.request, job.bounds)]
+        visible = None if remainder is None else dense_mask(remainder, job.request)
+        return AttentionResult(*operator(*operator_arguments(job, QueryBlock(WHOLE, job.bounds, visible)))[:2])
+    parts = [operator(*operator_arguments(job, rows))[:2] for rows in iterate_query_blocks(job.request, job.bounds)]
     if len(parts) == 1:
-        return Attended(*parts[0])
+        return AttentionResult(*parts[0])
     outputs, logsumexps = zip(*parts, strict=True)
-    return Attended(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+    return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
 
 
-def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
+def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Return the number of cells in visible register tiles, and the bytes that the call allocates."""
     shape = request.shape
     # Where the queries are the columns of the tiles, about as many cells are computed.
     height, width = library.chosen_instruction_set().tile
-    missing = -shape.query_length % height  # rows of padding, which see no key
+    missing = -shape.query_length % height  # padding rows of the last tile, which see no key
     start = bounds.start.masked_fill(bounds.sees_nothing, shape.key_length)
     start = torch.nn.functional.pad(start, (0, missing), value=shape.key_length).unflatten(1, (-1, height)).amin(2)
     stop = torch.nn.functional.pad(bounds.stop, (0, missing)).unflatten(1, (-1, height)).amax(2)
@@ -134,21 +134,23 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     cells = min(cells, bounds.start.shape[0] * shape.query_length * shape.key_length)
     cells *= shape.num_heads * (shape.batch if bounds.shared else 1)
     with below_autograd():
-        held = torch.ops.multihead.workspace(*arguments_of_job(Job(request, bounds), Rows(WHOLE, bounds, None)))
+        held = torch.ops.multihead.workspace(
+            *operator_arguments(OperatorCall(request, bounds), QueryBlock(WHOLE, bounds, None))
+        )
     rows = shape.batch * shape.num_heads * shape.query_length
     outputs = rows * (shape.value_dim * shape.dtype.itemsize + 4)
     dense = 0
     if bounds.remainder is not None:
-        dense = min(block_height(request, bounds), shape.query_length) * shape.key_length * shape.batch
-    return Work(cells, held + outputs + dense)
+        dense = min(queries_per_block(request, bounds), shape.query_length) * shape.key_length * shape.batch
+    return WorkEstimate(cells, held + outputs + dense)
 
 
-def _bias_of(request: AttentionRequest) -> Tensor | None:
+def _bias_values(request: AttentionRequest) -> Tensor | None:
     """Return the tensor that holds the bias."""
     return None if request.bias is None else values_of(request.bias)
 
 
-class _Differentiable(torch.autograd.Function):
+class _DifferentiableKernel(torch.autograd.Function):
     """The kernel as a function that autograd can differentiate once."""
 
     @staticmethod
@@ -159,14 +161,14 @@ class _Differentiable(torch.autograd.Function):
         v: Tensor,
         bias: Tensor | None,
         sinks: Tensor | None,
-        job: Job,
+        job: OperatorCall,
         measured: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         attended = _attend_without_gradients(job)
         measured["statistics"] = attended.statistics
-        again = () if job.bounds.remainder is None else tensors_seen_by(job.request)
+        again = () if job.bounds.remainder is None else visibility_tensors(job.request)
         ctx.save_for_backward(q, k, v, bias, sinks, attended.output, attended.logsumexp, *again)
-        ctx.job = job._replace(request=without_tensors(job.request))
+        ctx.job = job._replace(request=without_qkv(job.request))
         ctx.set_materialize_grads(False)
         return attended.output, attended.logsumexp
 
@@ -182,7 +184,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def gradients(
-    job: Job,
+    job: OperatorCall,
     outputs: tuple[Tensor, Tensor],
     grad_output: Tensor | None,
     grad_logsumexp: Tensor | None,

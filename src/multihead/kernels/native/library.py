@@ -37,7 +37,7 @@ class InstructionSet:
         index: its number in the library.
         compiled: whether this build of the library contains it.
         runs: whether it is compiled and this CPU can run it.
-        for_tests: whether it is slow, and chosen only by name.
+        for_tests: whether it emulates another set for tests: it is slow, and chosen only by name.
         tile: rows and columns of its register tiles, of which it computes all cells or none; (0, 0) if not compiled.
     """
 
@@ -57,7 +57,7 @@ class _Library:
     choose_in_thread: Callable[[int], None]
     sets: tuple[InstructionSet, ...]
     fastest: int
-    fastest_of_cpu: int  # the same, but this build may lack it
+    fastest_of_cpu: int  # the fastest that the CPU supports; this build may lack it
 
 
 _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
@@ -65,7 +65,7 @@ _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 def reason_of_absence() -> str | None:
     """Return why the native library is missing, as the end of a sentence, or None where it is loaded."""
-    found = _found_library()
+    found = _library_or_reason()
     return found if isinstance(found, str) else None
 
 
@@ -75,19 +75,19 @@ reason_of_absence._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 
 def path_of_library() -> Path | None:
     """Return the path of the loaded library, or None where it is missing."""
-    found = _found_library()
+    found = _library_or_reason()
     return None if isinstance(found, str) else found.path
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
     """Return the instruction sets, the widest last except for the one for tests; empty where the library is missing."""
-    found = _found_library()
+    found = _library_or_reason()
     return () if isinstance(found, str) else found.sets
 
 
-def missing_faster_set() -> str | None:
-    """Return that this build lacks a faster instruction set of this CPU, and the remedy; None where it does not."""
-    found = _found_library()
+def missing_faster_instruction_set() -> str | None:
+    """Return a warning that this build lacks a faster instruction set of this CPU, or None where it lacks none."""
+    found = _library_or_reason()
     if isinstance(found, str) or found.fastest == found.fastest_of_cpu:
         return None
     best, used = found.sets[found.fastest_of_cpu].name, found.sets[found.fastest].name
@@ -98,19 +98,19 @@ def missing_faster_set() -> str | None:
 
 
 def chosen_instruction_set() -> InstructionSet:
-    """Return the instruction set of this context: that being used, else of MULTIHEAD_CPU, else the fastest.
+    """Return the instruction set: that of `using_instruction_set`, else of MULTIHEAD_CPU, else the fastest.
 
     The environment variable is read when it is first needed. Raises an ArgumentError if the library is missing, or the
     variable names a set that does not run here.
     """
-    return _forced.get() or _best_instruction_set()
+    return _forced.get() or _default_instruction_set()
 
 
 @contextmanager
 def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     """Use one instruction set in this context, and in no other thread; an ArgumentError where it does not run."""
-    before, forced = _forced.get(), _runnable_set_named(name, f"using received {name!r}")
-    choose = _library().choose_in_thread  # for the operators, which read no variable of Python
+    before, forced = _forced.get(), _runnable_instruction_set(name, f"using received {name!r}")
+    choose = _library().choose_in_thread  # the operators cannot read a ContextVar
     token = _forced.set(forced)
     choose(forced.index)
     try:
@@ -120,7 +120,7 @@ def using_instruction_set(name: str) -> Iterator[InstructionSet]:
         choose(-1 if before is None else before.index)
 
 
-def add_to_sketch(
+def add_to_histograms(
     values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor
 ) -> None:
     """Add the values of a statistic to sums, counts and histograms per head, in place.
@@ -130,8 +130,8 @@ def add_to_sketch(
 
     Args:
         values: ([batch,] heads, queries), float32.
-        counted: the same shape, bool, which of them to add.
-        first_bin: what to subtract.
+        counted: the same shape, bool, True for the values to add.
+        first_bin: number of the first bin.
         totals: (heads,) float64, the sums.
         counts: (heads,) float64, how many were added.
         bins: (heads, bins) int64, how many values lie in each bin.
@@ -146,14 +146,14 @@ def add_to_sketch(
 
 
 def _library() -> _Library:
-    found = _found_library()
+    found = _library_or_reason()
     if isinstance(found, str):
         raise ArgumentError(f"The native kernel cannot run: {found}.", "Leave kernel out to have another one chosen.")
     return found
 
 
 @cache
-def _found_library() -> _Library | str:
+def _library_or_reason() -> _Library | str:
     """Load the library, or return why it is missing."""
     return _load_library(Path(str(files("multihead.kernels.native").joinpath(NAME))))
 
@@ -185,7 +185,7 @@ def _load_library(path: Path) -> _Library | str:
     if not path.is_file():
         return "its library was not built when multihead was installed, which takes GCC or Clang with OpenMP"
     try:
-        library = ctypes.CDLL(str(path))  # its calls release the GIL
+        library = ctypes.CDLL(str(path))  # ctypes.CDLL releases the GIL during calls
         call = {name: getattr(library, f"multihead_{name}") for name in _FUNCTIONS}
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
@@ -195,7 +195,9 @@ def _load_library(path: Path) -> _Library | str:
     if any(call["schema"](index) != line.encode() for index, line in enumerate(schemas) if line):
         return "its library is of another version of multihead; install multihead again"
     try:
-        functions = _functions_of_torch(Path(torch.__file__).parent, call["torch_functions"]().decode().split())
+        functions = _addresses_of_torch_functions(
+            Path(torch.__file__).parent, call["torch_functions"]().decode().split()
+        )
     except (OSError, AttributeError) as error:
         return f"its operators need functions that torch {torch.__version__} lacks ({error})"
     if not call["register"]((_pointer * len(functions))(*functions)):
@@ -219,7 +221,7 @@ def _load_library(path: Path) -> _Library | str:
     )
 
 
-def _functions_of_torch(package: Path, names: list[str]) -> list[int | None]:
+def _addresses_of_torch_functions(package: Path, names: list[str]) -> list[int | None]:
     """Return the addresses of functions in torch's own library, which is loaded already."""
     file = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
     loaded = ctypes.CDLL(str(package / "lib" / file))
@@ -227,18 +229,18 @@ def _functions_of_torch(package: Path, names: list[str]) -> list[int | None]:
 
 
 @cache
-def _best_instruction_set() -> InstructionSet:
+def _default_instruction_set() -> InstructionSet:
     """Choose the instruction set of this process, once."""
     library = _library()
     name = os.environ.get(ENVIRONMENT)
-    if not name and (finding := missing_faster_set()) is not None:
+    if not name and (finding := missing_faster_instruction_set()) is not None:
         warnings.warn(finding, SlowPathWarning, stacklevel=2)
-    found = _runnable_set_named(name, f"{ENVIRONMENT} is {name!r}") if name else library.sets[library.fastest]
+    found = _runnable_instruction_set(name, f"{ENVIRONMENT} is {name!r}") if name else library.sets[library.fastest]
     library.choose(found.index)
     return found
 
 
-def _runnable_set_named(name: str, finding: str) -> InstructionSet:
+def _runnable_instruction_set(name: str, finding: str) -> InstructionSet:
     """Return the instruction set with a name, or raise an error that begins with `finding`."""
     _library()
     for each in instruction_sets():
@@ -249,8 +251,8 @@ def _runnable_set_named(name: str, finding: str) -> InstructionSet:
             break
     else:
         finding += ", and there is no such instruction set"
-    raise ArgumentError(f"{finding}.", f"Give one that runs here: {_running_sets()}.")
+    raise ArgumentError(f"{finding}.", f"Give one that runs here: {_list_runnable_sets()}.")
 
 
-def _running_sets() -> str:
+def _list_runnable_sets() -> str:
     return ", ".join(each.name for each in instruction_sets() if each.runs)

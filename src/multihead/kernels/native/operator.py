@@ -64,7 +64,7 @@ from multihead.kernels.native import library
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})  # `enum class Dtype` in csrc/call.h
 
 
-def _features_contiguous(tensor: Tensor) -> Tensor:
+def _make_features_contiguous(tensor: Tensor) -> Tensor:
     """Return a tensor with the layout that the kernel reads: stride 1 in its last dimension."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
@@ -72,13 +72,13 @@ def _features_contiguous(tensor: Tensor) -> Tensor:
 def _fake_results(
     q: Tensor, k: Tensor, v: Tensor | None, statistics: int, *, always: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return empty results of `attention` with the strides that csrc/operator.cpp gives them."""
+    """Return uninitialised results of `attention` with the strides that csrc/operator.cpp gives them."""
     if k.device != q.device or (v is not None and v.device != q.device):  # one is on the meta device
         raise RuntimeError("q, k and v are on different devices. Move them to one.")
     batch, heads, queries, head_dim = q.shape
     value_dim = 0 if v is None else v.shape[3]
-    output = torch.empty_like(_features_contiguous(q))
-    if value_dim != head_dim or _features_contiguous(output) is not output:
+    output = torch.empty_like(_make_features_contiguous(q))
+    if value_dim != head_dim or _make_features_contiguous(output) is not output:
         output = q.new_empty((batch, queries, heads, value_dim)).transpose(1, 2)
     logsumexp = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if not statistics and not always:
@@ -103,7 +103,7 @@ def _backward_fake(*arguments: Any, bias_wanted: bool) -> tuple[Tensor, ...]:
     q, k, v = arguments[4:7]
     bias, relative, sinks = arguments[10:13]
     bias = bias if relative is None else relative
-    dq, dk, dv = (_features_contiguous(torch.empty_like(_features_contiguous(each))) for each in (q, k, v))
+    dq, dk, dv = (_make_features_contiguous(torch.empty_like(_make_features_contiguous(each))) for each in (q, k, v))
     dbias = q.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape)
     return dq, dk, dv, dbias, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
@@ -150,7 +150,7 @@ def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
     )
 
 
-if library.reason_of_absence() is None:  # loading the library registered the operators
+if library.reason_of_absence() is None:  # the library is loaded, so the operators exist
     for _name, _fake in (
         ("attention", _attention_fake),
         ("attention.eager", _eager_fake),
@@ -162,7 +162,7 @@ if library.reason_of_absence() is None:  # loading the library registered the op
     torch.library.register_autograd("multihead::attention_backward", _reject_second_derivative)
 
 
-def places_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
+def indices_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
     """Return the indices, (tokens,) int64, of the tokens of a padded batch when its (batch, length) are flattened.
 
     Sample i has `lengths[i]` tokens; `left` means that the padding comes before them.
@@ -174,9 +174,9 @@ def places_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # noq
 
 # The number of tokens is known only when the lengths are read: a graph contains the search as one operator.
 _SCHEMA = "(Tensor lengths, SymInt length, bool left) -> Tensor"
-_places = torch.library.custom_op("multihead::places", places_of_tokens, mutates_args=(), schema=_SCHEMA)
+_places = torch.library.custom_op("multihead::places", indices_of_tokens, mutates_args=(), schema=_SCHEMA)
 
 
 @_places.register_fake
-def _places_fake(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
+def _indices_fake(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
     return lengths.new_empty(torch.library.get_ctx().new_dynamic_size())

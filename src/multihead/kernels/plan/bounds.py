@@ -13,8 +13,8 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
-from multihead.masks.place import Extent
-from multihead.tensors.tracing import is_intercepted, is_readable, is_traced
+from multihead.masks.place import CallPositions
+from multihead.tensors.tracing import can_read_values, is_intercepted, is_traced
 
 # Cached plans may take this many bytes together: 16 for each query that has bounds of its own.
 CACHE_BYTES = 32 << 20
@@ -23,7 +23,7 @@ V = TypeVar("V")
 
 
 class PlanCache(Generic[V]):
-    """Plans by the key of their call, up to a number of bytes; the oldest are dropped first."""
+    """A cache of plans by the key of their call, up to a number of bytes; the oldest plans are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
@@ -32,12 +32,13 @@ class PlanCache(Generic[V]):
         self._lock = Lock()
 
     def add(self, key: object, value: V, bounds: KeyBounds) -> None:
-        """Add a value that keeps the memory of some bounds alive."""
-        # A mode that replaces the tensors made under it must not reach the calls after it.
+        """Add a value, and count the memory of its bounds."""
+        # Not cached under a mode of torch that replaces new tensors: later calls must not get its tensors.
         if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor:
             return
         edges = (bounds.start, bounds.stop)
-        size = sum(edge.untyped_storage().nbytes() for edge in edges) + 1024  # what an entry takes at least
+        # 1024: about what an entry takes besides its tensors.
+        size = sum(edge.untyped_storage().nbytes() for edge in edges) + 1024
         with self._lock:
             if size > self.max_bytes or key in self.entries:
                 return
@@ -51,7 +52,7 @@ class PlanCache(Generic[V]):
         self.nbytes -= self._sizes.pop(key)
 
     @contextmanager
-    def temporary(self) -> Iterator[None]:
+    def drop_added_at_end(self) -> Iterator[None]:
         """Drop at the end of this context what was added in it."""
         before = set(self.entries)
         try:
@@ -66,7 +67,7 @@ BOUNDS: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
 
 
 def bounds_of(request: AttentionRequest) -> KeyBounds:
-    """Plan the mask of a request."""
+    """Return the interval of keys that each query of a request may see."""
     shape = request.shape
     return key_bounds(
         request.mask,
@@ -97,7 +98,7 @@ def key_bounds(
     device = torch.device(device)
     if isinstance(query_start, Tensor) or is_intercepted():
         return _compute_bounds(mask, queries, keys, query_start, device)
-    if queries == 1:  # a decoding step has other sizes than the step before: its bounds are two numbers
+    if queries == 1:  # not cached: each decoding step has other sizes, and its bounds are two numbers
         interval = mask.interval_at(query_start, keys)
         if interval is not None:
             start, stop = max(interval[0], 0), min(interval[1], keys)
@@ -113,7 +114,7 @@ def key_bounds(
     return bounds
 
 
-def seen_share(bounds: KeyBounds, *, keys: int) -> float:
+def share_within_bounds(bounds: KeyBounds, *, keys: int) -> float:
     """Return the share of the score matrix within the bounds, 0 to 1."""
     cells = bounds.start.numel() * keys
     return float((bounds.stop - bounds.start).sum()) / cells if cells else 0.0
@@ -121,7 +122,7 @@ def seen_share(bounds: KeyBounds, *, keys: int) -> float:
 
 @lru_cache(maxsize=256)
 def _bounds_of_one_query(start: int, stop: int, device: torch.device) -> KeyBounds:
-    """Return the bounds of one query."""
+    """Return the interval [start, stop) of one query as bounds, (1, 1) each."""
     positions = _range_of_positions(1 << stop.bit_length(), device)
     return KeyBounds(positions[:, start : start + 1], positions[:, stop : stop + 1])
 
@@ -137,8 +138,8 @@ def _compute_bounds(mask: Mask, queries: int, keys: int, query_start: int | Tens
     if not is_traced() and not keys:  # a graph may know the number of keys only when it runs
         return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
     first = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
-    may_read = is_readable(device)
-    bounds = mask.bounds(Extent(row + first, keys, may_read))
+    may_read = can_read_values(device)
+    bounds = mask.bounds(CallPositions(row + first, keys, may_read))
     empty = bounds.start >= bounds.stop
     start, stop = bounds.start.masked_fill(empty, 0), bounds.stop.masked_fill(empty, 0)
     if may_read and start.shape[0] > 1 and bool((start == start[:1]).all() & (stop == stop[:1]).all()):

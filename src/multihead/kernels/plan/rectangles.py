@@ -30,10 +30,10 @@ class Rectangle:
     """Some rows of some keys, to be computed by one call.
 
     Attributes:
-        sample: the sample it belongs to, None for all at once.
+        sample: index of its sample, or None where one rectangle covers all samples.
         rows: first query and one past the last.
         columns: first key and one past the last.
-        kind: "full" every cell is seen; "causal" row i of it sees its first i + 1 keys; "partial" it needs a mask.
+        kind: "full": every cell is seen; "causal": its row i sees its first i + 1 keys; "partial": it needs a mask.
     """
 
     sample: int | None
@@ -43,13 +43,13 @@ class Rectangle:
 
     @property
     def cells(self) -> int:
-        """The number of cells of the score matrix that it spans, per head and sample."""
+        """The number of cells of the score matrix in the rectangle, per head and sample."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Consecutive rows whose interval follows a rule: it stays, its end moves by one per row, or anything."""
+class _RowGroup:
+    """Consecutive rows whose intervals are constant, grow by one key per row, or follow no rule."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -64,48 +64,48 @@ class _Run:
         return CALL_CELLS + height * width * (MASKED_CELL if self.rule == "any" else 1)
 
 
-# For each plan that is in use, with a bias or without. Plans are compared by identity, and not kept alive here.
+# The rectangles of each plan in use, with a bias (True) and without; plans are compared by identity.
 _COVERS: WeakKeyDictionary[KeyBounds, dict[bool, tuple[Rectangle, ...]]] = WeakKeyDictionary()
 
 
-def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
+def cover_with_rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
     """Cover the bounds by rectangles; the results of those that share rows are merged by their logsumexp.
 
     Where a bias is added to each cell (`biased`), every rectangle needs a mask.
 
     >>> from multihead import masks
     >>> from multihead.kernels.plan.bounds import key_bounds
-    >>> for rectangle in rectangles(key_bounds(masks.Documents((300, 200)), queries=500, keys=500)):
+    >>> for rectangle in cover_with_rectangles(key_bounds(masks.Documents((300, 200)), queries=500, keys=500)):
     ...     print(rectangle)
     Rectangle(sample=None, rows=(0, 300), columns=(0, 300), kind='full')
     Rectangle(sample=None, rows=(300, 500), columns=(300, 500), kind='full')
     """
     known = _COVERS.setdefault(bounds, {})
     if biased not in known:
-        known[biased] = _cells_of_bounds(bounds, biased=biased)
+        known[biased] = _cover_bounds(bounds, biased=biased)
     return known[biased]
 
 
-def _cells_of_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
+def _cover_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
     covered: list[Rectangle] = []
     for sample in range(bounds.start.shape[0]):
         owner = None if bounds.shared else sample
-        for run in _merge_cheap_neighbours(_split_into_runs(bounds.start[sample], bounds.stop[sample])):
+        for group in _merge_cheap_groups(_group_rows(bounds.start[sample], bounds.stop[sample])):
             # Under a remainder or a bias every cell is masked: blocks of rows keep the mask small.
             if bounds.remainder is not None or biased:
-                covered += _masked_blocks_of_run(run, owner)
+                covered += _masked_blocks_of_group(group, owner)
             else:
-                covered += _rectangles_of_run(run, owner)
+                covered += _rectangles_of_group(group, owner)
     return tuple(covered)
 
 
-def _split_into_runs(start: Tensor, stop: Tensor) -> list[_Run]:
-    """Split the rows where the rule of their intervals changes."""
+def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
+    """Split the rows of one sample, (queries,), into groups, where the rule of their intervals changes."""
     queries = start.shape[0]
     steps = _rules_between_rows(start, stop)
     changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), queries - 1]
     rules, first_keys, stops = steps.tolist(), start.tolist(), stop.tolist()
-    runs: list[_Run] = []
+    groups: list[_RowGroup] = []
     row = change = 0
     while row < queries:
         while changes[change] <= row and change + 1 < len(changes):
@@ -118,9 +118,9 @@ def _split_into_runs(start: Tensor, stop: Tensor) -> list[_Run]:
             columns = (min(first_keys[first], first_keys[last]), max(stops[first], stops[last]))
             name: Rule = "constant" if first == last else _NAMES[rule]
             if columns[0] < columns[1]:
-                runs.append(_Run((first, last + 1), columns, name, stops[first]))
+                groups.append(_RowGroup((first, last + 1), columns, name, stops[first]))
         row = end
-    return runs
+    return groups
 
 
 def _rules_between_rows(start: Tensor, stop: Tensor) -> Tensor:
@@ -135,15 +135,15 @@ def _rules_between_rows(start: Tensor, stop: Tensor) -> Tensor:
     return steps
 
 
-def _merge_cheap_neighbours(runs: list[_Run]) -> list[_Run]:
-    """Merge neighbours where one masked call over both costs less than two calls."""
-    kept: list[_Run] = []
-    for run in runs:
-        newest = run
+def _merge_cheap_groups(groups: list[_RowGroup]) -> list[_RowGroup]:
+    """Merge adjacent groups where one masked call over both costs less than two calls."""
+    kept: list[_RowGroup] = []
+    for group in groups:
+        newest = group
         while kept and kept[-1].rows[1] == newest.rows[0]:
             last = kept[-1]
             columns = (min(last.columns[0], newest.columns[0]), max(last.columns[1], newest.columns[1]))
-            both = _Run((last.rows[0], newest.rows[1]), columns, "any", last.first_stop)
+            both = _RowGroup((last.rows[0], newest.rows[1]), columns, "any", last.first_stop)
             if both.cost > last.cost + newest.cost:
                 break
             kept.pop()
@@ -152,25 +152,25 @@ def _merge_cheap_neighbours(runs: list[_Run]) -> list[_Run]:
     return kept
 
 
-def _rectangles_of_run(run: _Run, sample: int | None) -> list[Rectangle]:
-    """Return the rectangles of a run."""
-    if run.rule != "growing":
-        return [Rectangle(sample, run.rows, run.columns, "full" if run.rule == "constant" else "partial")]
+def _rectangles_of_group(group: _RowGroup, sample: int | None) -> list[Rectangle]:
+    """Return the rectangles that cover a group of rows: one, or two where the intervals grow."""
+    if group.rule != "growing":
+        return [Rectangle(sample, group.rows, group.columns, "full" if group.rule == "constant" else "partial")]
     # Rows that see s, s + 1, ... keys: a full rectangle of the keys before the diagonal, and a causal triangle.
-    first, diagonal = run.columns[0], run.first_stop - 1
-    parts = [Rectangle(sample, run.rows, (diagonal, run.columns[1]), "causal")]
+    first, diagonal = group.columns[0], group.first_stop - 1
+    parts = [Rectangle(sample, group.rows, (diagonal, group.columns[1]), "causal")]
     if diagonal > first:
-        parts.append(Rectangle(sample, run.rows, (first, diagonal), "full"))
+        parts.append(Rectangle(sample, group.rows, (first, diagonal), "full"))
     return parts
 
 
-def _masked_blocks_of_run(run: _Run, sample: int | None) -> list[Rectangle]:
-    """Split a run whose cells are all masked into blocks of rows, each with the keys that its rows may see."""
+def _masked_blocks_of_group(group: _RowGroup, sample: int | None) -> list[Rectangle]:
+    """Split a group whose cells are all masked into blocks of rows, each with the keys that its rows may see."""
     blocks = []
-    for row in range(run.rows[0], run.rows[1], BLOCK_ROWS):
-        last = min(row + BLOCK_ROWS, run.rows[1])
-        stop = run.columns[1]
-        if run.rule == "growing":
-            stop = run.first_stop + last - 1 - run.rows[0]
-        blocks.append(Rectangle(sample, (row, last), (run.columns[0], stop), "partial"))
+    for row in range(group.rows[0], group.rows[1], BLOCK_ROWS):
+        last = min(row + BLOCK_ROWS, group.rows[1])
+        stop = group.columns[1]
+        if group.rule == "growing":
+            stop = group.first_stop + last - 1 - group.rows[0]
+        blocks.append(Rectangle(sample, (row, last), (group.columns[0], stop), "partial"))
     return blocks

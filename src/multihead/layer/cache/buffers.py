@@ -13,7 +13,7 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.kernels.quantised import Scales, quantise
 from multihead.layer.cache.positions import Progress
 from multihead.tensors.shapes import numbers_per_sample
-from multihead.tensors.tracing import is_traced, runs_backward
+from multihead.tensors.tracing import is_in_backward_pass, is_traced
 
 # A buffer is (batch, kv_heads, slots + 1, dim): padding is written as zeros to the last slot, which is never read.
 
@@ -182,7 +182,7 @@ class Buffers:
         copy = not in_graph and (needs_grad or is_traced())
         if real is None and self.progress.uniform and not (copy or in_graph):
             return self._append(k, v)
-        if copy and not compiling and runs_backward():
+        if copy and not compiling and is_in_backward_pass():
             raise ArgumentError(
                 "A backward pass recomputes this call, as activation checkpointing does, and the cache would append "
                 "its tokens a second time.",

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.errors.arguments import check_integer
-from multihead.kernels.call import Continued
+from multihead.kernels.call import PositionInSequence
 from multihead.kernels.quantised import Scales, quantise
 from multihead.layer.cache.buffers import SPARE, Buffers, Held, counts_of, reject_gradient
 from multihead.layer.cache.positions import Progress, Snapshot
 from multihead.masks import Mask
-from multihead.tensors.tracing import is_readable, is_traced
+from multihead.tensors.tracing import can_read_values, is_traced
 
 _HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
@@ -48,7 +48,12 @@ class Memory(NamedTuple):
 
 
 _State: TypeAlias = tuple[
-    Memory | None, Continued | None, Progress | None, Snapshot | None, Buffers | None, tuple[Tensor, ...] | None
+    Memory | None,
+    PositionInSequence | None,
+    Progress | None,
+    Snapshot | None,
+    Buffers | None,
+    tuple[Tensor, ...] | None,
 ]
 
 
@@ -108,7 +113,7 @@ class KeyValueCache:
     def _begin_sequence(self) -> None:
         """Start a new sequence for listeners: later calls do not continue the earlier ones."""
         self._sequence = object()
-        self._continued: Continued | None = None
+        self._continued: PositionInSequence | None = None
 
     @property
     def query_start(self) -> int | Tensor:
@@ -128,7 +133,7 @@ class KeyValueCache:
         return torch.zeros(0, dtype=torch.int64) if progress is None else progress.counts + progress.dropped
 
     @property
-    def continued(self) -> Continued | None:
+    def continued(self) -> PositionInSequence | None:
         """Position of the last call in its sequence, for listeners; None before it, and in a compiled graph."""
         return None if torch.compiler.is_compiling() else self._continued
 
@@ -188,7 +193,7 @@ class KeyValueCache:
             real = None  # no padding: counts that are equal in all samples stay an int
         held = buffers.extend(k, v, real)
         if not torch.compiler.is_compiling():
-            self._continued = Continued(self._sequence, held.key_start, real)
+            self._continued = PositionInSequence(self._sequence, held.key_start, real)
         return held
 
     def rollback_on_error(self) -> AbstractContextManager[object]:
@@ -264,7 +269,7 @@ class KeyValueCache:
         batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
         if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
             raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
-        if is_readable(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
+        if can_read_values(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
             raise ArgumentError(
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
             )
@@ -325,7 +330,7 @@ class KeyValueCache:
             real = counts_of(lengths, batch=progress.batch, limit=queries, device=progress.device)
         start = progress.add(queries, real)
         if not torch.compiler.is_compiling():
-            self._continued = Continued(self._sequence, 0, real, start)
+            self._continued = PositionInSequence(self._sequence, 0, real, start)
         return start
 
     def check_same_memory(self, memory: Tensor) -> None:

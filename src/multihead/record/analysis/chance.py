@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from multihead.errors import MaskError
 from multihead.functional import measured
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import first_keys, seen
+from multihead.kernels.dense_tile import first_key_of_samples, seen
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Documents, Mask
 from multihead.probes.context import ProbeContext
@@ -179,7 +179,9 @@ def _measure_even_spread(
         with_zero_scores(segment.request, 0 if windows else segment.key_start, exact=sample.num_keys < EXACT_KEYS)
         for segment in sample.segments
     ]
-    first = [int(each) for request in requests for each in first_keys(request, bounds_of(request)) if each >= 0]
+    first = [
+        int(each) for request in requests for each in first_key_of_samples(request, bounds_of(request)) if each >= 0
+    ]
     ids, parts, done = sample.text.ids, [], 0
     for segment, request in zip(sample.segments, requests, strict=True):
         keys = slice(segment.key_start if windows else 0, segment.key_stop)
@@ -210,7 +212,7 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
     """
     mask, shape = request.mask, request.shape
     if before:  # keys that a cache dropped are added again, hidden, so that positions are right
-        mask = mask.after_dropping(-before) & Documents((before, shape.key_length))
+        mask = mask.after_dropping_keys(-before) & Documents((before, shape.key_length))
     dtype = torch.float64 if exact and shape.device.type != "mps" else torch.float32
     bias = None
     if request.bias is not None and bool((hides := values_of(request.bias) == -torch.inf).any()):
