@@ -260,7 +260,7 @@ def _add_bands(
         size = torch.where(sinks.abs() > FAR, 0, sinks.abs())
         of_sink = weight * (sums + size[..., None])
         mean = mean + of_sink
-    off_p = (p * _growth(off + mean, one)).clamp(max=1 / one) + UNDERFLOW * rows.visible
+    off_p = p * _growth(off + mean, one) + UNDERFLOW * rows.visible
     band["weights"] = off_p
     v = wide(finite((call.k if call.v is None else call.v).detach().double()).abs(), heads)
     band["output"] = off_p @ v
