@@ -80,7 +80,7 @@ def repeated() -> Record:
         layer.repeated = RepeatedTokens(64, 3, True, {"repeated_induction": shares}, level)
     previous = torch.full((2, 60), 0.04)
     previous[0] = 0.8
-    seen.layers[1].samples[0].put(seen.layers[1].samples[0].statistics | {"previous_mass": previous})
+    seen.layers[1].samples[0].set_statistics(seen.layers[1].samples[0].statistics | {"previous_mass": previous})
     return named(seen, words(60))
 
 
@@ -134,7 +134,7 @@ def inherited() -> Record:
     (layer,) = seen.layers
     layer.name = "__proto__"
     names = ("entropy", "constructor", "__proto__", "toString", "hasOwnProperty")
-    layer.samples[0].put(dict.fromkeys(names, layer.samples[0].statistics["entropy"]))
+    layer.samples[0].set_statistics(dict.fromkeys(names, layer.samples[0].statistics["entropy"]))
     return seen
 
 

@@ -24,10 +24,10 @@ class TestContext:
 
     def test_it_holds_what_the_probes_need_and_nothing_else(self) -> None:
         wanted, layer = measuring("entropy", special_ids=(7,))
-        context = wanted.context(layer, SHAPE, self.ids)
+        context = wanted.probe_context(layer, SHAPE, self.ids)
         assert (context.ids, context.special_keys, context.output_weight, context.sets) == (None, None, None, {})
         wanted, layer = measuring("induction_mass", "special_mass", "output_norm", special_ids=(7, 9))
-        context = wanted.context(layer, SHAPE, self.ids)
+        context = wanted.probe_context(layer, SHAPE, self.ids)
         assert context.ids is not None
         assert torch.equal(context.ids, self.ids)
         assert context.special_keys is not None
@@ -36,7 +36,7 @@ class TestContext:
 
     def test_sets_of_tokens_are_found_by_their_ids_where_other_numbers_are_compared(self) -> None:
         wanted, layer = measuring(probes.tokens_mass("few", ids=(8,)))
-        context = wanted.context(layer, SHAPE, self.ids, distinct=self.ids + 100)
+        context = wanted.probe_context(layer, SHAPE, self.ids, distinct=self.ids + 100)
         assert context.ids is not None
         assert torch.equal(context.ids, self.ids + 100)
         assert context.sets["few"].tolist() == [[False, True, False, False, True]]
