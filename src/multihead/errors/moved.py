@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_NOW = {  # former name within the package -> present name
+_NOW = {  # former module name -> present one, both without "multihead."
     "analysis": "record.analysis",
     "batch_dims": "kernels.batch_dims",
     "cache": "layer.cache",
@@ -29,9 +29,9 @@ _NOW = {  # former name within the package -> present name
 }
 
 
-def check_present(name: str) -> None:
+def check_not_moved(name: str) -> None:
     """Raise ModuleNotFoundError, with the present name, if a module of the package has moved."""
     package, _, rest = name.partition(".")
-    if rest in _NOW:  # a package is imported before the modules in it
+    if rest in _NOW:  # the keys include packages, which Python imports before their modules
         now = f"{package}.{_NOW[rest]}"
         raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {now}.", name=name)
