@@ -22,7 +22,7 @@ from multihead.counting.shard import (
 )
 from multihead.counting.sums import merged_moments
 from multihead.errors import InputError
-from multihead.files import write_whole
+from multihead.files import write_atomically
 
 HEADS = "heads.parquet"
 SHARDS = "shards.parquet"
@@ -225,8 +225,8 @@ def write_merged(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> No
             return
         found = merge_shards(folder, plan)
         metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
-        write_whole(folder / HEADS, parquet_of(found.table(), metadata))
-        write_whole(folder / SHARDS, parquet_of(shards_table(plan, found.shards), metadata))
+        write_atomically(folder / HEADS, parquet_of(found.table(), metadata))
+        write_atomically(folder / SHARDS, parquet_of(shards_table(plan, found.shards), metadata))
 
 
 def read_merged_table(file: Path, plan: Plan, done: Sequence[int]) -> Any:

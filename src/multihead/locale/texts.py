@@ -31,7 +31,8 @@ def check_language(lang: str) -> None:
 def text(key: str, lang: str, /, **values: object) -> str:
     """Return a text with its placeholders filled in.
 
-    The key is the page or command and the name of the text; a text or a placeholder that is missing is a KeyError.
+    `key` is the page or command and the name of the text, joined by dots. Raises KeyError if a text or a placeholder
+    is missing.
 
     >>> text("look.tokens", "en", n=3), text("look.tokens", "zh", n=3)
     ('3 tokens', '3 个词元')
@@ -41,7 +42,7 @@ def text(key: str, lang: str, /, **values: object) -> str:
 
 @cache
 def section(lang: str, *names: str) -> Mapping[str, str]:
-    """Return all texts of the named pages or commands; keys are without the name of the page.
+    """Return all texts of the named pages or commands, by keys without the name of the page.
 
     >>> section("en", "common", "look")["audio"]
     'audio'

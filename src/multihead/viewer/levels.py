@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from multihead.errors import InputError
-from multihead.files import Parts, writing
+from multihead.files import RandomAccessFile, open_atomically
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -77,7 +77,7 @@ class LayerLevels:
         self.sample = sample
         self.count = number_of_levels(sample.num_queries, sample.num_keys)
         self._layout = _layout_of_arrays(sample, self.count)
-        self._file: Parts | None = None
+        self._file: RandomAccessFile | None = None
         self._room = room or Room(IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
@@ -250,7 +250,7 @@ def _sum_to_next_level(fine: Array, coarse: Array) -> None:
         coarse[first : first + 256] = rows
 
 
-def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Array] | None:
+def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[RandomAccessFile, Array] | None:
     """Open a file of levels, created anew unless it belongs to this record.
 
     Returns:
@@ -261,7 +261,7 @@ def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple
         if not _file_fits(file, header, size):
             _lay_out(file, header, size)
         writable = _is_writable(file)
-        opened = Parts(file)
+        opened = RandomAccessFile(file)
         opened.read_into(size - heads, _memory_of(done))  # one byte each, after the wider numbers
     except (OSError, InputError):
         return None
@@ -284,7 +284,7 @@ def _file_fits(file: Path, header: bytes, size: int) -> bool:
 def _lay_out(file: Path, header: bytes, size: int) -> None:
     """Create a file without built heads; it gets its name only once it is complete."""
     file.parent.mkdir(exist_ok=True)
-    with writing(file) as made:
+    with open_atomically(file) as made:
         made.write(header)
         made.flush()
         if hasattr(os, "posix_fallocate"):
