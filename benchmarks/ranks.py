@@ -37,7 +37,7 @@ LAYOUT = Layout("balanced", RANKS)
 
 def input_of(length: int, chunks: range | list[int]) -> Tensor:
     """Return some chunks of the input of the layer, of as many as the layout has: (1, tokens, WIDTH)."""
-    size = length // LAYOUT.parts
+    size = length // LAYOUT.chunk_count
     parts = (torch.randn(1, size, WIDTH, generator=torch.Generator().manual_seed(chunk)) for chunk in chunks)
     return torch.cat(list(parts), 1)
 
@@ -64,8 +64,8 @@ def measure_rank(rank: int, ranks: int, folder: str, length: int, *, training: b
     """Write the peak memory of a rank, or of one process, and its results; the input is part of the memory."""
     torch.set_num_threads(1)
     layer = layer_of()
-    size = length // LAYOUT.parts
-    chunks = range(LAYOUT.parts) if ranks == 1 else [first // size for first, _ in LAYOUT.chunks(rank, length)]
+    size = length // LAYOUT.chunk_count
+    chunks = range(LAYOUT.chunk_count) if ranks == 1 else [first // size for first, _ in LAYOUT.chunks(rank, length)]
     results: list[dict[str, Tensor]] = []
 
     def training_step() -> None:

@@ -93,7 +93,7 @@ def simulate(
     if gathered:
         sent = (ranks - 1) * (length // ranks) * heads.bytes_per_key
         transfer = sent / machine.bandwidth + (ranks - 1) * machine.latency
-        seconds = 2 * transfer + 2 * machine.call * layout.parts // ranks
+        seconds = 2 * transfer + 2 * machine.call * layout.chunk_count // ranks
         seconds += float(of_rank.max()) * (1 / machine.cells_forward + 1 / machine.cells_backward)
         most = 2 * sent
     else:
@@ -122,7 +122,7 @@ def work_per_step(bounds: KeyBounds, layout: Layout) -> tuple[Tensor, Tensor, Te
         (ranks, steps) each: the cells that it computes; the keys that it receives (its own in step 0); the calls, at
         most; the messages.
     """
-    length, parts, ranks = bounds.start.shape[1], layout.parts, layout.ranks
+    length, parts, ranks = bounds.start.shape[1], layout.chunk_count, layout.ranks
     size = length // parts
     first = torch.arange(parts, dtype=torch.int32) * size
     cells = torch.zeros(parts, parts, dtype=torch.int64)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from multihead.errors import InputError
-from multihead.files import check_writable, readable_text, write_whole, writing
+from multihead.files import check_writable, open_atomically, readable_text, write_atomically
 
 
 def test_a_text_is_read_as_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +48,8 @@ def test_what_is_not_text_is_rejected(tmp_path: Path, make: Callable[[Path], obj
 
 def test_a_file_is_written_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    write_whole(file, "old")
-    write_whole(file, "new\n")
+    write_atomically(file, "old")
+    write_atomically(file, "new\n")
     assert file.read_bytes() == b"new\n"
     assert list(tmp_path.iterdir()) == [file]
     plain = tmp_path / "plain.html"
@@ -59,9 +59,9 @@ def test_a_file_is_written_whole_and_replaces_the_old_one(tmp_path: Path) -> Non
 
 def test_a_failure_leaves_the_old_file_and_no_other_file(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    write_whole(file, "old")
+    write_atomically(file, "old")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(file, "new \ud800")
+        write_atomically(file, "new \ud800")
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 
@@ -97,7 +97,7 @@ class TestWhatIsThereAlready:
     def test_a_device_is_written_into_and_stays_one(self, tmp_path: Path) -> None:
         null = device(tmp_path / "null", 3)
         check_writable([str(null), str(null)])
-        write_whole(null, "to nobody")
+        write_atomically(null, "to nobody")
         assert stat.S_ISCHR(null.lstat().st_mode)
         assert list(tmp_path.iterdir()) == [null]
 
@@ -107,7 +107,7 @@ class TestWhatIsThereAlready:
         found: list[bytes] = []
         reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
         reader.start()
-        write_whole(pipe, "through a pipe")
+        write_atomically(pipe, "through a pipe")
         reader.join()
         assert found == [b"through a pipe"]
         assert stat.S_ISFIFO(pipe.lstat().st_mode)
@@ -116,11 +116,11 @@ class TestWhatIsThereAlready:
         (folder := tmp_path / "elsewhere").mkdir()
         (target := folder / "page.html").write_text("old")
         (link := tmp_path / "link.html").symlink_to("elsewhere/page.html")
-        write_whole(link, "new")
+        write_atomically(link, "new")
         assert (link.is_symlink(), target.read_text()) == (True, "new")
         (dangling := tmp_path / "dangling.html").symlink_to(folder / "made.html")
         check_writable([str(dangling)])
-        write_whole(dangling, "made")
+        write_atomically(dangling, "made")
         assert (dangling.is_symlink(), (folder / "made.html").read_text()) == (True, "made")
         assert sorted(each.name for each in folder.iterdir()) == ["made.html", "page.html"]
 
@@ -134,7 +134,9 @@ class TestWhatIsThereAlready:
 
     def test_the_file_of_standard_output_keeps_what_was_printed(self, tmp_path: Path) -> None:
         (link := tmp_path / "stdout").symlink_to("/proc/self/fd/1")
-        code = f"from multihead.files import write_whole; print(1); write_whole({str(link)!r}, '2\\n'); print(3)"
+        code = (
+            f"from multihead.files import write_atomically; print(1); write_atomically({str(link)!r}, '2\\n'); print(3)"
+        )
         with (printed := tmp_path / "printed").open("wb") as out:
             subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
         assert (printed.read_text(), link.is_symlink()) == ("1\n2\n3\n", True)
@@ -143,7 +145,7 @@ class TestWhatIsThereAlready:
     def test_a_file_keeps_its_rights_and_no_setuid_bit(self, mode: int, kept: int, tmp_path: Path) -> None:
         (file := tmp_path / "page.html").touch()
         file.chmod(mode)
-        write_whole(file, "new")
+        write_atomically(file, "new")
         assert stat.S_IMODE(file.stat().st_mode) == kept
 
     def test_the_content_reaches_the_disk_before_the_name(
@@ -152,7 +154,7 @@ class TestWhatIsThereAlready:
         (file := tmp_path / "page.html").write_text("old")
         stored: list[tuple[int, str]] = []
         monkeypatch.setattr(os, "fsync", lambda handle: stored.append((os.fstat(handle).st_size, file.read_text())))
-        write_whole(file, "newer")
+        write_atomically(file, "newer")
         assert stored == [(5, "old")]
 
 
@@ -168,16 +170,16 @@ class TestWhatCannotBeWritten:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     def test_without_room_the_old_file_stays_and_nothing_next_to_it(self, tmp_path: Path) -> None:
-        write_whole(file := tmp_path / "page.html", "old")
+        write_atomically(file := tmp_path / "page.html", "old")
         with self.little_room():
-            sentence = refusal(lambda: write_whole(file, "new" * 1000))
+            sentence = refusal(lambda: write_atomically(file, "new" * 1000))
         assert sentence == f"{str(file)!r} cannot be written: File too large. Free some space, or write elsewhere."
         assert file.read_text() == "old"
         assert list(tmp_path.iterdir()) == [file]
 
     def test_a_device_that_is_full(self, tmp_path: Path) -> None:
         full = device(tmp_path / "full", 7)
-        assert refusal(lambda: write_whole(full, "new")) == (
+        assert refusal(lambda: write_atomically(full, "new")) == (
             f"{str(full)!r} cannot be written: No space left on device. Free some space, or write elsewhere."
         )
         assert stat.S_ISCHR(full.lstat().st_mode)
@@ -186,15 +188,15 @@ class TestWhatCannotBeWritten:
     def test_what_no_file_can_be_called(self, name: str, tmp_path: Path) -> None:
         file = str(tmp_path / name)
         sentence = f"{file!r} cannot be the name of a file. Choose another name."
-        for act in (write_whole, lambda file, _: check_writable([file]), lambda file, _: readable_text(file)):
+        for act in (write_atomically, lambda file, _: check_writable([file]), lambda file, _: readable_text(file)):
             assert refusal(lambda act=act: act(file, "new")) == sentence  # type: ignore[misc]
         assert list(tmp_path.iterdir()) == []
 
     def test_a_name_that_is_too_long(self, tmp_path: Path) -> None:
         longest, longer = str(tmp_path / ("头" * 85)), str(tmp_path / ("头" * 86))
-        write_whole(longest, "new")
+        write_atomically(longest, "new")
         assert [each.name for each in tmp_path.iterdir()] == ["头" * 85]
-        for act in (write_whole, lambda file, _: check_writable([file])):
+        for act in (write_atomically, lambda file, _: check_writable([file])):
             assert refusal(lambda act=act: act(longer, "new")) == (  # type: ignore[misc]
                 f"{longer!r} cannot be written: File name too long. Check its name and permissions."
             )
@@ -204,21 +206,21 @@ class TestLeftovers:
     def test_what_a_killed_process_left_is_removed_by_the_next_writing(self, tmp_path: Path) -> None:
         file = tmp_path / "page.html"
         code = (
-            "import os; from multihead.files import writing\n"
-            f"with writing({str(file)!r}) as opened: opened.write(b'x' * 99999); os.kill(os.getpid(), 9)"
+            "import os; from multihead.files import open_atomically\n"
+            f"with open_atomically({str(file)!r}) as opened: opened.write(b'x' * 99999); os.kill(os.getpid(), 9)"
         )
         subprocess.run([sys.executable, "-c", code], check=False)
         (left,) = tmp_path.iterdir()
         assert re.fullmatch(r"\.page\.html\.[0-9a-f]{8}\.part", left.name)
         (other := tmp_path / ".page.html.old.part").touch()  # not one of ours
-        write_whole(file, "new")
+        write_atomically(file, "new")
         assert sorted(tmp_path.iterdir()) == [other, file]
 
     def test_what_another_process_is_writing_stays(self, tmp_path: Path) -> None:
         file = tmp_path / "page.html"
-        with writing(file) as slow:
+        with open_atomically(file) as slow:
             slow.write(b"slow")
-            write_whole(file, "quick")
+            write_atomically(file, "quick")
             assert file.read_bytes() == b"quick"
         assert file.read_bytes() == b"slow"
         assert list(tmp_path.iterdir()) == [file]

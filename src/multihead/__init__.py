@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"multihead.{name}")
     if name in _MODULES:
         found = getattr(import_module(_MODULES[name]), name)
-        globals()[name] = found  # the next access is an ordinary one
+        globals()[name] = found  # the next access does not call __getattr__
         return found
     raise AttributeError(f"module 'multihead' has no attribute {name!r}")
 
@@ -111,11 +111,11 @@ class _RegisterOperatorsWithTorch(MetaPathFinder):
 
 
 class _FinderOfMovedModules(MetaPathFinder):
-    """The last finder: names the present module where a former one is imported."""
+    """Raises an error with the present name when a module is imported by its former name."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname.startswith("multihead."):
-            import_module("multihead.errors.moved").check_present(fullname)
+            import_module("multihead.errors.moved").check_not_moved(fullname)
 
 
 sys.meta_path.append(_FinderOfMovedModules())

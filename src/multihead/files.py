@@ -39,7 +39,7 @@ def readable_text(file: str) -> str:
     Raises:
         InputError: the file does not exist, is a folder, cannot be read, or is not UTF-8 text.
     """
-    check_name(file)
+    check_file_name(file)
     try:
         return _standard_input() if file == "-" else Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def readable_text(file: str) -> str:
 
 def _standard_input() -> str:
     """Read all of standard input as UTF-8, independent of the terminal's encoding."""
-    if sys.stdin is None:  # the process was started with it closed
+    if sys.stdin is None:  # the process was started with standard input closed
         raise InputError("Standard input is closed, so no text can be read from it.", "Give the name of a file.")
     binary = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
@@ -70,7 +70,7 @@ def is_folder(place: str | os.PathLike[str]) -> bool:
         return False
 
 
-def check_name(name: str) -> None:
+def check_file_name(name: str) -> None:
     """Reject an invalid file name: one with a NUL, or one that the file system cannot encode.
 
     Raises:
@@ -95,7 +95,7 @@ def check_writable(targets: Sequence[str]) -> None:
     """
     files = []
     for target in targets:
-        check_name(target)
+        check_file_name(target)
         try:
             place, info = _path_to_replace(target)
             if info is not None and stat.S_ISDIR(info.st_mode):
@@ -119,15 +119,15 @@ def check_writable(targets: Sequence[str]) -> None:
         raise InputError(f"The files {', '.join(targets)} are not all different.", "Give each a different name.")
 
 
-def write_whole(target: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file atomically, text as UTF-8; see `writing`."""
+def write_atomically(target: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file atomically, text as UTF-8; see `open_atomically`."""
     encoded = content.encode("utf-8") if isinstance(content, str) else content
-    with writing(target) as file:
+    with open_atomically(target) as file:
         file.write(encoded)
 
 
 @contextmanager
-def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def open_atomically(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for atomic writing: a reader sees the old file or the whole new one, never a part.
 
     The content goes to a temporary file in the same folder, which is renamed at the end of the context, or removed if
@@ -139,7 +139,7 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         InputError: the file cannot be written, for example because the disk is full.
     """
     name = os.fspath(target)
-    check_name(name)
+    check_file_name(name)
     try:
         place, info = _path_to_replace(name)
         if place is None:
@@ -147,11 +147,11 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 yield file
             return
         _remove_leftovers(place)
-        with _part_of(place, info) as file:
+        with _open_temporary(place, info) as file:
             yield file
     except OSError as error:
         if error.errno is None:
-            raise  # it does not come from the operating system
+            raise  # not an error of the operating system
         raise _file_error(name, error, "written") from error
 
 
@@ -168,41 +168,41 @@ def _path_to_replace(target: str) -> tuple[Path | None, os.stat_result | None]:
     place = Path(os.path.realpath(target))
     plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
     # A link in /proc can point to a file that has been unlinked.
-    if not plain or _stream_of(info) is not None or not place.exists():
+    if not plain or _standard_stream_of(info) is not None or not place.exists():
         return None, info
     return place, info
 
 
-def _stream_of(info: os.stat_result) -> int | None:
-    """Return the descriptor of standard output or error if it writes to this regular file, else None."""
+def _standard_stream_of(info: os.stat_result) -> int | None:
+    """Return the descriptor of standard output or standard error if that is this regular file, else None."""
     for descriptor in (1, 2):
         try:
             if stat.S_ISREG(info.st_mode) and os.path.samestat(os.fstat(descriptor), info):
                 return descriptor
-        except OSError:  # it is closed
+        except OSError:  # the stream is closed
             continue
     return None
 
 
 def _open_in_place(name: str, info: os.stat_result | None) -> BinaryIO:
     """Open an existing device or pipe, or the file of a standard stream after its current content."""
-    stream = None if info is None else _stream_of(info)
+    stream = None if info is None else _standard_stream_of(info)
     if stream is None:
         return os.fdopen(os.open(name, os.O_WRONLY), "wb")
     for each in (sys.stdout, sys.stderr):
-        if each is not None:  # it is None under pythonw
+        if each is not None:  # pythonw has no standard streams
             each.flush()
     return os.fdopen(os.dup(stream), "wb")
 
 
 @contextmanager
-def _part_of(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
-    """Open a temporary file next to a path, and rename it at the end; it is locked, so that no process removes it."""
-    part, handle = _new_part(place)
+def _open_temporary(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
+    """Open a locked temporary file next to a path, and rename it to the path at the end of the context."""
+    part, handle = _create_temporary(place)
     try:
         with os.fdopen(handle, "wb") as file:
             if info is not None:
-                part.chmod(stat.S_IMODE(info.st_mode) & 0o777)  # no setuid bit for other content
+                part.chmod(stat.S_IMODE(info.st_mode) & 0o777)  # without a setuid bit, because the content is new
             yield file
             file.flush()
             os.fsync(file.fileno())  # before the rename: after a power cut the name has the old content or the new
@@ -215,11 +215,11 @@ def _part_of(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
         raise
 
 
-def _new_part(place: Path) -> tuple[Path, int]:
+def _create_temporary(place: Path) -> tuple[Path, int]:
     while True:
         part = place.with_name(f"{_temporary_prefix(place)}{secrets.token_hex(4)}.part")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-        # Before the lock, another process may have removed it as a leftover.
+        # Before it was locked, another process may have removed the temporary file as a leftover.
         if _try_lock(handle) is not False and part.exists():
             return part, handle
         os.close(handle)
@@ -267,7 +267,7 @@ def _file_error(name: str, error: OSError, verb: str) -> InputError:
     return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Check its name and permissions.")
 
 
-class Parts:
+class RandomAccessFile:
     """A file of a fixed size that is read and written in parts, at any offset.
 
     Another process may truncate or replace it in the meantime. That raises an error here, whereas a memory-mapped file
@@ -275,8 +275,8 @@ class Parts:
 
     Args:
         file: the file, which must exist.
-        hold: whether to keep it open, so that it can be read after another file has replaced it; then a write to it by
-            another process is an error.
+        hold: whether to keep the file open, so that it can be read after another file has replaced it; reading then
+            raises an error if another process has written to the file.
 
     Raises:
         OSError: the file cannot be opened.
@@ -287,7 +287,7 @@ class Parts:
         self._held: int | None = os.open(file, _READING)
         info = os.fstat(self._held)
         self._time = info.st_mtime_ns if hold else None
-        self._known = self._lasting_status(info)
+        self._known = self._status_to_compare(info)
         close = weakref.finalize(self, os.close, self._held)
         if not hold:
             close()
@@ -312,15 +312,15 @@ class Parts:
             handle = os.open(self.file, _READING) if self._held is None else self._held
             try:
                 count = _read_at(handle, place, numbers)
-                # Checked after reading, so that the content that was read is the original one.
-                same = self._lasting_status(os.fstat(handle)) == self._known
+                # Checked after reading, so that a change during the read is noticed too.
+                same = self._status_to_compare(os.fstat(handle)) == self._known
             finally:
                 if self._held is None:
                     os.close(handle)
         except OSError as error:
-            raise self._error_of_change() from error
+            raise self._change_error() from error
         if count < len(numbers) or not same:
-            raise self._error_of_change()
+            raise self._change_error()
 
     def write(self, parts: dict[int, memoryview]) -> None:
         """Write buffers at their offsets within the file, and wait until they are on the disk.
@@ -333,23 +333,23 @@ class Parts:
         """
         try:
             with self.file.open("r+b") as file:
-                if self._lasting_status(os.fstat(file.fileno())) != self._known:
-                    raise self._error_of_change()
+                if self._status_to_compare(os.fstat(file.fileno())) != self._known:
+                    raise self._change_error()
                 for place, numbers in parts.items():
                     file.seek(place)
                     file.write(numbers)
                 file.flush()
                 os.fsync(file.fileno())
         except FileNotFoundError as error:
-            raise self._error_of_change() from error
+            raise self._change_error() from error
         except OSError as error:
             raise _file_error(str(self.file), error, "written") from error
 
-    def _lasting_status(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
-        """Return the part of a file's status that does not change unless another process changes the file."""
+    def _status_to_compare(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
+        """Return the fields of a file's status that show whether another process has changed the file."""
         return info.st_dev, info.st_ino, info.st_size, None if self._time is None else info.st_mtime_ns
 
-    def _error_of_change(self) -> InputError:
+    def _change_error(self) -> InputError:
         return InputError(f"{str(self.file)!r} was changed, truncated or removed while it was read.", "Open it again.")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.errors.arguments import OF_FUNCTIONS, check_scale, check_share, check_slice, reject_unknown
+from multihead.errors.arguments import OF_FUNCTIONS, check_fraction, check_scale, check_slice, reject_unknown
 from multihead.kernels import sequence_split
 from multihead.kernels.batch_dims import BatchDims
 from multihead.kernels.call import (
@@ -264,11 +264,11 @@ def statistics(
     has_values = v is not None
     chosen = measuring.choose_probes(probes, request, context, has_values=has_values)
     known = None if logsumexp is None else _known_or_computed_logsumexp(request, logsumexp, dims)
-    found = measured(request, chosen, context, logsumexp=known, has_values=has_values)
+    found = measure_request(request, chosen, context, logsumexp=known, has_values=has_values)
     return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
 
 
-def measured(
+def measure_request(
     request: AttentionRequest,
     probes: Sequence[Probe],
     context: ProbeContext,
@@ -276,7 +276,7 @@ def measured(
     logsumexp: Tensor | None = None,
     has_values: bool = False,
 ) -> dict[str, Tensor]:
-    """Measure a checked request with probes that have all they need: (batch, heads, queries) each."""
+    """Measure a checked request with probes whose inputs are all known: (batch, heads, queries) each."""
     first = None if logsumexp is not None else measuring.first_pass(request, probes, context, has_values=has_values)
     if first is None:
         known = _known_or_computed_logsumexp(request, None, None) if logsumexp is None else logsumexp
@@ -330,7 +330,7 @@ def _request_of_arguments(
 
     Args:
         function: the function that was called, for the error about unknown arguments.
-        unknown: the arguments that it does not have.
+        unknown: the arguments that the function does not have.
         q: see `attention`.
         k: see `attention`.
         v: see `attention`; None where a function takes no values.
@@ -379,7 +379,7 @@ def request_of(
         scale: see `attention`.
         dropout: see `attention`.
         query_start: see `attention`.
-        to_come: whether more keys follow in later calls (a cache), so that the mask may already speak of them.
+        to_come: whether more keys follow in later calls, as with a cache, so that the mask may be larger than the call.
         mask_fits: whether the mask is known to fit the call.
         origin: see `AttentionRequest`.
         scales: see `AttentionRequest`.
@@ -388,7 +388,7 @@ def request_of(
     if not isinstance(mask, Mask):
         check_is_mask(mask)
     if dropout != 0.0 or type(dropout) is not float:
-        check_share("dropout", dropout)
+        check_fraction("dropout", dropout)
     if scale is None:
         scale = shape.head_dim**-0.5
     else:
@@ -417,12 +417,12 @@ def request_of(
             keys=keys,
             device=shape.device,
         )
-    wanted: frozenset[str] = frozenset()  # no statistics; a listener adds its own
+    wanted: frozenset[str] = frozenset()  # no statistics yet: `attend` adds those that listeners want
     return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, wanted, origin, scales)
 
 
 def _shape_of_int8(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
-    """Return the shape of a call whose k and v are int8: their sizes, in the dtype of q."""
+    """Return the shape of a call whose k and v are int8, as if they had the dtype of q."""
     return AttentionShape.of(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
 
 
@@ -437,7 +437,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     sequence = sequence_split.active
     if sequence is not None:
         return sequence.attend(request, kernel=kernel)
-    heard = published and bool(listeners()) and not is_traced()  # there are no values to publish in a trace
+    heard = published and bool(listeners()) and not is_traced()  # in a trace tensors have no values to publish
     if heard:
         request = replace(request, wanted=wanted_parts())
     bounds, chosen = plan_call(request, kernel=kernel)
@@ -460,7 +460,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
 
 
 def _known_or_computed_logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims | None) -> Tensor:
-    """Return the logsumexp that the caller knows, checked, or compute it without publishing the call."""
+    """Check the logsumexp that the caller gave, or compute it without informing listeners: (batch, heads, queries)."""
     shape = request.shape
     if known is None:
         with torch.no_grad():

@@ -59,7 +59,7 @@ class Kind:
         at_least: the lowest mean; None for no such rule.
         of_largest: the lowest mean as a share of what an even spread gives; None for no such rule.
         texts: "given" for the texts of the record, or "repeats" for texts of repeated random tokens.
-        self_attention_only: whether it means nothing in cross-attention.
+        self_attention_only: whether the kind has no meaning in cross-attention.
         hides: the names of kinds that say nothing new about a head that has this one; "distance" for the finding
             about the head that reaches farthest.
         rank: the order of the kinds of one head, the smallest first; equal ones from the largest share on. The first
@@ -109,7 +109,7 @@ class Kind:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ArgumentError(f"A kind is called {self.name!r}.", 'Give a Python identifier, such as "verbs".')
         if self.probe is None:
-            return  # what a head without any kind has
+            return  # MIXED, the kind of heads without any other, has no probe
         if not isinstance(self.probe, Statistic) or (
             isinstance(self.probe, Probe) and not (self.probe.chance and self.probe.axes == "queries")
         ):
@@ -134,15 +134,15 @@ class Kind:
 
     @property
     def statistic(self) -> str:
-        """The name of the statistic with its mean: its own on repeated random tokens, else that of the probe."""
+        """The name of the statistic that holds its mean: that of the kind on repeated random tokens, else of the probe."""
         return self.name if self.texts == "repeats" or self.probe is None else self.probe.name
 
     def label(self, lang: str) -> str:
-        """Return its name on pages in a language."""
+        """Return the name of the kind on pages, in a language."""
         return _in_language(self.labels, lang) or self.name.replace("_", " ")
 
     def definition(self, lang: str, *, bound: bool = False) -> str:
-        """Return its definition in a language; the one of a lower bound if `bound`, where there is one."""
+        """Return the definition of the kind in a language; with `bound`, that of a lower bound if there is one."""
         rules = {name: self.written(value) for name in _RULES if (value := getattr(self, name)) is not None}
         about = (bound and _in_language(self.bound, lang)) or _in_language(self.about, lang)
         if about or self.probe is None:
@@ -151,19 +151,19 @@ class Kind:
         return _in_language(_ABOUT, lang).format(rules=joined[:1].upper() + joined[1:], statistic=self.probe.label)
 
     def written(self, value: float) -> str:
-        """Write a number of it with its unit: "91 %"."""
+        """Write a value of the statistic with its unit: "91 %"."""
         if self.probe is None or self.of_largest is not None or self.probe.number_format == SHARE:
             return percent(value)
         return self.probe.text(value)
 
     def said(self, texts: Words, lang: str, share: float, chance: float, **names: str) -> str:
-        """Fill in its sentence, or its brief one, in a language."""
+        """Fill the placeholders of a sentence about a head, `sentence` or `brief`, in a language."""
         values = {"share": self.written(share), "chance": self.written(chance), "label": self.label(lang)}
         return _in_language(texts, lang).format(**values, **names)
 
 
 def check_kinds(kinds: Sequence[object]) -> None:
-    """Reject what is no kind, and two kinds of one name."""
+    """Reject objects that are not a Kind, and two kinds with one name."""
     names: set[str] = {MIXED.name}
     for kind in kinds:
         if not isinstance(kind, Kind):
@@ -174,12 +174,12 @@ def check_kinds(kinds: Sequence[object]) -> None:
 
 
 def probes_of(kinds: Sequence[Kind]) -> list[Probe]:
-    """Return the probes that measure some kinds on the texts of a record or a census."""
+    """Return the probes of those kinds that are measured on the texts of a record or a census."""
     return [kind.probe for kind in kinds if isinstance(kind.probe, Probe) and kind.texts == "given"]
 
 
 def kinds_by_name(kinds: Sequence[Kind]) -> dict[str, Kind]:
-    """Return some kinds, and that of a head without any, by name."""
+    """Return the given kinds and `MIXED`, the kind of heads without any other, by name."""
     return {kind.name: kind for kind in (*kinds, MIXED)}
 
 
@@ -286,7 +286,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "first",
         PROBES["first_mass"],
-        hides=("distance",),  # the first token is far from most queries, and a head that rests on it does not read far
+        hides=("distance",),  # weight on the first token makes distances large, although the head does not read far
         rank=2,
         finding=40,
         labels={"en": "first token", "zh": "首词元"},

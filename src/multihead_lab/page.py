@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from multihead.files import write_whole
+from multihead.files import write_atomically
 from multihead.viewer.page import (
     bundle_script,
     hash_of_script,
@@ -33,7 +33,7 @@ _IN_SCRIPT = (
 
 def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
     """Write the page atomically, in English ("en") or Chinese ("zh"), and return its path."""
-    write_whole(path, page(answers, lang=lang))
+    write_atomically(path, page(answers, lang=lang))
     return Path(path)
 
 

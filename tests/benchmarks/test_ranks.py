@@ -12,7 +12,7 @@ from benchmarks.simulated_ranks import Heads, Machine, simulate
 
 
 def test_each_rank_reads_its_part_of_one_input() -> None:
-    whole = ranks.input_of(64, range(ranks.LAYOUT.parts))
+    whole = ranks.input_of(64, range(ranks.LAYOUT.chunk_count))
     assert whole.shape == (1, 64, ranks.WIDTH)
     for rank in range(ranks.RANKS):
         own = [first // 8 for first, _ in ranks.LAYOUT.chunks(rank, 64)]

@@ -9,7 +9,7 @@ from benchmarks.simulated_ranks import Heads, Machine, simulate, work_per_step
 from multihead import masks
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.parallel.layout import Layout
-from multihead.parallel.plan import ring_plan, work_per_rank
+from multihead.parallel.plan import plan_ring, work_per_rank
 
 MASKS = {
     "causal": masks.Causal(),
@@ -27,7 +27,7 @@ def test_each_step_has_the_work_and_the_keys_of_the_plan(name: str, kind: str) -
     cells, keys, calls, messages = work_per_step(bounds, layout)
     assert cells.sum(1).tolist() == work_per_rank(bounds, layout)
     for rank in range(4):
-        steps = ring_plan(MASKS[name], 64, layout, rank).steps
+        steps = plan_ring(MASKS[name], 64, layout, rank).steps
         of_distance = [[step for step in steps if step.distance == distance] for distance in range(4)]
         assert keys[rank].tolist() == [sum(step.keys_received for step in each) for each in of_distance]
         assert messages[rank].tolist() == [

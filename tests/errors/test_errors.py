@@ -16,7 +16,7 @@ from multihead.errors import (
     SlowPathError,
     SlowPathWarning,
 )
-from multihead.errors.arguments import check_integer, check_share
+from multihead.errors.arguments import check_fraction, check_integer
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MultiheadError)]
 
@@ -54,7 +54,7 @@ def test_the_tree_at_the_top_of_the_file_names_every_error() -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), True, "0.1", None])
 def test_what_is_not_a_share_is_rejected(value: object) -> None:
     with pytest.raises(ArgumentError) as refusal:
-        check_share("dropout", value)
+        check_fraction("dropout", value)
     assert str(refusal.value) == f"dropout is {value!r}. Give a share from 0 to 1."
 
 

@@ -439,8 +439,10 @@ def test_the_end_of_fewer_keys_than_queries_stands_before_the_first_query(querie
 
 def test_a_request_has_an_origin_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, requests = mh.MultiHeadAttention(12, 3), []
-    build = layer._request
-    monkeypatch.setattr(layer, "_request", lambda *of, **more: (requests.append(build(*of, **more)), requests[-1])[1])
+    build = layer._build_request
+    monkeypatch.setattr(
+        layer, "_build_request", lambda *of, **more: (requests.append(build(*of, **more)), requests[-1])[1]
+    )
     x = torch.randn(2, 5, 12)
     layer(x, lengths=(5, 2))
     with mh.observe(layer):

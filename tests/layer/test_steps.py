@@ -10,9 +10,16 @@ import torch
 from multihead import KeyValueCache, QKNorm, Rotary, masks
 from multihead.errors import ArgumentError, ShapeError
 from multihead.layer.arguments import LayerCall
-from multihead.layer.cache.cache import Memory
+from multihead.layer.cache.cache import ProjectedMemory
 from multihead.layer.packing import Padding
-from multihead.layer.steps import apply_gates, extend_cache, first_position, normalise, prepend_learned_keys, rotate
+from multihead.layer.steps import (
+    apply_gates,
+    extend_cache,
+    normalise_qk,
+    position_of_first_query,
+    prepend_learned_keys,
+    rotate,
+)
 
 Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 
@@ -25,10 +32,10 @@ def call_of(*, within: bool, start: int | torch.Tensor = 0, **arguments: Any) ->
 
 
 def test_the_end_of_fewer_keys_than_queries_is_a_negative_position_of_each_sample() -> None:
-    assert first_position("end", Q, 5) == 2
-    assert torch.equal(first_position("end", Q, 1), torch.tensor([-2, -2]))  # type: ignore[arg-type]
+    assert position_of_first_query("end", Q, 5) == 2
+    assert torch.equal(position_of_first_query("end", Q, 1), torch.tensor([-2, -2]))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError) as refusal:
-        first_position(None, Q, 5)
+        position_of_first_query(None, Q, 5)
     assert str(refusal.value) == (
         "There are 3 queries and 5 keys, and the mask depends on positions. Give the position of the first query: "
         'query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
@@ -44,7 +51,7 @@ def test_keys_are_rotated_from_the_first_position_unless_they_are_the_same_token
     _, k = rotate(rotary, call_of(within=True, start=4, cache=KeyValueCache()), Q, K)
     assert torch.equal(k, rotary.rotate(K, 4))
     packed = call_of(within=True)
-    packed.padding = Padding.of(packed.x, packed.x, (2, 1), None, together=True)
+    packed.padding = Padding.of_call(packed.x, packed.x, (2, 1), None, together=True)
     positions = torch.tensor([[0, 1, 0]])
     q, k = rotate(rotary, packed, Q, K)
     assert torch.equal(q, rotary.rotate(Q, positions))
@@ -53,18 +60,18 @@ def test_keys_are_rotated_from_the_first_position_unless_they_are_the_same_token
 
 def test_keys_of_a_cache_are_neither_normalised_nor_rotated_again() -> None:
     norms = QKNorm("rms").build(4, 2, 8)
-    q, k = normalise(norms, Q, K, fresh=False)
+    q, k = normalise_qk(norms, Q, K, fresh=False)
     assert k is K
     assert torch.equal(q, norms(Q, K)[0])
     call = call_of(within=False, start=4)
-    call.cached = Memory(K, K)
+    call.cached = ProjectedMemory(K, K)
     assert rotate(Rotary(), call, Q, K)[1] is K
 
 
 def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
     cache, lengths = KeyValueCache(), torch.tensor([3, 2])
     padded = call_of(within=True, mask=masks.Causal())
-    padded.padding = Padding.of(padded.x, padded.x, lengths, None, together=False)
+    padded.padding = Padding.of_call(padded.x, padded.x, lengths, None, together=False)
     extend_cache(cache, padded, Q, K, K)
     assert padded.scales is None
     assert not torch.as_tensor(padded.start).any()

@@ -195,9 +195,9 @@ def chosen_strategies(group: Any, rank: int) -> dict[str, str]:
         q = torch.zeros(1, heads, 4, 8)
         with context_parallel(group):
             split = sequence_split.active
-            assert isinstance(split, sequence._Split)
+            assert isinstance(split, sequence._SplitOverRanks)
             shape = sequence.AttentionShape.of(q, q, q)
-            found[name] = split._choose_strategy(shape, sequence.ring_plan(mask, 16, split.layout, rank)).strategy
+            found[name] = split._choose_strategy(shape, sequence.plan_ring(mask, 16, split.layout, rank)).strategy
             torch.testing.assert_close(mh.attention(q, q, q, mask=mask), q)
     return found
 

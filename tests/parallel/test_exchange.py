@@ -18,11 +18,11 @@ from multihead.errors import RankError
 from multihead.parallel import context_parallel, shard, unshard
 from multihead.parallel.exchange import (
     Ranks,
-    by_token,
     comparable_value,
-    gather,
+    gather_sequence,
     heads_for_tokens,
-    of_ranges,
+    slice_ranges,
+    slice_token_major,
     tokens_for_heads,
 )
 from multihead.parallel.layout import Layout
@@ -30,11 +30,11 @@ from tests.parallel.processes import Processes, processes
 
 
 def exchanged(group: Any, rank: int, layout: Layout) -> dict[str, Tensor]:
-    ranks = Ranks.of(group)
+    ranks = Ranks.of_mesh(group)
     torch.manual_seed(0)
     whole = torch.randn(2, 4, 16, 3, dtype=torch.float64)
     own = layout.take(whole, rank, 2).requires_grad_()
-    joined = gather(own, ranks, layout, 2)
+    joined = gather_sequence(own, ranks, layout, 2)
     heads = heads_for_tokens(own, ranks, layout)
     count = 4 // ranks.size
     torch.testing.assert_close(joined, whole)
@@ -55,19 +55,19 @@ def test_gathered_and_exchanged_tokens_have_their_gradients(four: Processes, kin
 
 def test_tokens_of_one_projected_sample_are_sent_without_a_copy() -> None:
     projected = torch.randn(1, 8, 3, 4).transpose(1, 2)  # (batch, heads, tokens, dim)
-    for found, (first, stop) in zip(by_token((projected,), ((1, 3), (6, 8))), ((1, 3), (6, 8)), strict=True):
+    for found, (first, stop) in zip(slice_token_major((projected,), ((1, 3), (6, 8))), ((1, 3), (6, 8)), strict=True):
         assert found.is_contiguous()
         assert found.untyped_storage().data_ptr() == projected.untyped_storage().data_ptr()
         assert torch.equal(found.permute(1, 2, 0, 3), projected[:, :, first:stop])
-    (copied,) = by_token((torch.randn(2, 3, 8, 4),), ((1, 3),))
+    (copied,) = slice_token_major((torch.randn(2, 3, 8, 4),), ((1, 3),))
     assert copied.is_contiguous()
 
 
 def test_ranges_that_follow_one_another_are_a_view() -> None:
     x = torch.randn(2, 3, 8, 4)
-    assert of_ranges(x, ((1, 3), (3, 6)))._is_view()
-    assert torch.equal(of_ranges(x, ((1, 3), (3, 6))), x[:, :, 1:6])
-    assert torch.equal(of_ranges(x, ((1, 3), (6, 8))), x[:, :, [1, 2, 6, 7]])
+    assert slice_ranges(x, ((1, 3), (3, 6)))._is_view()
+    assert torch.equal(slice_ranges(x, ((1, 3), (3, 6))), x[:, :, 1:6])
+    assert torch.equal(slice_ranges(x, ((1, 3), (6, 8))), x[:, :, [1, 2, 6, 7]])
 
 
 def attended(batch: int = 1, heads: int = 4, length: int = 4, head_dim: int = 8, **options: Any) -> Tensor:
@@ -218,7 +218,7 @@ def test_shard_and_unshard_compare_what_they_are_given(four: Processes, name: st
 def test_numbers_are_exchanged_on_the_cpu_whatever_the_backend_is_called(tmp_path: Path, backend: str | None) -> None:
     dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        assert Ranks.of(dist.init_device_mesh("cpu", (1,))).device == "cpu"
+        assert Ranks.of_mesh(dist.init_device_mesh("cpu", (1,))).device_type == "cpu"
     finally:
         dist.destroy_process_group()
 

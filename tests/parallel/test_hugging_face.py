@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, ModelError
-from multihead.layer.sharding import heads_of_rank
+from multihead.layer.sharding import slice_to_rank
 from multihead.observation.record import Record
 from multihead.parallel import context_parallel, parallelize, shard, unshard
 from tests.families import VOCABULARY, family
@@ -230,7 +230,7 @@ def test_heads_that_cannot_be_split_are_rejected(four: Processes, name: str) -> 
 def of_other_heads(group: Any, rank: int) -> None:
     model = parallelize(decoder("Llama"), DeviceMesh.from_group(group, "cpu"))
     q = torch.zeros(2, 4, 8, 8)  # what view(batch, -1, num_heads, head_dim) makes of two heads of 16 tokens
-    heads_of_rank(model.layers[0].self_attn, q, q[:, :2], q[:, :2], None)
+    slice_to_rank(model.layers[0].self_attn, q, q[:, :2], q[:, :2], None)
 
 
 def test_a_layer_that_returns_other_heads_is_an_error(four: Processes) -> None:

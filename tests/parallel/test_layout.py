@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multihead.errors import ArgumentError, ShapeError
-from multihead.parallel.layout import Layout, check_kind
+from multihead.parallel.layout import Layout, check_layout_name
 
 KINDS = st.sampled_from(["contiguous", "balanced"])
 
 
 @given(KINDS, st.integers(1, 5), st.integers(1, 3))
 def test_every_token_lies_on_one_rank(kind: str, ranks: int, size: int) -> None:
-    layout = Layout(check_kind(kind), ranks)
-    length = layout.parts * size
+    layout = Layout(check_layout_name(kind), ranks)
+    length = layout.chunk_count * size
     parts = [layout.positions(rank, length) for rank in range(ranks)]
     assert sorted(torch.cat(parts).tolist()) == list(range(length))
     whole = torch.arange(length)[None]
@@ -36,5 +36,5 @@ def test_a_length_without_equal_chunks_names_those_next_to_it() -> None:
 
 def test_an_unknown_layout_is_rejected() -> None:
     with pytest.raises(ArgumentError) as error:
-        check_kind("zigzag")
+        check_layout_name("zigzag")
     assert str(error.value) == 'layout is \'zigzag\'. Give "contiguous" or "balanced".'

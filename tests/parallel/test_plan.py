@@ -9,14 +9,14 @@ from multihead import masks
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.place import TilePositions
 from multihead.parallel.layout import Layout
-from multihead.parallel.plan import RingPlan, keys_of_ring, ring_plan, work_per_rank
+from multihead.parallel.plan import RingPlan, count_keys_sent, plan_ring, work_per_rank
 from tests.parallel.cases import LENGTH, MASKS
 
 LAYOUTS = [Layout(kind, ranks) for kind in ("contiguous", "balanced") for ranks in (1, 2, 4)]
 
 
 def plans(mask: masks.Mask, length: int, layout: Layout) -> list[RingPlan]:
-    return [ring_plan(mask, length, layout, rank) for rank in range(layout.ranks)]
+    return [plan_ring(mask, length, layout, rank) for rank in range(layout.ranks)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -99,11 +99,11 @@ def test_in_every_step_balanced_ranks_compute_pieces_of_equal_size() -> None:
 @pytest.mark.parametrize("name", ["full", "causal", "window", "lengths", "prefix"])
 def test_the_estimate_of_a_ring_counts_the_keys_that_are_sent(name: str, layout: Layout) -> None:
     of_rank = plans(MASKS[name](), LENGTH, layout)
-    assert keys_of_ring(of_rank[0].bounds, layout) == sum(each.keys_sent for each in of_rank)
+    assert count_keys_sent(of_rank[0].bounds, layout) == sum(each.keys_sent for each in of_rank)
 
 
 def test_a_plan_is_made_once_per_mask() -> None:
     layout = Layout("balanced", 2)
-    assert ring_plan(masks.Causal(), 8, layout, 0) is ring_plan(masks.Causal(), 8, layout, 0)
+    assert plan_ring(masks.Causal(), 8, layout, 0) is plan_ring(masks.Causal(), 8, layout, 0)
     kept = masks.Keep(torch.ones(8, 8, dtype=torch.bool), "queries keys")  # may change in place
-    assert ring_plan(kept, 8, layout, 0) is not ring_plan(kept, 8, layout, 0)
+    assert plan_ring(kept, 8, layout, 0) is not plan_ring(kept, 8, layout, 0)

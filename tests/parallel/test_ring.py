@@ -26,7 +26,12 @@ def watched(group: Any, rank: int, tokens: int, mask: masks.Mask) -> dict[str, A
     """Train one call, and record messages, computations and waits in their order."""
     events: list[str] = []
     sent: list[int] = []
-    transfer, wait, attend, of_piece = dist.batch_isend_irecv, exchange.Transfer.wait, ring.attend, ring._Backward.piece
+    transfer, wait, attend, of_piece = (
+        dist.batch_isend_irecv,
+        exchange.Transfer.wait,
+        ring.attend,
+        ring._RingBackward.compute_piece,
+    )
 
     def starting(operations: list[dist.P2POp]) -> Any:
         events.append("start")
@@ -46,7 +51,7 @@ def watched(group: Any, rank: int, tokens: int, mask: masks.Mask) -> dict[str, A
         return of_piece(*args)
 
     dist.batch_isend_irecv, exchange.Transfer.wait = starting, waiting  # type: ignore[method-assign]
-    ring.attend, ring._Backward.piece = attending, differentiating  # type: ignore[assignment, method-assign]
+    ring.attend, ring._RingBackward.compute_piece = attending, differentiating  # type: ignore[assignment, method-assign]
     try:
         with context_parallel(group, strategy="ring"):
             q, k, v = drawn(tokens)
@@ -55,7 +60,7 @@ def watched(group: Any, rank: int, tokens: int, mask: masks.Mask) -> dict[str, A
             output.sum().backward()
     finally:
         dist.batch_isend_irecv, exchange.Transfer.wait = transfer, wait  # type: ignore[method-assign]
-        ring.attend, ring._Backward.piece = attend, of_piece  # type: ignore[method-assign]
+        ring.attend, ring._RingBackward.compute_piece = attend, of_piece  # type: ignore[method-assign]
     return {"forward": events[:forward], "backward": events[forward:], "bytes": forward_bytes}
 
 

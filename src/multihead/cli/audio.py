@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from multihead.errors import InputError
-from multihead.files import check_name
+from multihead.files import check_file_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +25,7 @@ def read_audio(file: str) -> tuple[NDArray[np.float32], int]:
     Raises:
         InputError: the file does not exist, or is neither a PCM WAV file nor an array of one dimension.
     """
-    check_name(file)
+    check_file_name(file)
     try:
         samples, rate = _read_array(file) if file.lower().endswith(".npy") else _read_wav(file)
     except FileNotFoundError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from multihead.files import write_whole
+from multihead.files import write_atomically
 
 
 def write_tables(rows: Sequence[Mapping[str, Any]], *, json_file: str | None, csv_file: str | None) -> None:
@@ -19,4 +19,4 @@ def write_tables(rows: Sequence[Mapping[str, Any]], *, json_file: str | None, cs
         if target == "-":
             click.echo(b"".join(write(rows)), nl=False)
         elif target is not None:
-            write_whole(target, b"".join(write(rows)))
+            write_atomically(target, b"".join(write(rows)))

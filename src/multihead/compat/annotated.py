@@ -1,7 +1,7 @@
 """Drop-ins for the attention of most tutorials, MultiHeadAttention(d_model, h), and of the Annotated Transformer.
 
-Parameters, outputs, weights and gradients are those of the originals. One difference: a query that sees no key has
-weights of 0, where the originals, which fill with -1e9, weight every key equally.
+Parameters, outputs, weights and gradients equal those of the originals, with one difference: a query that sees no key
+has weights of 0. The originals fill hidden scores with -1e9, and weight every key equally there.
 """
 
 # ruff: noqa: N803 - the tutorials write Q, K and V
@@ -186,7 +186,7 @@ class MultiHeadedAttention(nn.Module):
 
 
 def _mask_of_tensor(mask: Tensor | None) -> Mask:
-    """Convert a mask of 0 and 1, which broadcasts from the last dimension, as tensors do."""
+    """Convert a tensor, where 0 hides a key, to a mask; it broadcasts to (batch, heads, queries, keys)."""
     if mask is None:
         return Full()
     if mask.dim() == 3:

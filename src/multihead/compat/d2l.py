@@ -154,9 +154,9 @@ class MultiHeadAttention(nn.Module):
         self.num_heads = num_heads
         self.attention = DotProductAttention(dropout)
         # In the book's order, so that the same seed draws the same parameters.
-        self.W_q = _lazy_or_linear(query_size, num_hiddens, bias=bias)
-        self.W_k = _lazy_or_linear(key_size, num_hiddens, bias=bias)
-        self.W_v = _lazy_or_linear(value_size, num_hiddens, bias=bias)
+        self.W_q = _build_linear(query_size, num_hiddens, bias=bias)
+        self.W_k = _build_linear(key_size, num_hiddens, bias=bias)
+        self.W_v = _build_linear(value_size, num_hiddens, bias=bias)
         self.W_o = nn.Linear(num_hiddens, num_hiddens, bias=bias)
 
     @property
@@ -256,8 +256,8 @@ def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
         return None
     try:
         lengths = torch.as_tensor(valid_lens)
-    except (TypeError, ValueError):  # rows of different lengths, or elements that are not numbers
-        Lengths(valid_lens)  # type: ignore[arg-type]  # rejects them
+    except (TypeError, ValueError):  # lists of different lengths, or elements that are no numbers
+        Lengths(valid_lens)  # type: ignore[arg-type]  # raises the error
         raise
     if lengths.is_floating_point():
         if can_read_values(lengths.device) and bool(lengths.isnan().any()):
@@ -269,7 +269,7 @@ def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
 
 
 def _padding_of_whole_samples(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
-    """Return the packing that omits keys past the lengths of whole samples, or None if there are no such lengths."""
+    """Return the packing without keys past each sample's length; None unless the lengths are (batch,)."""
     if lengths is None or lengths.dim() != 1:
         return None
     if values.shape[:2] != keys.shape[:2]:
@@ -279,7 +279,7 @@ def _padding_of_whole_samples(lengths: Tensor | None, keys: Tensor, values: Tens
     return Packing.of(lengths, batch=keys.shape[0], length=keys.shape[1], device=keys.device, name="valid_lens")
 
 
-def _lazy_or_linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:
+def _build_linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:
     return nn.LazyLinear(width_out, bias=bias) if width_in is None else nn.Linear(width_in, width_out, bias=bias)
 
 

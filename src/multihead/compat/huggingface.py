@@ -1,6 +1,6 @@
 """Convert the attention modules of BERT, GPT-2, Llama and Qwen 3 in transformers to our layer, with equal outputs.
 
-A query that sees no key results in 0 before the output projection, in the originals in the mean of all values.
+For a query that sees no key, the input of the output projection is 0; in the originals it is the mean of all values.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
     heads = ("SelfAttention", "CrossAttention")
     bare = {f"{family}{kind}" for family in _LIKE_BERT for kind in heads}
     whole = {f"{family}Attention" for family in _LIKE_BERT}
-    _check_named(module, bare | whole, "from_bert", "the attention of a BERT layer, or its .self")
+    _check_class_name(module, bare | whole, "from_bert", "the attention of a BERT layer, or its .self")
     source: Any = module
     attention = source.self if type(module).__name__ in whole else source
     dense = source.output.dense if type(module).__name__ in whole else None
@@ -77,8 +77,8 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
 def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     """Convert a GPT-2 attention to our layer.
 
-    GPT-2 is causal: call the layer with `mask=masks.Causal()`. One made for cross-attention takes memory instead. The
-    dropout after the output projection is not part of our layer.
+    GPT-2 is causal: call the layer with `mask=masks.Causal()`, or with memory if the module was made for
+    cross-attention. The dropout after the output projection is not part of our layer.
 
     Args:
         module: a `GPT2Attention`, for example `model.h[0].attn`.
@@ -95,7 +95,7 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     >>> torch.allclose(from_gpt2(gpt2.h[0].attn)(x, mask=_CAUSAL), gpt2.h[0].attn(x)[0], atol=1e-6)
     True
     """
-    _check_named(module, {"GPT2Attention"}, "from_gpt2", "the attention of a GPT-2 layer")
+    _check_class_name(module, {"GPT2Attention"}, "from_gpt2", "the attention of a GPT-2 layer")
     source: Any = module
     # Its Conv1D computes x @ weight: weight (features in, features out).
     weight, bias = source.c_attn.weight.mT, source.c_attn.bias
@@ -148,8 +148,8 @@ def from_llama(module: nn.Module) -> MultiHeadAttention:
     >>> torch.allclose(from_llama(llama.layers[0].self_attn)(x, mask=_CAUSAL), expected, atol=1e-6)
     True
     """
-    _check_named(module, {"LlamaAttention"}, "from_llama", "the attention of a Llama layer")
-    return _with_rotary(module, "from_llama", None)
+    _check_class_name(module, {"LlamaAttention"}, "from_llama", "the attention of a Llama layer")
+    return _convert_with_rotary(module, "from_llama", None)
 
 
 def from_qwen3(module: nn.Module) -> MultiHeadAttention:
@@ -173,9 +173,9 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     >>> from_qwen3(qwen.layers[0].self_attn)(torch.randn(2, 5, 16), mask=_CAUSAL).shape
     torch.Size([2, 5, 16])
     """
-    _check_named(module, {"Qwen3Attention"}, "from_qwen3", "the attention of a Qwen 3 layer")
+    _check_class_name(module, {"Qwen3Attention"}, "from_qwen3", "the attention of a Qwen 3 layer")
     source: Any = module
-    layer = _with_rotary(module, "from_qwen3", QKNorm("rms", eps=float(source.q_norm.variance_epsilon)))
+    layer = _convert_with_rotary(module, "from_qwen3", QKNorm("rms", eps=float(source.q_norm.variance_epsilon)))
     assert layer.qk_norm is not None
     with torch.no_grad():
         for ours, theirs in ((layer.qk_norm.q_weight, source.q_norm), (layer.qk_norm.k_weight, source.k_norm)):
@@ -184,7 +184,7 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     return layer
 
 
-def _with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHeadAttention:
+def _convert_with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHeadAttention:
     """Convert an attention with a rotary embedding, and perhaps norms of queries and keys, to our layer."""
     projections = (source.q_proj, source.k_proj, source.v_proj, source.o_proj)
     layer = MultiHeadAttention(
@@ -195,7 +195,7 @@ def _with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHea
         bias=any(linear.bias is not None for linear in projections),
         dropout=float(source.attention_dropout),
         scale=source.scaling,
-        rotary=_rotary_of(source.config, function),
+        rotary=_rotary_of_config(source.config, function),
         qk_norm=qk_norm,
         device=source.q_proj.weight.device,
         dtype=source.q_proj.weight.dtype,
@@ -207,7 +207,7 @@ def _with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHea
     return layer.train(source.training)
 
 
-def _rotary_of(config: Any, function: str) -> Rotary:
+def _rotary_of_config(config: Any, function: str) -> Rotary:
     """Build the rotary embedding that the config of a model describes."""
     rope = config.rope_parameters
     kind, base = rope["rope_type"], float(rope["rope_theta"])
@@ -227,7 +227,7 @@ def _rotary_of(config: Any, function: str) -> Rotary:
         )
     if kind == "yarn":
         length = rope["original_max_position_embeddings"]
-        # As in transformers, they are used only together.
+        # transformers uses mscale and mscale_all_dim only if both are set.
         scales = {name: rope.get(name) for name in ("mscale", "mscale_all_dim")}
         yarn = Yarn(
             rope["factor"] or config.max_position_embeddings / length,
@@ -256,8 +256,8 @@ def _copy_parameters(projection: nn.Linear, weight: Tensor, bias: Tensor | None)
             projection.bias.copy_(bias)
 
 
-def _check_named(module: object, names: set[str], function: str, what: str) -> None:
-    """Compare the exact class, because a subclass may compute something else with the same parameters."""
+def _check_class_name(module: object, names: set[str], function: str, what: str) -> None:
+    """Reject a module whose exact class is not in `names`: a subclass may compute something else."""
     if type(module).__name__ not in names:
         raise ModelError(
             f"{function} got a {type(module).__name__}, and converts {what}: {', '.join(sorted(names))}.",

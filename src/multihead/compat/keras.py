@@ -28,8 +28,8 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
 
     The arguments of Keras are `layer(query, value, key)`, ours are `layer(query, key, value)`. Its attention_mask
     (batch, queries, keys), True = visible, is `mask=masks.Keep(attention_mask, "batch queries keys")`; its
-    use_causal_mask is `mask=masks.Causal(), query_start=0`. A query that sees no key results in 0 before the output
-    projection, in Keras in the mean of all values.
+    use_causal_mask is `mask=masks.Causal(), query_start=0`. The output projection of a query that sees no key
+    takes 0, and in Keras the mean of all values.
 
     Args:
         weights: `layer.get_weights()`, 8 arrays, or 4 without biases; or a dict of them by name, "query/kernel",
@@ -51,7 +51,7 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
     >>> from_keras(kernels).v_proj
     Linear(in_features=16, out_features=10, bias=False)
     """
-    named = _by_name(weights)
+    named = _arrays_by_name(weights)
     kernels = {part: _tensor_of_variable(named, f"{part}/kernel") for part in _PARTS}
     for part, kernel in kernels.items():
         if kernel.dim() != 3:
@@ -87,8 +87,8 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
     return layer
 
 
-def _by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Name each array by the last two parts of its path: "query/kernel"."""
+def _arrays_by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """Return the arrays by the last two parts of their paths, such as "query/kernel"."""
     if not isinstance(weights, Mapping):
         arrays = list(weights)
         kinds = {4: ("kernel",), 8: ("kernel", "bias")}.get(len(arrays))

@@ -30,7 +30,7 @@ class PerHeadAttention(nn.Module):
     All heads are computed in one call with their matrices concatenated; the results are the same, because no head
     reads another head's columns. `stack()` converts it to one layer, and `split(layer)` is the inverse.
 
-    A query that sees no key results in 0.
+    The output of a query that sees no key is 0.
 
     Args:
         embed_dim: width of the input, features.
@@ -40,7 +40,7 @@ class PerHeadAttention(nn.Module):
         output_projection: whether W_O follows; without it the concatenated heads are the output.
 
     The matrices are in the lists `W_Q`, `W_K`, `W_V`, (features, head_dim) each, and `W_O`, (heads * head_dim,
-    output_dim): tokens are rows, and are multiplied from the right, X @ W. `PerHeadAttention.of` takes existing ones.
+    output_dim): tokens are rows, and are multiplied from the right, X @ W. `PerHeadAttention.of` takes given matrices.
 
     Raises:
         ArgumentError: a size is invalid.
@@ -72,14 +72,14 @@ class PerHeadAttention(nn.Module):
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
             check_integer(name, size)
 
-        def drawn(rows: int, columns: int) -> Tensor:
+        def random_matrix(rows: int, columns: int) -> Tensor:
             return nn.init.xavier_uniform_(torch.empty(rows, columns))
 
-        matrices = [[drawn(embed_dim, head_dim) for _ in range(num_heads)] for _ in _PARTS]
-        W_O = drawn(num_heads * head_dim, embed_dim) if output_projection else None
+        matrices = [[random_matrix(embed_dim, head_dim) for _ in range(num_heads)] for _ in _PARTS]
+        W_O = random_matrix(num_heads * head_dim, embed_dim) if output_projection else None
         biases: list[list[Tensor] | None] = [[torch.zeros(head_dim) for _ in range(num_heads)] for _ in _PARTS]
         b_O = torch.zeros(embed_dim) if output_projection and bias else None
-        self._take_parameters(matrices, W_O, biases if bias else [None] * 3, b_O)
+        self._set_parameters(matrices, W_O, biases if bias else [None] * 3, b_O)
 
     @classmethod
     def of(
@@ -114,13 +114,13 @@ class PerHeadAttention(nn.Module):
         [1.0, 1.0, 10.0, 10.0]
         """
         matrices, biases = [list(W_Q), list(W_K), list(W_V)], [b_Q, b_K, b_V]
-        _check_fitting(matrices, W_O, biases, b_O)
+        _check_matrices_fit(matrices, W_O, biases, b_O)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take_parameters(matrices, W_O, [None if each is None else list(each) for each in biases], b_O)  # noqa: SLF001
+        made._set_parameters(matrices, W_O, [None if each is None else list(each) for each in biases], b_O)  # noqa: SLF001
         return made
 
-    def _take_parameters(
+    def _set_parameters(
         self,
         matrices: Sequence[Sequence[Tensor]],
         W_O: Tensor | None,
@@ -285,7 +285,7 @@ def _as_parameter_list(tensors: Sequence[Tensor]) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(tensor.detach().clone()) for tensor in tensors])
 
 
-def _check_fitting(
+def _check_matrices_fit(
     matrices: list[list[Tensor]],
     W_O: Tensor | None,
     biases: Sequence[Sequence[Tensor] | None],

@@ -53,7 +53,7 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
 class LastWeights:
     """The weights of a layer's last call, computed when they are read.
 
-    It stores the request of the call, and no queries x keys tensor. A copied or unpickled layer starts without them,
+    It stores the request of the call, and no queries x keys tensor. A copied or unpickled layer starts without weights,
     because a tensor with a graph cannot be copied.
     """
 
@@ -65,11 +65,11 @@ class LastWeights:
         return LastWeights, ()
 
     def set_request(self, request: AttentionRequest) -> None:
-        """Store a call in place of the last one, without its origin, which would close a reference cycle."""
+        """Store the request of a call; its origin is removed, because it refers to the layer that holds this object."""
         self._request, self._weights = replace(request, origin=None), None
 
     def set_weights(self, weights: Tensor) -> None:
-        """Store weights that are computed already: (batch, heads, queries, keys)."""
+        """Store computed weights: (batch, heads, queries, keys)."""
         self._request, self._weights = None, weights
 
     def weights(self) -> Tensor | None:
@@ -80,9 +80,9 @@ class LastWeights:
 
 
 def _weights_before_dropout(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute the weights of a call before dropout, in the working dtype; and its values without hidden NaN."""
+    """Return the weights of a call before dropout, in the working dtype, and v without NaN that no query sees."""
     with without_autocast(request.shape.device):
-        # A mask alone keeps a hidden NaN out of the weights, but not out of their gradient: there 0 * NaN is summed.
+        # Hidden NaN is replaced first: it would reach the gradient of the weights, where 0 * NaN is summed.
         request, bad_rows = replace_nonfinite(request, bounds_of(request))
         q, k, bias = request.q, request.k, request.bias
         bias = None if bias is None else dense_bias(bias, request.shape)
@@ -92,14 +92,14 @@ def _weights_before_dropout(request: AttentionRequest, *, average: bool = False)
             weights = _softmax_of_heads(q, k, bias, hidden_cells(request), request.scale, slice(None))
             weights = weights.mean(1) if average else weights
         else:
-            weights = _Weights.apply(q, k, bias, without_qkv(request), average)  # type: ignore[no-untyped-call]
+            weights = _AttentionWeights.apply(q, k, bias, without_qkv(request), average)  # type: ignore[no-untyped-call]
         if bad_rows is not None:
             bad = bad_rows[..., None] & seen(request)  # (batch, heads, queries, keys)
             weights = weights.masked_fill(bad.any(1) if average else bad, torch.nan)
     return weights, request.v
 
 
-class _Weights(torch.autograd.Function):
+class _AttentionWeights(torch.autograd.Function):
     """softmax(scores), one or a few heads at a time, forward and backward: the graph keeps q, k and the bias only.
 
     The backward pass consists of differentiable operations, so second derivatives exist.
@@ -138,8 +138,8 @@ class _Weights(torch.autograd.Function):
             for some in _groups_of_heads(q, k):
                 weights = _softmax_of_heads(q, k, bias, hidden, request.scale, some)
                 d_some = d_weights[:, None] / heads if ctx.average else d_weights[:, some]
-                # The softmax: dp_ij / ds_ik = p_ij (1[j = k] - p_ik).
-                d_scores = weights * (d_some - (weights * d_some).sum(-1, keepdim=True))  # like the weights
+                # The derivative of the softmax: dp_ij / ds_ik = p_ij (1[j = k] - p_ik).
+                d_scores = weights * (d_some - (weights * d_some).sum(-1, keepdim=True))
                 dq[:, some] = d_scores @ k[:, some].to(dtype) * request.scale
                 dk[:, some] = d_scores.mT @ q[:, some].to(dtype) * request.scale
                 if dbias is not None:
@@ -163,7 +163,7 @@ def _softmax_of_heads(
     if hidden is None:
         return scores.softmax(-1)
     hidden = _slice_heads(hidden, heads)
-    # The lowest finite number has the weight 0 next to any score. With -inf a row without keys would be 0 / 0.
+    # Hidden scores become the lowest finite number: with -inf, the softmax of a row without keys would be 0 / 0.
     return scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1).masked_fill(hidden, 0)
 
 

@@ -22,7 +22,7 @@ from multihead.counting.shard import (
 )
 from multihead.counting.sums import merge_moments
 from multihead.errors import InputError
-from multihead.files import write_whole
+from multihead.files import write_atomically
 
 HEADS = "heads.parquet"
 SHARDS = "shards.parquet"
@@ -225,8 +225,8 @@ def write_merged_tables(folder: Path, plan: Plan, left_out: Collection[int] = ()
             return
         found = merge_shards(folder, plan)
         metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
-        write_whole(folder / HEADS, table_to_parquet(found.heads_table(), metadata))
-        write_whole(folder / SHARDS, table_to_parquet(shards_table(plan, found.shards), metadata))
+        write_atomically(folder / HEADS, table_to_parquet(found.heads_table(), metadata))
+        write_atomically(folder / SHARDS, table_to_parquet(shards_table(plan, found.shards), metadata))
 
 
 def read_merged_table(file: Path, plan: Plan, done: Sequence[int]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multihead.counting.corpus import Shard
 from multihead.errors import ArgumentError, InputError
-from multihead.files import write_whole
+from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel
 from multihead.probes.catalogue import PROBES, probe_of_part
 from multihead.probes.probe import Probe, Statistic
@@ -155,7 +155,7 @@ class Plan:
         if not file.exists():
             content = {"version": VERSION, "id": self.id, **asdict(self)}
             part = folder / f".{FILE}.{secrets.token_hex(4)}"
-            write_whole(part, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            write_atomically(part, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
             try:
                 os.link(part, file)  # fails if another process has written its plan
             except FileExistsError:

@@ -20,7 +20,7 @@ from multihead.counting.corpus import Row, rows_of_shard
 from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
 from multihead.counting.tally import Tally, replace_attention
-from multihead.files import write_whole
+from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
@@ -115,7 +115,7 @@ class ShardCounter:
 
     def write_shard(self, folder: Path, index: int, renew: Renew = lambda texts, tokens: None) -> None:
         """Count a shard and write its file, whole or not at all."""
-        write_whole(self.plan.shard_file(folder, index), self.count_shard(index, renew))
+        write_atomically(self.plan.shard_file(folder, index), self.count_shard(index, renew))
 
     def _read_texts(self, index: int, counts: ShardCounts) -> Iterator[tuple[int, str]]:
         """Read the texts of a shard with their indices, and count the other rows."""

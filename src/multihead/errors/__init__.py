@@ -38,7 +38,7 @@ class MultiheadError(Exception):
 
     Args:
         finding: what was given and what was expected, a whole sentence.
-        mend: how to fix it, a whole sentence.
+        mend: how to fix the error, a whole sentence.
 
     >>> print(ArgumentError("dropout is 1.5.", "Give a share from 0 to 1."))
     dropout is 1.5. Give a share from 0 to 1.

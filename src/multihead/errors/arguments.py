@@ -62,7 +62,7 @@ OF_CONSTRUCTORS = {
 
 
 def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> None:
-    """Reject the keywords that a function does not have, by naming what to use here for those of other libraries."""
+    """Reject keyword arguments that a function does not have; the error names our argument for the same purpose."""
     name = next(iter(unknown))
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ours = [each.name for each in inspect.signature(function).parameters.values() if each.kind not in kinds]
@@ -75,10 +75,10 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], els
     raise ArgumentError(f"{function.__qualname__} has no argument {name!r}.", mend)
 
 
-def check_share(name: str, value: object) -> None:
+def check_fraction(name: str, value: object) -> None:
     """Reject a value that is not a number from 0 to 1.
 
-    >>> check_share("dropout", 0.1)
+    >>> check_fraction("dropout", 0.1)
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ArgumentError(f"{name} is {value!r}.", "Give a share from 0 to 1.")

@@ -30,7 +30,7 @@ _NOW = {  # former name within the package -> present name
 }
 
 
-def check_present(name: str) -> None:
+def check_not_moved(name: str) -> None:
     """Raise ModuleNotFoundError, with the present name, if a module of the package has moved."""
     rest = name.partition(".")[2]
     if rest in _NOW:  # a package is imported before the modules in it

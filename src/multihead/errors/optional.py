@@ -10,8 +10,8 @@ from multihead.errors import MissingPackageError
 def require(*packages: str, purpose: str, extra: str | None) -> None:
     """Check that packages are installed, before they are imported where they are used.
 
-    The purpose, which needs them, is the subject of the error message. The extra of multihead installs them; where it
-    is None, pip installs them by name.
+    `purpose` says what needs the packages, and begins the error message. `extra` is the extra of multihead that
+    installs them; if it is None, the message says to install the packages by name.
 
     >>> require("torch", purpose="Attention", extra=None)
     """
@@ -28,5 +28,5 @@ def require(*packages: str, purpose: str, extra: str | None) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ImportError:  # an import hook that blocks it
+    except ImportError:  # an import hook blocks the package
         return False

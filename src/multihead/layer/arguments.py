@@ -15,9 +15,9 @@ from multihead.kernels import sequence_split
 from multihead.kernels.quantised import Scales
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.cache import KeyValueCache
-from multihead.layer.cache.cache import Memory
+from multihead.layer.cache.cache import ProjectedMemory
 from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_packed
-from multihead.layer.sharding import LayerPart, ShardableLayer, local_heads
+from multihead.layer.sharding import LocalLayerPart, ShardableLayer, local_heads
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.scores.bias import Bias, RelativeBias
@@ -25,8 +25,8 @@ from multihead.scores.bias import Bias, RelativeBias
 _FULL = Full()
 
 
-class Widths(NamedTuple):
-    """The features of x, memory and values that a layer takes, and their dtype; None where the projections decide."""
+class InputWidths(NamedTuple):
+    """The numbers of features that a layer expects in x, memory and values, and their dtype; None accepts any."""
 
     x: int
     memory: int
@@ -34,8 +34,8 @@ class Widths(NamedTuple):
     dtype: torch.dtype | None
 
 
-def dtype_of(projection: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a projection takes, or None: a quantised one has no weight, or one of integers."""
+def projection_dtype(projection: nn.Module) -> torch.dtype | None:
+    """Return the dtype of a projection's weight; None for a quantised one, whose weight is missing or of integers."""
     weight = projection.weight
     return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
 
@@ -44,14 +44,14 @@ def dtype_of(projection: nn.Module) -> torch.dtype | None:
 class LayerCall:
     """A call of a layer: the arguments of `MultiHeadAttention.forward`, and what the steps of the call add to them.
 
-    It is changed in place, because every call makes one.
+    Every call makes a LayerCall, and its steps change it in place.
 
     Attributes:
         x: (batch, queries, embed_dim); an input without a batch gets a batch of one, as memory and values do.
         memory: (batch, keys, key_dim), or None.
         values: (batch, keys, value_dim), or None.
-        mask: the mask of the caller, and from `hide` or `extend` on the one of the attention.
-        bias: added to the scores, or None. It is that of the heads of this process, as mask and head_gates are.
+        mask: the mask that the caller gave; from `Padding.hide_in_mask` or `extend_cache` on, that of the attention.
+        bias: added to the scores, or None; `slice_to_local_heads` slices bias, mask and head_gates to this process.
         lengths: (batch,), or None.
         memory_lengths: (batch,), or None.
         padding_side: "right" or "left".
@@ -60,7 +60,7 @@ class LayerCall:
         head_gates: (heads,), or broadcasting to (batch, heads, queries), or None.
         query_start: the position of the first query that the caller gave, or None.
         part: the layer, or the heads of it that this process computes.
-        by_module: whether projections are computed by calls of their modules, which somebody watches or replaces.
+        by_module: whether the modules of the projections must be called, because hooks or a tracer watch the calls.
         batched: whether x was given with a batch.
         within: whether this is self-attention: queries and keys are the same tokens.
         cached: the projected memory of an earlier call, which is not projected again, or None.
@@ -81,25 +81,25 @@ class LayerCall:
     cache: KeyValueCache | None = None
     head_gates: Tensor | None = None
     query_start: int | Tensor | str | None = None
-    part: ShardableLayer | LayerPart = field(init=False)
+    part: ShardableLayer | LocalLayerPart = field(init=False)
     by_module: bool = field(init=False)
     batched: bool = field(default=True, init=False)
     within: bool = field(default=True, init=False)
-    cached: Memory | None = field(default=None, init=False)
+    cached: ProjectedMemory | None = field(default=None, init=False)
     padding: Padding = field(default=NO_PADDING, init=False)
     start: int | Tensor = field(default=0, init=False)
     scales: Scales | None = field(default=None, init=False)
 
     @property
-    def crosses(self) -> bool | None:
-        """Whether the keys are another sequence, for listeners; None where they may be the queries' own sequence."""
-        # Queries of another tensor that have a position may be the newest tokens of the keys' sequence.
+    def is_cross_attention(self) -> bool | None:
+        """Whether the keys belong to another sequence than the queries, for listeners; None where that is unknown."""
+        # If x and memory differ and query_start is given, x may hold the newest tokens of the sequence in memory.
         return not self.within if self.within or self.query_start is None else None
 
     def find_padding(self, x: Tensor, memory: Tensor) -> None:
         """Find the padding of x and memory, (batch, length, features) each."""
         part, sequence = self.part, sequence_split.active
-        # Where only differences of positions matter, all samples stay in one row of tokens, as documents.
+        # If only differences of positions matter, all samples can stay in one row of tokens, separated as documents.
         together = (
             self.within
             and self.bias is None
@@ -114,38 +114,38 @@ class LayerCall:
         if self.packing is not None:
             self.padding = Padding.of_packed(self.packing, together=together)
         elif sequence is not None and self.lengths is not None:
-            self.padding = Padding.of_rank(sequence, x, self.lengths, self.padding_side)
+            self.padding = Padding.of_split_sequence(sequence, x, self.lengths, self.padding_side)
         else:
             lengths, side = (self.lengths, self.memory_lengths), self.padding_side
-            self.padding = Padding.of(x, memory, *lengths, together=together, side=side)
+            self.padding = Padding.of_call(x, memory, *lengths, together=together, side=side)
 
-    def slice_heads(self, layer: ShardableLayer, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Slice all that belongs to single heads to those of this process, and return k and v (batch, keys, width)."""
+    def slice_to_local_heads(self, layer: ShardableLayer, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Slice k, v, mask, bias, gates and parameters to the heads of this process; return k, v (batch, keys, dim)."""
         fresh = self.cached is None  # a cache holds the keys of this process alone
         local = local_heads(layer, q, k, v) if fresh else local_heads(layer, q)
         if local is None:
             return k, v
         if fresh:
-            k = local.of_keys(k, layer.num_kv_heads, layer.head_dim)
-            v = local.of_keys(v, layer.num_kv_heads, layer.value_head_dim)
-        self.part = local.of_layer(layer)
-        self.mask = local.of_mask(self.mask)
-        self.bias = None if self.bias is None else local.of_bias(self.bias, "bias")
-        self.head_gates = None if self.head_gates is None else local.of_gates(self.head_gates)
+            k = local.slice_keys(k, layer.num_kv_heads, layer.head_dim)
+            v = local.slice_keys(v, layer.num_kv_heads, layer.value_head_dim)
+        self.part = local.slice_parameters(layer)
+        self.mask = local.slice_mask(self.mask)
+        self.bias = None if self.bias is None else local.slice_bias(self.bias, "bias")
+        self.head_gates = None if self.head_gates is None else local.slice_gates(self.head_gates)
         return k, v
 
     # ---- checks
 
-    def check_inputs(self, widths: Widths) -> tuple[Tensor, Tensor, Tensor]:
+    def check_inputs(self, widths: InputWidths) -> tuple[Tensor, Tensor, Tensor]:
         """Check the inputs, and return x, memory and values, (batch, length, features) each.
 
-        Where there is no batch, one of 1 is added. A missing memory is x, missing values are the memory. Raises the
-        error of the first input that does not fit.
+        An input without a batch dimension gets one of size 1. If memory is None it is x; if values are None they are
+        the memory. Raises the error of the first input that does not fit.
         """
         check_is_mask(self.mask)
         _check_tensors(self.x, self.memory, self.values)
         if self.x.dim() == 2:
-            self._add_batch()
+            self._add_batch_dimension()
         _check_shapes(widths, self.x, self.memory, self.values)
         if self.memory is None and self.memory_lengths is not None and self.lengths is not None:
             raise ArgumentError(
@@ -156,8 +156,8 @@ class LayerCall:
         self.within = memory is self.x
         return self.x, memory, memory if self.values is None else self.values
 
-    def _add_batch(self) -> None:
-        """Add a batch of one to x, memory and values (length, features); those that are one tensor stay one."""
+    def _add_batch_dimension(self) -> None:
+        """Add a batch dimension to x, memory and values (length, features); inputs that are one tensor stay one."""
         x, memory, values = self.x, self.memory, self.values
         for name, tensor in (("memory", memory), ("values", values)):
             if tensor is not None and tensor.dim() != 2:
@@ -192,7 +192,7 @@ class LayerCall:
             )
         cache.check_remembered(self.mask)
 
-    def check_split(self, *, added_key: bool) -> None:
+    def check_sequence_split(self, *, added_key: bool) -> None:
         """Reject what a layer, with a learned key or without, cannot compute where a sequence is split over ranks."""
         if self.memory_lengths is not None:
             reject_split_sequence("memory_lengths=", "Give lengths=, with the lengths of the whole sequences.")
@@ -206,9 +206,9 @@ class LayerCall:
             reject_split_sequence("add_bias_kv", "Use sinks=True, or add_zero_attn=True.")
 
     def check_position_bias(self, bias: object) -> None:
-        """Check that what the layer's position bias returned suits positions that are not those of a whole sequence.
+        """Reject a bias that may depend on absolute positions where samples are packed or a window drops keys.
 
-        A tensor may depend on absolute positions, a RelativeBias cannot.
+        The position bias of the layer returned it. A tensor may depend on absolute positions, a RelativeBias cannot.
         """
         if isinstance(bias, RelativeBias):
             return
@@ -234,8 +234,8 @@ def check_is_cache(cache: object) -> None:
         )
 
 
-def check_takes_positions(position_bias: nn.Module) -> None:
-    """Check that the forward of a position bias takes the arguments that the layer passes."""
+def check_bias_signature(position_bias: nn.Module) -> None:
+    """Check that `forward` of a position bias takes the arguments that the layer passes."""
     try:
         inspect.signature(position_bias.forward).bind(1, 1, query_start=0, device=None, dtype=None)
     except TypeError as error:
@@ -261,7 +261,7 @@ def _is_autocast_on(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def _check_shapes(widths: Widths, x: Tensor, memory: Tensor | None, values: Tensor | None) -> None:
+def _check_shapes(widths: InputWidths, x: Tensor, memory: Tensor | None, values: Tensor | None) -> None:
     for name, tensor, width in (
         ("x", x, widths.x),
         ("memory", memory, widths.memory),

@@ -16,9 +16,9 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import (
     OF_CONSTRUCTORS,
     OF_LAYERS,
+    check_fraction,
     check_integer,
     check_scale,
-    check_share,
     reject_scripting,
     reject_unknown,
 )
@@ -28,17 +28,17 @@ from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOri
 from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.native import eager
 from multihead.kernels.quantised import dequantise
-from multihead.layer.arguments import LayerCall, Widths, check_is_cache, check_takes_positions, dtype_of
+from multihead.layer.arguments import InputWidths, LayerCall, check_bias_signature, check_is_cache, projection_dtype
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.heads import head_counts, head_dim_of
 from multihead.layer.packing import NO_PADDING, Packing, Side
 from multihead.layer.qk_norm import QKNorm
 from multihead.layer.steps import (
     apply_gates,
+    attention_map_size,
     extend_cache,
-    find_start,
-    map_lengths,
-    normalise,
+    find_query_start,
+    normalise_qk,
     prepend_learned_keys,
     rotate,
 )
@@ -137,14 +137,14 @@ class MultiHeadAttention(nn.Module):
             reject_unknown(MultiHeadAttention, unknown, OF_CONSTRUCTORS)
         self.embed_dim = _checked_size("embed_dim", embed_dim)
         self.num_heads = _checked_size("num_heads", num_heads)
-        self.num_kv_heads = _kv_heads(num_heads, num_kv_heads)
+        self.num_kv_heads = _checked_kv_heads(num_heads, num_kv_heads)
         self.head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else _checked_size("head_dim", head_dim)
         self.value_head_dim = _checked_size(
             "value_head_dim", self.head_dim if value_head_dim is None else value_head_dim
         )
         self.key_dim = _checked_size("key_dim", embed_dim if key_dim is None else key_dim)
         self.value_dim = _checked_size("value_dim", self.key_dim if value_dim is None else value_dim)
-        check_share("dropout", dropout)
+        check_fraction("dropout", dropout)
         if merge not in ("concat", "mean"):
             raise ArgumentError(f"merge is {merge!r}.", 'Give "concat" or "mean".')
         self.dropout, self.scale = float(dropout), scale
@@ -174,7 +174,7 @@ class MultiHeadAttention(nn.Module):
         for name, flag in (("sinks", sinks), ("head_gates", head_gates)):
             if isinstance(flag, Tensor):
                 raise ArgumentError(f"{name} is a tensor.", f"Give {name}=True, and copy the values to layer.{name}.")
-        _check_kinds(rotary, qk_norm, position_bias, scale)
+        _check_option_types(rotary, qk_norm, position_bias, scale)
         if rotary is not None:
             rotary.check_head_dim(self.head_dim)
         self.rotary, self.position_bias = rotary, position_bias
@@ -182,13 +182,13 @@ class MultiHeadAttention(nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         self.qk_norm = None if qk_norm is None else qk_norm.build(*heads, device=device, dtype=dtype)
 
-        def learned(wanted: bool, *size: int) -> nn.Parameter | None:  # noqa: FBT001 - named at each call below
+        def parameter_if(wanted: bool, *size: int) -> nn.Parameter | None:  # noqa: FBT001 - clear at each call below
             return nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if wanted else None
 
-        self.sinks = learned(sinks, num_heads)
-        self.head_gates = learned(head_gates, num_heads)
-        self.bias_k = learned(add_bias_kv, self.num_kv_heads, self.head_dim)
-        self.bias_v = learned(add_bias_kv, self.num_kv_heads, self.value_head_dim)
+        self.sinks = parameter_if(sinks, num_heads)
+        self.head_gates = parameter_if(head_gates, num_heads)
+        self.bias_k = parameter_if(add_bias_kv, self.num_kv_heads, self.head_dim)
+        self.bias_v = parameter_if(add_bias_kv, self.num_kv_heads, self.value_head_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -272,7 +272,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             check_is_cache(cache)
         with _NOTHING if cache is None else cache.rollback_on_error():
-            q, k, v, terms = self._prepare(call)
+            q, k, v, terms = self._prepare_attention(call)
             output = self._attend(call, q, k, v, terms)  # (batch, heads, queries, value_head_dim)
             if call.part.head_gates is not None:
                 output = apply_gates(output, call.part.head_gates)
@@ -286,14 +286,14 @@ class MultiHeadAttention(nn.Module):
         output = call.padding.restore(output)  # (batch, queries, output_dim)
         return output if call.batched else output[0]
 
-    def _prepare(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
-        """Compute what the attention of a call takes: project, split, normalise, rotate, cache.
+    def _prepare_attention(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
+        """Compute queries, keys and values of a call: project, split into heads, normalise, rotate, extend the cache.
 
         Returns:
             q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys,
-            value_head_dim), and the other terms of the attention.
+            value_head_dim), and the other arguments of the attention, such as mask and bias.
         """
-        x, memory, values = self._drop_padding(
+        x, memory, values = self._check_and_drop_padding(
             call
         )  # (batch, length, features), or (1, tokens, features) without padding
         project, padding, cached, cache = self._project, call.padding, call.cached, call.cache
@@ -302,30 +302,31 @@ class MultiHeadAttention(nn.Module):
         k = project(call, "k_proj", memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
         v = project(call, "v_proj", values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
         if padding is not NO_PADDING:
-            q, k, v = padding.place(x, q, memory, k, v, fresh=cached is None)
-        if not self._holds_all_heads(call, q, k, v):  # other processes hold the others
-            k, v = call.slice_heads(self, q, k, v)
+            q, k, v = padding.unpack_projected(x, q, memory, k, v, fresh=cached is None)
+        if not self._holds_all_heads(call, q, k, v):  # other processes hold the remaining heads
+            k, v = call.slice_to_local_heads(self, q, k, v)
         part = call.part
 
-        q = _split_projected(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
+        q = _split_into_heads(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
         if cached is None:
-            k = _split_projected(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
-            v = _split_projected(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
+            k = _split_into_heads(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
+            v = _split_into_heads(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
         if part.qk_norm is not None:
-            q, k = normalise(part.qk_norm, q, k, fresh=cached is None)
-        # One sequence begins at 0, or where its cache ends, which only a rotation needs before the cache is extended.
+            q, k = normalise_qk(part.qk_norm, q, k, fresh=cached is None)
+        # The first query of a self-attention is at position 0, or after the cached tokens; `extend_cache` finds that
+        # position later, and a rotation needs it now.
         if not call.within or call.query_start is not None or (cache is not None and self.rotary is not None):
-            find_start(call, q, k, matters=self.rotary is not None or self.position_bias is not None)
+            find_query_start(call, q, k, matters=self.rotary is not None or self.position_bias is not None)
         if self.rotary is not None:
             q, k = rotate(self.rotary, call, q, k)
         if cache is not None:
             k, v = extend_cache(cache, call, q, k, v)
         elif padding is not NO_PADDING:
-            call.mask = padding.hide(call.mask)
-        k, v, terms = self._add_terms(call, q, k, v)
+            call.mask = padding.hide_in_mask(call.mask)
+        k, v, terms = self._add_bias_and_sinks(call, q, k, v)
         return q, k, v, terms
 
-    def _drop_padding(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
+    def _check_and_drop_padding(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
         """Check a call and drop its padding: x, memory, values, (batch, length, features) or (1, tokens, features)."""
         x, packing, cache = call.x, call.packing, call.cache
         memory = values = x
@@ -335,13 +336,13 @@ class MultiHeadAttention(nn.Module):
         if not (
             usual and x.dim() == 3 and x.shape[2] == self.embed_dim == self.key_dim and x.dtype is weight.dtype  # type: ignore[union-attr]
         ):
-            widths = Widths(self.embed_dim, self.key_dim, self.value_dim, dtype_of(self.q_proj))
+            widths = InputWidths(self.embed_dim, self.key_dim, self.value_dim, projection_dtype(self.q_proj))
             x, memory, values = call.check_inputs(widths)
         call.part = self
-        # A tracer, a hook of all modules or a replaced method of the class expects that the modules are called.
+        # A tracer, a global module hook and a replaced nn.Linear.forward work only if the modules are called.
         call.by_module = is_intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR
         if sequence_split.active is not None:
-            call.check_split(added_key=self.bias_k is not None)
+            call.check_sequence_split(added_key=self.bias_k is not None)
         if packing is not None:
             call.check_packing(packing)
         if cache is not None:
@@ -355,9 +356,9 @@ class MultiHeadAttention(nn.Module):
     def _project(self, call: LayerCall, name: str, x: Tensor) -> Tensor:
         """Project tokens: (batch, length, features) -> (batch, length, width).
 
-        A linear projection that nothing hooks into is computed without calling the module, which takes 3 microseconds.
+        A linear projection without hooks is computed without calling its module: the call takes 3 microseconds.
         """
-        projection: Any = self._modules[name]  # saves half a microsecond over nn.Module.__getattr__
+        projection: Any = self._modules[name]  # half a microsecond faster than nn.Module.__getattr__
         if call.by_module:
             return projection(x)  # type: ignore[no-any-return]
         state = projection.__dict__
@@ -384,11 +385,13 @@ class MultiHeadAttention(nn.Module):
             k.shape[2] == self.num_kv_heads * self.head_dim and v.shape[2] == self.num_kv_heads * self.value_head_dim
         )
 
-    def _add_terms(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, AttentionArguments]:
-        """Add position bias, learned key and sinks to k, v (batch, kv_heads, keys, dim) and the terms of the call."""
+    def _add_bias_and_sinks(
+        self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, AttentionArguments]:
+        """Prepend the learned key to k, v (batch, kv_heads, keys, dim); return them with mask, bias, sinks, ..."""
         part, mask, bias, start = call.part, call.mask, call.bias, call.start
         if part.position_bias is not None:
-            queries, keys = map_lengths(q, k, v)
+            queries, keys = attention_map_size(q, k, v)
             own = part.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
             call.check_position_bias(own)
             bias = own if bias is None else add_biases(bias, own, queries, keys)
@@ -404,7 +407,7 @@ class MultiHeadAttention(nn.Module):
             bias = None if bias is None else prepend_zero_column(bias, q.shape[2], k.shape[2] - 1)
         sinks: Tensor | None = part.sinks
         if self.add_zero_attn:
-            # A key of 0 has the score 0, and its value is 0: that is a sink.
+            # A key of 0 with a value of 0 is a sink whose logit is 0.
             zero = q.new_zeros(q.shape[1])
             sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
         dropout = self.dropout if self.training else 0.0
@@ -416,15 +419,17 @@ class MultiHeadAttention(nn.Module):
             attended = eager.attend(q, k, v, terms, call.scales)
             if attended is not None:
                 return attended[0]
-        return attend(self._request(call, q, k, v, terms)).output
+        return attend(self._build_request(call, q, k, v, terms)).output
 
-    def _request(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> AttentionRequest:
+    def _build_request(
+        self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
+    ) -> AttentionRequest:
         """Build the request of the attention of a call."""
         origin, cache, padding = None, call.cache, call.padding
         if listeners():
-            continued = None if cache is None else cache.continued
-            lengths, crosses = padding.packed_lengths, call.crosses
-            origin = CallOrigin(self, lengths, continued, crosses, fresh=cache is None, real=padding.real)
+            continued = None if cache is None else cache.last_call_position
+            lengths, crosses = padding.packed_lengths, call.is_cross_attention
+            origin = CallOrigin(self, lengths, continued, crosses, fresh=cache is None, real=padding.real_queries)
         to_come, mask_fits = cache is not None, padding.documents is not None
         return request_of(q, k, v, *terms, to_come=to_come, mask_fits=mask_fits, origin=origin, scales=call.scales)
 
@@ -433,7 +438,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Explanation:
         """Explain a call without its attention: the kernel, why others refuse it, the share it skips and its memory.
 
-        The arguments are those of a call. It projects, and leaves a cache unchanged.
+        The arguments are those of a call. The inputs are projected, and a cache is left unchanged.
 
         >>> layer = MultiHeadAttention(embed_dim=32, num_heads=4)
         >>> print(layer.explain(torch.zeros(2, 100, 32), lengths=(100, 20)))
@@ -448,7 +453,7 @@ class MultiHeadAttention(nn.Module):
         if call.cache is not None:
             check_is_cache(call.cache)
             call.cache = deepcopy(call.cache)
-        request = self._request(call, *self._prepare(call))
+        request = self._build_request(call, *self._prepare_attention(call))
         given = {"lengths": call.lengths, "memory_lengths": call.memory_lengths}
         devices = {name: each.device for name, each in given.items() if isinstance(each, Tensor)}
         far = [f"{name} on {device}" for name, device in devices.items() if device.type not in ("cpu", "meta")]
@@ -471,7 +476,7 @@ class MultiHeadAttention(nn.Module):
         return heads + (f", dropout={self.dropout}" if self.dropout else "")
 
 
-def _split_projected(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+def _split_into_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
     """Split projected tokens into heads: (batch, length, heads * head_dim) -> (batch, heads, length, head_dim)."""
     batch, length, _ = x.shape
     return x.view(batch, length, num_heads, head_dim).transpose(1, 2)
@@ -482,7 +487,7 @@ def _checked_size(name: str, value: int) -> int:
     return value
 
 
-def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+def _checked_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
     count = _checked_size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
     if num_heads % count:
         fitting = ", ".join(str(n) for n in head_counts(num_heads))
@@ -493,7 +498,7 @@ def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
     return count
 
 
-def _check_kinds(rotary: object, qk_norm: object, position_bias: object, scale: object) -> None:
+def _check_option_types(rotary: object, qk_norm: object, position_bias: object, scale: object) -> None:
     for name, given, kind, example in (
         ("rotary", rotary, Rotary, "mh.Rotary()"),
         ("qk_norm", qk_norm, QKNorm, 'mh.QKNorm("rms")'),
@@ -502,5 +507,5 @@ def _check_kinds(rotary: object, qk_norm: object, position_bias: object, scale: 
         if given is not None and not isinstance(given, kind):
             raise ArgumentError(f"{name} is {given!r}.", f"Give for example {name}={example}, or None.")
     if isinstance(position_bias, nn.Module):
-        check_takes_positions(position_bias)
+        check_bias_signature(position_bias)
     check_scale(scale)

@@ -13,12 +13,12 @@ from multihead.tensors.tracing import hide_from_jit_trace
 
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
 
-# An error lists at most this many head counts.
+# At most this many head counts are listed in an error message.
 MOST_COUNTS_LISTED = 12
 
 
 def head_counts(embed_dim: int) -> tuple[int, ...]:
-    """List every number of heads that divides a width evenly, smallest first.
+    """Return every number of heads that divides a width, smallest first.
 
     >>> head_counts(6)
     (1, 2, 3, 6)
@@ -29,7 +29,7 @@ def head_counts(embed_dim: int) -> tuple[int, ...]:
 
 
 def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> int:
-    """Return the columns of each head, or raise an ArgumentError with the head counts that fit the width `name`.
+    """Return the width of each head; raise an ArgumentError about `name` if num_heads does not divide embed_dim.
 
     >>> head_dim_of(512, 8)
     64
@@ -39,7 +39,7 @@ def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> i
     if embed_dim % num_heads != 0:
         raise ArgumentError(
             f"{name} is {embed_dim}, and {num_heads} heads do not divide it.",
-            f"Give {_nearest_fitting_counts(embed_dim, num_heads)}, or a width that is a multiple of {num_heads}.",
+            f"Give {_list_nearest_head_counts(embed_dim, num_heads)}, or a width that is a multiple of {num_heads}.",
         )
     return embed_dim // num_heads
 
@@ -136,8 +136,8 @@ def _check_at_least_one(name: str, value: int) -> None:
         )
 
 
-def _nearest_fitting_counts(embed_dim: int, num_heads: int) -> str:
-    """List the head counts that fit, only the nearest ones if there are many."""
+def _list_nearest_head_counts(embed_dim: int, num_heads: int) -> str:
+    """Return the head counts that divide embed_dim as text, only those nearest to num_heads if there are many."""
     counts = head_counts(embed_dim)
     nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
     heads = format_head_counts(sorted(nearest))

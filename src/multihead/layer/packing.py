@@ -70,7 +70,7 @@ class Packing:
                 f"{name} holds {wrong}, and the batch is padded to {length} tokens.",
                 f"Give lengths from 0 to {length}.",
             )
-        as_operator = is_traced() and not is_jit_traced()  # which would make a constant of the length
+        as_operator = is_traced() and not is_jit_traced()  # torch.jit.trace would record the length as a constant
         places = torch.ops.multihead.places if as_operator else indices_of_tokens
         index = places(counts, length, side == "left")
         return Packing(counts.to(device), index.to(device, non_blocking=True), batch, length, side)
@@ -102,7 +102,7 @@ class Packing:
         padded = x.new_zeros(self.batch * self.length, x.shape[-1])
         return padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, x.shape[-1])
 
-    def aligned(self) -> Packing:
+    def align_right(self) -> Packing:
         """Return the same tokens with their padding on the right."""
         if self.side == "right":
             return self
@@ -184,13 +184,14 @@ class Padding(NamedTuple):
         columns: the tokens of the keys in their padded batch, or None if none is padding.
         queries: padded number of queries.
         keys: padded number of keys.
-        documents: where all samples stay packed in one row through the attention, the mask that separates them.
+        documents: the mask that separates the samples where they stay packed in one row; else None.
         packed: whether the input came as packed tokens, and the output stays packed.
-        placed_rows: where the attention takes a right-padded batch: the tokens of the queries in it.
-        placed_columns: the same for the keys.
+        placed_rows: the tokens of the queries in a right-padded batch, which the attention takes; None where it takes
+            packed tokens.
+        placed_columns: the tokens of the keys, likewise.
         hidden: where a sequence is split over ranks, which tokens of this rank are padding, (batch, tokens, 1) bool.
-            They are computed as 0, because each rank has equally many tokens.
-        shown: the mask that hides them on all ranks.
+            They are set to 0 and not removed, because each rank has equally many tokens.
+        shown: the mask that hides these padding tokens on all ranks.
     """
 
     rows: Packing | None
@@ -205,7 +206,7 @@ class Padding(NamedTuple):
     shown: Lengths | None = None
 
     @staticmethod
-    def of(
+    def of_call(
         x: Tensor,
         memory: Tensor,
         lengths: Sequence[int] | Tensor | None,
@@ -216,7 +217,7 @@ class Padding(NamedTuple):
     ) -> Padding:
         """Find the padding of x and memory, (batch, length, features) each, which may be the same tensor.
 
-        `together` says whether the attention can take all samples in one row.
+        `together`: whether the attention can take all samples in one packed row.
         """
         if memory is x:
             lengths = memory_lengths if lengths is None else lengths
@@ -225,7 +226,7 @@ class Padding(NamedTuple):
                 if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
                     ints = lengths.tolist()
                 if isinstance(ints, (tuple, list)) and set(map(type, ints)) == {int}:
-                    return _padding_of_ints(tuple(ints), x.shape[0], x.shape[1], x.device, side, together)
+                    return _padding_of_lengths(tuple(ints), x.shape[0], x.shape[1], x.device, side, together)
         rows = None if lengths is None else _packing_of_lengths("lengths", lengths, x, side)
         if memory is x:
             columns = rows
@@ -234,19 +235,19 @@ class Padding(NamedTuple):
                 None if memory_lengths is None else _packing_of_lengths("memory_lengths", memory_lengths, memory, side)
             )
         documents = Documents(rows.lengths) if together and rows is not None else None
-        return _with_places(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
+        return _add_aligned_places(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
 
     @staticmethod
     def of_packed(packing: Packing, *, together: bool) -> Padding:
-        """Return the padding of a batch that comes packed."""
+        """Return the padding of a call whose x is packed already."""
         documents = Documents(packing.lengths) if together else None
-        return _with_places(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
+        return _add_aligned_places(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
 
     @staticmethod
-    def of_rank(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
+    def of_split_sequence(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
         """Find the padding among the tokens of a rank, (batch, tokens, features), where a sequence is split over ranks.
 
-        The lengths, (batch,), are those of each whole sample.
+        The lengths, (batch,), count the tokens of each sample on all ranks.
         """
         if side != "right":
             reject_split_sequence(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
@@ -267,7 +268,7 @@ class Padding(NamedTuple):
         return None if self.documents is None or self.rows is None else self.rows.positions
 
     @property
-    def real(self) -> Tensor | None:
+    def real_queries(self) -> Tensor | None:
         """(batch, queries) bool, False for padding, where the attention takes a padded batch; else None."""
         if self.documents is not None or self.rows is None:
             return None
@@ -291,25 +292,24 @@ class Padding(NamedTuple):
     def _pack_keys(self, memory: Tensor) -> Tensor:
         return memory if self.columns is None else self.columns.pack(memory)
 
-    def place(
+    def unpack_projected(
         self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, fresh: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Unpack q, k and v, (1, tokens, width), into a right-padded batch, unless the attention takes them packed.
 
-        x and memory are what they were projected from. Where a cache holds k and v (not `fresh`), those have their
-        places already. Raises a ShapeError if a projection gathers tokens of other processes, whose padding is not
-        known here.
+        x and memory are the inputs of the projections. If a cache holds k and v (not `fresh`), only q is unpacked.
+        Raises a ShapeError if a projection gathers tokens of other processes, whose padding is not known here.
         """
         if self.rows is not None and q.shape[1] != x.shape[1]:
-            raise _other_tokens("q_proj", x, q)
+            raise _token_count_error("q_proj", x, q)
         if fresh and self.columns is not None and k.shape[1] != memory.shape[1]:
-            raise _other_tokens("k_proj", memory, k)
+            raise _token_count_error("k_proj", memory, k)
         q = q if self.placed_rows is None else self.placed_rows.unpack(q)
         if not fresh or self.placed_columns is None:
             return q, k, v
         return q, self.placed_columns.unpack(k), self.placed_columns.unpack(v)
 
-    def hide(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
+    def hide_in_mask(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
         """Join a mask with the padding: padded keys are hidden, padded queries see nothing.
 
         Where the keys come from a cache, key_lengths is the number of keys of each sample that are no padding,
@@ -325,7 +325,7 @@ class Padding(NamedTuple):
             return mask if key_lengths is None else mask & Lengths(key_lengths)
         lengths = self.rows.lengths
         visible = torch.full_like(lengths, keys) if key_lengths is None else key_lengths
-        real = self.real
+        real = self.real_queries
         return mask if real is None else mask & Lengths(torch.where(real, visible[:, None], 0))
 
     def restore(self, output: Tensor) -> Tensor:
@@ -335,11 +335,11 @@ class Padding(NamedTuple):
         return output if self.packed or self.rows is None else self.rows.unpack(output)
 
 
-NO_PADDING = Padding(None, None, queries=0, keys=0)  # how many there are does not matter without padding
+NO_PADDING = Padding(None, None, queries=0, keys=0)  # the counts are read only if there is padding
 
 
 @lru_cache(maxsize=8)
-def _padding_of_ints(
+def _padding_of_lengths(
     lengths: tuple[int, ...],
     batch: int,
     length: int,
@@ -347,29 +347,29 @@ def _padding_of_ints(
     side: Side,
     together: bool,  # noqa: FBT001
 ) -> Padding:
-    """Return the padding of a self-attention. All layers of a model have the same: it is found once."""
+    """Return the padding of a self-attention; it is cached, because all layers of a model have the same."""
     with torch.inference_mode(mode=False):  # tensors made in inference mode could not be saved for a backward pass
         rows = Packing.of(lengths, batch=batch, length=length, device=device, side=side)
-    return _with_places(Padding(rows, rows, length, length, Documents(lengths) if together else None))
+    return _add_aligned_places(Padding(rows, rows, length, length, Documents(lengths) if together else None))
 
 
 def _packing_of_lengths(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
     return Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, name=name, side=side)
 
 
-def _with_places(padding: Padding) -> Padding:
-    """Add where the attention takes the tokens in a right-padded batch, unless it takes them packed."""
+def _add_aligned_places(padding: Padding) -> Padding:
+    """Set placed_rows and placed_columns, the token indices in a right-padded batch, unless tokens stay packed."""
     if padding.documents is not None:
         return padding
-    rows = None if padding.rows is None else padding.rows.aligned()
+    rows = None if padding.rows is None else padding.rows.align_right()
     if padding.columns is padding.rows:
         columns = rows
     else:
-        columns = None if padding.columns is None else padding.columns.aligned()
+        columns = None if padding.columns is None else padding.columns.align_right()
     return padding._replace(placed_rows=rows, placed_columns=columns)
 
 
-def _other_tokens(name: str, x: Tensor, projected: Tensor) -> ShapeError:
+def _token_count_error(name: str, x: Tensor, projected: Tensor) -> ShapeError:
     return ShapeError(
         f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
         f"{x.shape[1]}.",

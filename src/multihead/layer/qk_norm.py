@@ -72,7 +72,7 @@ class QKNorm:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> QKNorms:
-        """Create the module that applies this normalisation, with its own parameters."""
+        """Create the module that applies this normalisation, with new parameters."""
         return QKNorms(self, num_heads, num_kv_heads, head_dim, device=device, dtype=dtype)
 
 

@@ -22,7 +22,7 @@ SPLIT = "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj
 
 
 class ShardableLayer(Protocol):
-    """The parts of a `MultiHeadAttention` that its heads decide."""
+    """The attributes of a `MultiHeadAttention` whose sizes depend on its heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,8 +46,8 @@ class ShardableLayer(Protocol):
         ...
 
 
-class LayerPart(NamedTuple):
-    """The heads of a layer that this process computes; its attributes are those of the layer, for these heads.
+class LocalLayerPart(NamedTuple):
+    """The attributes of a layer, sliced to the heads that this process computes.
 
     Attributes:
         num_heads: number of query heads.
@@ -70,7 +70,7 @@ class LayerPart(NamedTuple):
     bias_v: Tensor | None
 
 
-class Group(NamedTuple):
+class ShardGroup(NamedTuple):
     """The processes that a projection is split over.
 
     Attributes:
@@ -88,14 +88,14 @@ class Group(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The index of this process among them."""
+        """The index of this process in the group."""
         return int(self.mesh.get_local_rank(self.dim))
 
-    def shared(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that is equal on all processes, with the sum over the processes as its gradient.
+    def sum_gradient(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, equal on all processes, whose gradient will be summed over the processes.
 
-        Each process uses a part of the tensor, or uses it for its own heads, so its own gradient is only a part of
-        the sum (function f of arXiv:1909.08053, section 3).
+        Each process uses only a part of the tensor, or uses it for some heads only, so the gradient on one process is
+        incomplete (function f of arXiv:1909.08053, section 3).
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -117,45 +117,45 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalHeads:
-    """The heads of a layer that this process computes, and their share of what belongs to single heads.
+    """The heads of a layer that this process computes; its methods slice tensors to these heads.
 
     Attributes:
         num_heads: number of query heads of the whole layer.
         queries: the query heads that are computed here.
         keys: the key/value heads that are computed here.
-        group: the processes that share the heads; None where the projections were narrowed in another way, so that
-            it is unknown which heads are left.
+        group: the processes that share the heads; None if the projections are narrower for another reason, so that it
+            is unknown which heads they hold.
     """
 
     num_heads: int
     queries: range
     keys: range
-    group: Group | None
+    group: ShardGroup | None
 
-    def of_keys(self, x: Tensor, num_kv_heads: int, dim: int) -> Tensor:
+    def slice_keys(self, x: Tensor, num_kv_heads: int, dim: int) -> Tensor:
         """Slice projected keys or values to the heads of this process: (batch, keys, kv_heads * dim)."""
         if self.group is None or x.shape[2] < num_kv_heads * dim:
             return x
-        # The projection was left whole: each process uses the heads that its queries share.
-        return self.group.shared(x)[..., self.keys.start * dim : self.keys.stop * dim]
+        # The projection is not split: each process slices the key/value heads that its queries share.
+        return self.group.sum_gradient(x)[..., self.keys.start * dim : self.keys.stop * dim]
 
-    def of_layer(self, layer: ShardableLayer) -> LayerPart:
-        """Slice the parameters of single heads."""
-        return LayerPart(
+    def slice_parameters(self, layer: ShardableLayer) -> LocalLayerPart:
+        """Slice all parameters of the layer that differ between heads."""
+        return LocalLayerPart(
             len(self.queries),
             len(self.keys),
             None if layer.qk_norm is None else partial(self.normalise, layer.qk_norm),
-            None if layer.position_bias is None else partial(self._position_bias, layer.position_bias),
-            None if layer.sinks is None else self.own(layer.sinks, name="sinks"),
-            None if layer.head_gates is None else self.of_gates(layer.head_gates),
-            None if layer.bias_k is None else self._own_keys(layer.bias_k),
-            None if layer.bias_v is None else self._own_keys(layer.bias_v),
+            None if layer.position_bias is None else partial(self._local_position_bias, layer.position_bias),
+            None if layer.sinks is None else self.slice_query_heads(layer.sinks, name="sinks"),
+            None if layer.head_gates is None else self.slice_gates(layer.head_gates),
+            None if layer.bias_k is None else self._slice_kv_heads(layer.bias_k),
+            None if layer.bias_v is None else self._slice_kv_heads(layer.bias_v),
         )
 
-    def own(self, per_head: Tensor, *, axis: int = 0, name: str) -> Tensor:
+    def slice_query_heads(self, per_head: Tensor, *, axis: int = 0, name: str) -> Tensor:
         """Slice a tensor of all query heads to those of this process; its gradient is summed over the processes.
 
-        The size of `axis` is num_heads, or 1 where all heads share it. `name` is for the error.
+        The size of `axis` is num_heads, or 1 where all heads share one value. `name` is used in the error message.
         """
         if self.group is None:
             return per_head
@@ -166,35 +166,39 @@ class LocalHeads:
                 f"{_list_heads(self.queries)}.",
                 f"Give it for all {self.num_heads} heads: each process takes its own part.",
             )
-        per_head = self.group.shared(per_head)
+        per_head = self.group.sum_gradient(per_head)
         return per_head.narrow(axis, self.queries.start, len(self.queries)) if heads > 1 else per_head
 
-    def _own_keys(self, per_head: Tensor) -> Tensor:
+    def _slice_kv_heads(self, per_head: Tensor) -> Tensor:
         """Slice a tensor of all key/value heads, (kv_heads, dim), to those of this process."""
-        return per_head if self.group is None else self.group.shared(per_head)[self.keys.start : self.keys.stop]
+        return per_head if self.group is None else self.group.sum_gradient(per_head)[self.keys.start : self.keys.stop]
 
-    def of_bias(self, bias: Bias, name: str) -> Bias:
+    def slice_bias(self, bias: Bias, name: str) -> Bias:
         """Slice a bias to the heads of this process."""
-        return with_values(bias, self.own(values_of(bias), axis=1, name=name)) if _has_heads(bias) else bias
+        return (
+            with_values(bias, self.slice_query_heads(values_of(bias), axis=1, name=name))
+            if _has_head_axis(bias)
+            else bias
+        )
 
-    def of_gates(self, gates: Tensor) -> Tensor:
+    def slice_gates(self, gates: Tensor) -> Tensor:
         """Slice gates to the heads of this process."""
-        return self.own(gates, axis=0 if gates.dim() == 1 else 1, name="head_gates")
+        return self.slice_query_heads(gates, axis=0 if gates.dim() == 1 else 1, name="head_gates")
 
-    def of_mask(self, mask: Mask) -> Mask:
+    def slice_mask(self, mask: Mask) -> Mask:
         """Slice a mask that differs between heads to those of this process."""
-        return mask.select_heads(partial(self.own, axis=1, name="mask"))
+        return mask.select_heads(partial(self.slice_query_heads, axis=1, name="mask"))
 
-    def _position_bias(self, position_bias: nn.Module, queries: int, keys: int, **options: Any) -> Bias:
-        """Compute the position bias of the heads of this process."""
-        return self.of_bias(position_bias(queries, keys, **options), "position_bias")
+    def _local_position_bias(self, position_bias: nn.Module, queries: int, keys: int, **options: Any) -> Bias:
+        """Compute the position bias of all heads, and slice it to those of this process."""
+        return self.slice_bias(position_bias(queries, keys, **options), "position_bias")
 
     def normalise(self, norms: QKNorms, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise the heads of this process."""
+        """Normalise q and k (batch, heads of this process, length, head_dim) with the weights of these heads."""
         local = copy.copy(norms)
         local.num_heads, local.num_kv_heads = q.shape[1], k.shape[1]
         if self.group is not None:
-            shared = {name: self.group.shared(weight) for name, weight in norms.named_parameters(recurse=False)}
+            shared = {name: self.group.sum_gradient(weight) for name, weight in norms.named_parameters(recurse=False)}
             if "scale" in shared:
                 shared["scale"] = shared["scale"][self.queries.start : self.queries.stop]
             local._parameters = {**norms._parameters, **shared}  # type: ignore[dict-item]  # noqa: SLF001
@@ -209,7 +213,7 @@ class HeldHeads(NamedTuple):
         queries: the query heads, [first, stop).
         num_heads: how many query heads the layer has.
         keys: the key/value heads.
-        num_kv_heads: how many of them the layer has.
+        num_kv_heads: how many key/value heads the layer has.
     """
 
     queries: tuple[int, int]
@@ -218,7 +222,7 @@ class HeldHeads(NamedTuple):
     num_kv_heads: int
 
     @staticmethod
-    def of(rank: int, ranks: int, heads: int, kv_heads: int) -> HeldHeads:
+    def of_rank(rank: int, ranks: int, heads: int, kv_heads: int) -> HeldHeads:
         """Return the heads of a rank, and the key/value heads that they share."""
         own, per_group = heads // ranks, heads // kv_heads
         first, stop = rank * own, (rank + 1) * own
@@ -228,8 +232,8 @@ class HeldHeads(NamedTuple):
 def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
     """Return the heads of this process; None where the projections of the layer are not split over processes.
 
-    The projections of the layer are called q_proj and k_proj if they are split; a layer of transformers that
-    `parallelize` split has the heads as `held_heads`.
+    `parallelize` stores them as `held_heads` in a layer of transformers; in other layers the sizes of q_proj and k_proj
+    give them.
     """
     known: HeldHeads | None = layer.__dict__.get("held_heads")
     if known is not None:
@@ -237,20 +241,20 @@ def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
     q_proj, k_proj = (getattr(layer, name, None) for name in ("q_proj", "k_proj"))
     if not isinstance(q_proj, nn.Module) or not isinstance(k_proj, nn.Module):
         return None
-    group = _group_of("q_proj", q_proj)
+    group = _shard_group_of("q_proj", q_proj)
     if group is None:
         return None
     heads, kv_heads = (int(each.weight.shape[0]) // head_dim for each in (q_proj, k_proj))  # type: ignore[index]
-    return HeldHeads.of(group.rank, group.size, heads, kv_heads)
+    return HeldHeads.of_rank(group.rank, group.size, heads, kv_heads)
 
 
-def heads_of_rank(
+def slice_to_rank(
     layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Slice k, v and sinks to the heads of this rank, in a layer of transformers that `parallelize` split.
 
     q is (batch, heads, queries, head_dim) of this rank. k and v are (batch, kv_heads, keys, dim), of this rank, or of
-    all heads where there are fewer of them than ranks. The sinks are a DTensor (heads of this rank,), or None.
+    all heads where there are fewer key/value heads than ranks. The sinks are a DTensor (heads of this rank,), or None.
 
     Raises:
         ModelError: the layer does not compute the heads of this rank. One that divides its features by a number of
@@ -264,13 +268,13 @@ def heads_of_rank(
             f"{stop - first} of {held.num_heads}: the layer does not take their number from its projections.",
             "Split the sequence instead, with context_parallel.",
         )
-    if k.shape[1] > stop_key - first_key:  # its projections are whole, and their gradients are summed
-        k, v = (group.shared(each)[:, first_key:stop_key] for each in (k, v))
+    if k.shape[1] > stop_key - first_key:  # k_proj is not split: the gradient of k is summed over the ranks
+        k, v = (group.sum_gradient(each)[:, first_key:stop_key] for each in (k, v))
     return k, v, None if sinks is None else sinks.to_local()  # type: ignore[attr-defined]
 
 
-def check_divides(name: str, heads: int, kv_heads: int, ranks: int) -> None:
-    """Check that the heads of a layer divide by a number of ranks, and its key/value heads by it or it by them."""
+def check_heads_divide(name: str, heads: int, kv_heads: int, ranks: int) -> None:
+    """Check that `ranks` divides the heads of a layer, and divides its key/value heads or is a multiple of them."""
     fitting = [n for n in head_counts(heads) if kv_heads % n == 0 or n % kv_heads == 0]
     if ranks not in fitting:
         raise ArgumentError(
@@ -297,9 +301,9 @@ def local_heads(
                 f"{name} returns a DTensor, and attention computes the heads of one process.",
                 "Leave use_local_output=True in its parallel style.",
             )
-    queries, group = _heads_held_by(layer, "q_proj", q, heads, layer.head_dim)
-    of_keys = [] if k is None else [_heads_held_by(layer, "k_proj", k, kv_heads, layer.head_dim)]
-    of_keys += [] if v is None else [_heads_held_by(layer, "v_proj", v, kv_heads, layer.value_head_dim)]
+    queries, group = _heads_of_projection(layer, "q_proj", q, heads, layer.head_dim)
+    of_keys = [] if k is None else [_heads_of_projection(layer, "k_proj", k, kv_heads, layer.head_dim)]
+    of_keys += [] if v is None else [_heads_of_projection(layer, "v_proj", v, kv_heads, layer.value_head_dim)]
     if queries == range(heads) and all(held == range(kv_heads) for held, _ in of_keys):
         return None
     per_group = heads // kv_heads
@@ -309,7 +313,7 @@ def local_heads(
     for name, (held, theirs) in zip(("k_proj", "v_proj"), of_keys, strict=False):
         whole = group is not None and held == range(kv_heads)
         if not whole and (held != keys or theirs != group):
-            _reject_mixture(name, queries, held)
+            _reject_mismatched_heads(name, queries, held)
     if len(queries) != len(keys) * per_group and len(keys) > 1:
         counts = ", ".join(str(count) for count in head_counts(kv_heads))
         raise ArgumentError(
@@ -319,16 +323,18 @@ def local_heads(
         )
     if group is not None:
         check_splittable(layer, group.size)
-        _check_output(layer, group)
+        _check_output_projection(layer, group)
     return LocalHeads(heads, queries, keys, group)
 
 
-def _heads_held_by(layer: ShardableLayer, name: str, x: Tensor, heads: int, dim: int) -> tuple[range, Group | None]:
-    """Return which heads a projection computed here, and the processes that share them."""
+def _heads_of_projection(
+    layer: ShardableLayer, name: str, x: Tensor, heads: int, dim: int
+) -> tuple[range, ShardGroup | None]:
+    """Return which heads a projection computed on this process, and the processes that share all heads."""
     width = x.shape[2]
     if width == heads * dim:
         return range(heads), None
-    group = _group_of(name, layer.get_submodule(name))
+    group = _shard_group_of(name, layer.get_submodule(name))
     counts = ", ".join(str(count) for count in head_counts(heads))
     if group is not None:
         if heads % group.size or width * group.size != heads * dim:
@@ -348,7 +354,7 @@ def _heads_held_by(layer: ShardableLayer, name: str, x: Tensor, heads: int, dim:
     return range(width // dim), None
 
 
-def _group_of(name: str, projection: nn.Module) -> Group | None:
+def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
     """Return the processes that the rows of a projection's weight are split over; None where it is not split."""
     weight = getattr(projection, "weight", None)
     mesh, placements = getattr(weight, "device_mesh", None), getattr(weight, "placements", ())
@@ -360,10 +366,10 @@ def _group_of(name: str, projection: nn.Module) -> Group | None:
             f"{name}.weight is placed as {tuple(placements)}, from which the heads of this process do not follow.",
             f"Split the layer with {SPLIT}.",
         )
-    return Group(mesh, dims[0])
+    return ShardGroup(mesh, dims[0])
 
 
-def _reject_mixture(name: str, queries: range, keys: range) -> NoReturn:
+def _reject_mismatched_heads(name: str, queries: range, keys: range) -> NoReturn:
     raise ArgumentError(
         f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not belong together.",
         f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole.",
@@ -395,7 +401,7 @@ def _reject_per_head_parameters(layer: ShardableLayer) -> None:
 
 
 def check_splittable(layer: ShardableLayer, processes: int) -> None:
-    """Check that no part of a layer needs the heads of all processes together."""
+    """Check that no part of a layer needs all heads at once: it cannot be split over processes then."""
     found = None
     if layer.merge == "mean":
         found = 'merge="mean" averages all heads'
@@ -407,7 +413,7 @@ def check_splittable(layer: ShardableLayer, processes: int) -> None:
         )
 
 
-def _check_output(layer: ShardableLayer, group: Group) -> None:
+def _check_output_projection(layer: ShardableLayer, group: ShardGroup) -> None:
     """Check that out_proj is split too."""
     weight = getattr(layer.out_proj, "weight", None)
     merged = layer.num_heads * layer.value_head_dim
@@ -419,6 +425,6 @@ def _check_output(layer: ShardableLayer, group: Group) -> None:
         )
 
 
-def _has_heads(bias: object) -> bool:
-    """Whether a bias has an axis of heads; the request checks whether it is a bias at all."""
+def _has_head_axis(bias: object) -> bool:
+    """Whether a bias has a dimension of heads; False for an invalid one, which `request_of` rejects later."""
     return isinstance(bias, RelativeBias) or (isinstance(bias, Tensor) and bias.dim() == 4)

@@ -15,26 +15,26 @@ from multihead.rotary import Rotary
 from multihead.tensors.shapes import AttentionShape, resolve_query_start
 
 
-def find_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
-    """Find the position of the first query among the keys, where the layer (`matters`) or the mask uses it."""
+def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
+    """Set `call.start`, the position of the first query, if the layer uses it (`matters`) or the mask does."""
     matters = matters or call.mask.uses_positions
     if call.cache is not None and call.query_start is None and (call.within or matters):
         call.start = call.cache.query_start
     elif matters or call.query_start is not None:
-        call.start = first_position(call.query_start, q, k.shape[2])
+        call.start = position_of_first_query(call.query_start, q, k.shape[2])
 
 
-def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
+def position_of_first_query(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
     """Return the position of the first query of q (batch, heads, queries, head_dim) among the keys."""
     sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": keys}
     start = resolve_query_start(query_start, uses_positions=True, device=q.device, **sizes)
-    if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as an int it would be rejected
+    if isinstance(start, int) and start < 0:  # "end" with fewer keys than queries; a negative int would be rejected
         return torch.full((q.shape[0],), start, device=q.device)
     return start
 
 
-def map_lengths(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return how many queries and keys the map of a call has: those of all ranks, where a sequence is split."""
+def attention_map_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Return the numbers of queries and keys of the attention map, over all ranks if the sequence is split."""
     sequence = sequence_split.active
     if sequence is None:
         return q.shape[2], k.shape[2]
@@ -42,10 +42,10 @@ def map_lengths(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     return whole.query_length, whole.key_length
 
 
-def normalise(
+def normalise_qk(
     norms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *, fresh: bool
 ) -> tuple[Tensor, Tensor]:
-    """Normalise queries (batch, heads, queries, head_dim), and keys unless a cache holds them normalised."""
+    """Normalise queries (batch, heads, queries, head_dim), and keys if they are `fresh`, not taken from a cache."""
     return norms(q, k) if fresh else (norms(q, k[:, :, :0])[0], k)
 
 
@@ -54,7 +54,7 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
     The first key has position 0 unless queries and keys are the same tokens; keys of a cache are rotated already.
     """
-    positions: int | Tensor | None = call.padding.positions  # of packed samples in their own sequences
+    positions: int | Tensor | None = call.padding.positions  # (1, tokens) of packed samples
     same = positions is not None or (call.within and call.cache is not None)
     sequence = sequence_split.active
     if sequence is not None:
@@ -73,21 +73,21 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def extend_cache(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Append the keys and values of a call to its cache, and return all that it holds, (batch, kv_heads, keys, dim).
 
-    The call gets their factors where they are int8, the mask for them, and the position of its first query among them.
-    In cross-attention a cache holds the projected memory, and counts the queries (batch, heads, queries, head_dim).
+    Sets `call.scales` of int8 keys and values, `call.mask`, and `call.start`, the position of the first query. In
+    cross-attention the cache holds the projected memory, and counts the queries (batch, heads, queries, head_dim).
     """
     padding = call.padding
     lengths = None if padding.rows is None else padding.rows.lengths
     if call.within:
         held = cache.extend(k, v, lengths=lengths)
-        call.mask = padding.hide(call.mask.after_dropping_keys(held.key_start), held.lengths, held.k.shape[2])
+        call.mask = padding.hide_in_mask(call.mask.after_dropping_keys(held.key_start), held.lengths, held.k.shape[2])
         call.scales, call.start = held.scales, held.query_start
         return held.k, held.v
     memory = call.cached
     if memory is None:
         memory = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
     cache.advance(q.shape[2], lengths=lengths)
-    call.mask = padding.hide(call.mask, memory.lengths, memory.k.shape[2])
+    call.mask = padding.hide_in_mask(call.mask, memory.lengths, memory.k.shape[2])
     call.scales = memory.scales
     return memory.k, memory.v
 

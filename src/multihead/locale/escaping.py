@@ -12,7 +12,7 @@ ACTING = re.compile(
 
 
 def visible(text: object) -> str:
-    r"""Replace each such character by its escape, so that a name from a file cannot move the cursor or hide itself.
+    r"""Replace control and direction characters by escapes, so that a name from a file cannot move the cursor or hide.
 
     >>> print(visible("a\x1b[31mb\n\u202ec"))
     a\x1b[31mb\n\u202ec

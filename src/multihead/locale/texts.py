@@ -32,7 +32,8 @@ def check_language(lang: str) -> None:
 def text(key: str, lang: str, /, **values: object) -> str:
     """Return a text with its placeholders filled in.
 
-    The key is the page or command and the name of the text; a text or a placeholder that is missing is a KeyError.
+    `key` is the page or command and the name of the text, joined by dots. Raises KeyError if a text or a placeholder
+    is missing.
 
     >>> text("look.tokens", "en", n=3), text("look.tokens", "zh", n=3)
     ('3 tokens', '3 个词元')

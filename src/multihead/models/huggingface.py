@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.compat.torch_nn.replace import replace_until
+from multihead.compat.torch_nn.replace import replace_until_undone
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, CallOrigin, listeners
 from multihead.kernels.native import eager
 from multihead.kernels.sequence_split import reject_split_sequence
-from multihead.layer.sharding import heads_of_rank
+from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
 from multihead.models.bypass import Report, calls, raise_rejection, report_bypassing_modules
@@ -79,7 +79,7 @@ def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
     if not models:
         return
     register_in_transformers()
-    replace_until(undo, model)
+    replace_until_undone(undo, model)
     require_coverage(model)
     report_bypassing_modules(undo, model, models, NAME, report)
     for config in configurations_of(model):
@@ -144,7 +144,7 @@ def attend_for(
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned q and k into float32
     if "held_heads" in module.__dict__:  # `parallelize` split the layer
-        key, value, s_aux = heads_of_rank(module, query, key, value, s_aux)
+        key, value, s_aux = slice_to_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
     if isinstance(attention_mask, LazyMask) and attention_mask.keys != keys:
         attention_mask = attention_mask.first_keys(keys)

@@ -624,7 +624,9 @@ class Record:
         for layer in layers:
             layer.own_kinds = ()  # another process may not have the functions of a script
         shown = {name: each.shown() for name, each in self.statistics.items()}
-        found = gather_objects(self._record_parts._replace(layers=layers, statistics=shown), Ranks.of(group), to=to)
+        found = gather_objects(
+            self._record_parts._replace(layers=layers, statistics=shown), Ranks.of_mesh(group), to=to
+        )
         if found is None:
             return None
         record = Record(*merging.merge_records(found))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from multihead.errors import ArgumentError, InputError
 from multihead.errors.optional import require
-from multihead.files import check_writable, writing
+from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.notebook import number_with_noun
@@ -180,7 +180,7 @@ class TimeSeries:
         }
         tensors: dict[str, NDArray[Any]] = {"steps": np.asarray(self.steps, np.int64)}
         tensors |= {f"{name}/{number}": self.values(name, layer=number) for name, number in self._rows}
-        with writing(target) as out:
+        with open_atomically(target) as out:
             out.write(save(tensors, header))
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Communication between ranks, with gradients: gather a sequence, exchange heads for tokens, send ranges of keys.
 
-Every function reports a rank that stopped, or that does something else, as a RankError within the group's timeout.
+If another rank stops, or makes a different call, every function raises a RankError within the group's timeout.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Ranks(NamedTuple):
 
     Attributes:
         group: their process group.
-        size: how many they are.
-        rank: index of this one among them.
+        size: number of ranks in the group.
+        rank: index of this rank in the group.
     """
 
     group: Any
@@ -40,8 +40,8 @@ class Ranks(NamedTuple):
     rank: int
 
     @staticmethod
-    def of(mesh: Any) -> Ranks:
-        """Read them from a DeviceMesh of one dimension, or from a process group."""
+    def of_mesh(mesh: Any) -> Ranks:
+        """Return the ranks of a DeviceMesh of one dimension, or of a process group."""
         if not (dist.is_available() and dist.is_initialized()):
             raise ArgumentError(
                 "torch.distributed is not initialised, so there are no ranks.",
@@ -60,19 +60,19 @@ class Ranks(NamedTuple):
         return Ranks(mesh, dist.get_world_size(mesh), dist.get_rank(mesh))
 
     @property
-    def device(self) -> str:
-        """The kind of device whose numbers they exchange: the CPU where they can, so that no device is waited for."""
+    def device_type(self) -> str:
+        """The device type of small messages: "cpu" if the backend supports it, so that no accelerator is waited for."""
         backends = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
         return "cpu" if "cpu:" in backends else backends.partition(":")[0]
 
-    def peer(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """Return the global number of a rank of the group."""
         return dist.get_global_rank(self.group, rank)
 
 
 @contextmanager
-def errors_of_ranks(doing: str) -> Iterator[None]:
-    """Raise what a process group raises as a RankError: "Rank 0 of 4 was {doing}"."""
+def raise_as_rank_error(doing: str) -> Iterator[None]:
+    """Raise a RuntimeError of torch.distributed in this context as a RankError: "{doing} failed: ..."."""
     try:
         yield
     except RuntimeError as error:
@@ -86,11 +86,11 @@ def errors_of_ranks(doing: str) -> Iterator[None]:
         ) from error
 
 
-def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
+def compare_calls(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
     """Check that all ranks make the same call, in one message of a fixed size, and return the int64 number of rank 0.
 
-    It precedes all messages whose sizes depend on the call: with other sizes, gloo ends a process without an error.
-    `call` is what must be equal on all ranks, by name, as `comparable_value` takes it.
+    Call it before any message whose size depends on the call: with unequal sizes, gloo ends a process without an error.
+    `call` has the values that must be equal on all ranks, by name; `comparable_value` converts them.
 
     Raises:
         RankError: a value differs, on all ranks; or a rank is missing.
@@ -99,17 +99,17 @@ def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
         return number
     given = {name: comparable_value(value) for name, value in call.items()}
     digest = hashlib.blake2b(repr(given).encode(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True), number], device=ranks.device)
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True), number], device=ranks.device_type)
     found = own.new_empty(ranks.size, 2)
-    with errors_of_ranks(f"Comparing the call of rank {ranks.rank} with those of the {ranks.size - 1} others"):
+    with raise_as_rank_error(f"Comparing the call of rank {ranks.rank} with those of the {ranks.size - 1} others"):
         dist.all_gather(list(found.unbind()), own, group=ranks.group)
     digests, numbers = found.T.tolist()
-    if len(set(digests)) > 1:  # on every rank, so that all of them take part in what follows
-        raise _first_difference(gather_objects(given, ranks, to=None) or [])
+    if len(set(digests)) > 1:  # true on all ranks or on none, so that all take part in gathering the values
+        raise _error_of_difference(gather_objects(given, ranks, to=None) or [])
     return int(numbers[0])
 
 
-def _first_difference(calls: list[dict[str, object]]) -> RankError:
+def _error_of_difference(calls: list[dict[str, object]]) -> RankError:
     """Return the error that names the first difference between the calls of the ranks."""
     names = [name for each in calls for name in each]
     name = next(name for name in names if len({repr(each.get(name)) for each in calls}) > 1)
@@ -118,18 +118,18 @@ def _first_difference(calls: list[dict[str, object]]) -> RankError:
 
 
 def comparable_value(value: object) -> object:
-    """Return what stands for a value in a comparison of ranks: equal on two ranks where the values are equal.
+    """Convert a value for a comparison of ranks: results are equal on two ranks where the values are equal.
 
-    A tensor counts bit for bit, and a mask with its fields. Objects of other types, such as functions, may not be
-    printed alike in two processes, and count by the names of their types.
+    Tensors are compared bit for bit, masks by their fields. Objects of other types, such as functions, may not be
+    printed alike in two processes, so that only the names of their types are compared.
     """
     if isinstance(value, Tensor):
         shown = value.detach()
         for dim, stride in enumerate(shown.stride()):
-            if not stride and shown.shape[dim]:  # one row is all that an expanded tensor holds
+            if not stride and shown.shape[dim]:  # of an expanded dimension one row is enough
                 shown = shown.narrow(dim, 0, 1)
         content = shown.cpu().resolve_neg().contiguous()
-        # Read by its address: once numpy has a view of a storage, torch does not resize it, as FSDP does.
+        # Read by its address: a numpy view would keep torch from resizing the storage, as FSDP does.
         checksum = zlib.crc32((c_char * content.nbytes).from_address(content.data_ptr()))
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} with checksum {checksum:08x}"
     if isinstance(value, Mask):
@@ -146,17 +146,17 @@ def comparable_value(value: object) -> object:
 
 
 def gather_objects(value: V, ranks: Ranks, *, to: int | None) -> list[V] | None:
-    """Return the objects of all ranks on rank `to`, or on every rank for None; None elsewhere."""
+    """Return the objects of all ranks on rank `to`, or on every rank if `to` is None; None on other ranks."""
     found: list[Any] = [None] * ranks.size
-    with errors_of_ranks(f"Gathering records on rank {ranks.rank}"):
+    with raise_as_rank_error(f"Gathering records on rank {ranks.rank}"):
         if to is None:
             dist.all_gather_object(found, value, group=ranks.group)
         else:
-            dist.gather_object(value, found if ranks.rank == to else None, ranks.peer(to), group=ranks.group)
+            dist.gather_object(value, found if ranks.rank == to else None, ranks.global_rank(to), group=ranks.group)
     return found if to in (None, ranks.rank) else None
 
 
-def gather(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
+def gather_sequence(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
     """Return the whole sequence from every rank's tokens; the gradient of a token is summed over the ranks."""
     return _Gather.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -166,12 +166,12 @@ def heads_for_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
 
     The heads are a multiple of the number of ranks. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    return _Exchange.apply(x, ranks, layout, _to_tokens, _to_heads)  # type: ignore[no-any-return, no-untyped-call]
+    return _HeadTokenExchange.apply(x, ranks, layout, _split_heads_gather_tokens, _split_tokens_gather_heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def tokens_for_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     """Undo `heads_for_tokens`."""
-    return _Exchange.apply(x, ranks, layout, _to_heads, _to_tokens)  # type: ignore[no-any-return, no-untyped-call]
+    return _HeadTokenExchange.apply(x, ranks, layout, _split_tokens_gather_heads, _split_heads_gather_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -180,7 +180,7 @@ class _Gather(torch.autograd.Function):
         ctx.call = ranks, layout, dim
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(ranks.size)]
-        with errors_of_ranks(f"Gathering the sequence on rank {ranks.rank}"):
+        with raise_as_rank_error(f"Gathering the sequence on rank {ranks.rank}"):
             dist.all_gather(parts, x, group=ranks.group)
         return layout.join(parts, dim)
 
@@ -191,8 +191,8 @@ class _Gather(torch.autograd.Function):
         return _all_to_all(parts, ranks).sum(0), None, None, None
 
 
-class _Exchange(torch.autograd.Function):
-    """One of `_to_tokens` and `_to_heads`, whose gradient is the other."""
+class _HeadTokenExchange(torch.autograd.Function):
+    """Apply `exchange`, whose gradient is `undo`: the two functions that exchange heads for tokens and back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, exchange: _Change, undo: _Change) -> Tensor:
@@ -205,11 +205,11 @@ class _Exchange(torch.autograd.Function):
         return undo(gradient, ranks, layout), None, None, None, None
 
 
-def _to_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+def _split_heads_gather_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     return layout.join(list(_all_to_all(torch.stack(x.chunk(ranks.size, 1)), ranks)), 2)
 
 
-def _to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+def _split_tokens_gather_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     parts = torch.stack([layout.take(x, rank, 2) for rank in range(ranks.size)])
     return torch.cat(list(_all_to_all(parts, ranks)), 1)
 
@@ -217,7 +217,7 @@ def _to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
 def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
     """Send part i to rank i; part i of the result comes from rank i."""
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    with errors_of_ranks(f"Exchanging parts of the sequence on rank {ranks.rank}"):
+    with raise_as_rank_error(f"Exchanging parts of the sequence on rank {ranks.rank}"):
         dist.all_to_all_single(received, parts.contiguous(), group=ranks.group)
     return received
 
@@ -226,7 +226,7 @@ class Transfer:
     """Tensors on their way to one rank and from another, while this rank computes.
 
     Attributes:
-        received: what arrives, valid after `wait`: (batch, heads, tokens, dim) each; empty where nothing does.
+        received: the tensors that arrive, (batch, heads, tokens, dim) each, valid after `wait`; empty if none arrives.
     """
 
     def __init__(
@@ -242,42 +242,42 @@ class Transfer:
 
         Args:
             ranks: the ranks.
-            sent: the tensors for rank `to`, as `by_token` returns them.
+            sent: the tensors for rank `to`, as `slice_token_major` returns them.
             to: the rank that receives.
             like: tensors (batch, heads, tokens, dim), one for each that comes from rank `from_`, of any length.
-            lengths: how many tokens come, as the ranges that `from_` sends; none = no message.
+            lengths: number of tokens of each range that `from_` sends; empty = no message.
             from_: the rank that sends.
         """
-        self._ranks, self._sent = ranks, sent  # kept until they have left
+        self._ranks, self._sent = ranks, sent  # keeps the tensors alive until they are sent
         tokens = sum(lengths)
         buffers = [x.new_empty(tokens, *x.shape[:2], x.shape[3]) for x in like] if tokens else []
         self.received = tuple(each.permute(1, 2, 0, 3) for each in buffers)
-        operations = [dist.P2POp(dist.isend, each, ranks.peer(to), ranks.group) for each in sent]
+        operations = [dist.P2POp(dist.isend, each, ranks.global_rank(to), ranks.group) for each in sent]
         for buffer in buffers:
-            parts = buffer.split(list(lengths))  # tokens come first in memory, so that each is contiguous
-            operations += [dist.P2POp(dist.irecv, each, ranks.peer(from_), ranks.group) for each in parts]
-        with errors_of_ranks(f"Starting a transfer on rank {ranks.rank}"):
+            parts = buffer.split(list(lengths))  # the first axis is that of tokens, so that each part is contiguous
+            operations += [dist.P2POp(dist.irecv, each, ranks.global_rank(from_), ranks.group) for each in parts]
+        with raise_as_rank_error(f"Starting a transfer on rank {ranks.rank}"):
             self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait until everything has left and arrived; return what arrived."""
-        with errors_of_ranks(f"A transfer of keys and values on rank {self._ranks.rank}"):
+        """Wait until all tensors are sent and received, and return those received."""
+        with raise_as_rank_error(f"A transfer of keys and values on rank {self._ranks.rank}"):
             for work in self._works:
                 work.wait()
         self._works, self._sent = [], ()
         return self.received
 
 
-def by_token(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> tuple[Tensor, ...]:
+def slice_token_major(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> tuple[Tensor, ...]:
     """Return ranges of the tokens of tensors (batch, heads, tokens, dim): (tokens, batch, heads, dim), contiguous each.
 
-    Projections of one sample have this order in memory, so that nothing is copied.
+    Nothing is copied for a projection of one sample, whose memory has this order already.
     """
     return tuple(x.permute(2, 0, 1, 3)[slice(*each)].contiguous() for x in tensors for each in ranges)
 
 
-def of_ranges(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
-    """Return ranges of the tokens of a tensor (batch, heads, tokens, dim): a view where one follows the other."""
+def slice_ranges(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
+    """Return ranges of the tokens of a tensor (batch, heads, tokens, dim): a view if the ranges are adjacent."""
     if all(stop == first for (_, stop), (first, _) in pairwise(ranges)):
         return x[:, :, ranges[0][0] : ranges[-1][1]]
     return torch.cat([x[:, :, slice(*each)] for each in ranges], 2)

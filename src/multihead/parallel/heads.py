@@ -8,7 +8,7 @@ from torch import nn
 
 from multihead.errors import ArgumentError
 from multihead.layer import MultiHeadAttention
-from multihead.layer.sharding import Group, HeldHeads, check_divides, check_splittable
+from multihead.layer.sharding import HeldHeads, ShardGroup, check_heads_divide, check_splittable
 from multihead.parallel.exchange import Ranks
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,14 +48,14 @@ def parallelize(module: M, mesh: Any) -> M:
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    ranks = Ranks.of(mesh)
+    ranks = Ranks.of_mesh(mesh)
     if not hasattr(mesh, "get_group"):
         raise ArgumentError("The ranks are a process group.", 'Give a DeviceMesh, for example mesh["tp"].')
     plans = {}
     for name, each in module.named_modules():
         if isinstance(each, MultiHeadAttention):
-            plans[name] = _split_of_projections(name, each, ranks.size)
-        elif (found := _layer_of(name, each)) is not None:
+            plans[name] = _plan_of_projections(name, each, ranks.size)
+        elif (found := _as_transformers_layer(name, each)) is not None:
             plans[name] = found.plan(ranks.size)
     if not plans:
         raise ArgumentError(
@@ -66,16 +66,16 @@ def parallelize(module: M, mesh: Any) -> M:
     for name, plan in plans.items():
         layer = module.get_submodule(name)
         if not isinstance(layer, MultiHeadAttention):
-            _prepare_layer(layer, mesh, ranks)
+            _store_held_heads(layer, mesh, ranks)
         parallelize_module(layer, mesh, plan)
     return module
 
 
-def _split_of_projections(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
+def _plan_of_projections(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
     """Return how the projections of a layer are split, or raise an error."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    check_divides(name or type(layer).__name__, layer.num_heads, layer.num_kv_heads, ranks)
+    check_heads_divide(name or type(layer).__name__, layer.num_heads, layer.num_kv_heads, ranks)
     if ranks > 1:
         check_splittable(layer, ranks)
     plan: dict[str, Any] = {"q_proj": ColwiseParallel()}
@@ -86,10 +86,11 @@ def _split_of_projections(name: str, layer: MultiHeadAttention, ranks: int) -> d
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "dense")
-_TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv")  # projections to queries, keys and values at once
+# Names of modules that project to queries, keys and values at once.
+_TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv")
 _NORMS = ("q_norm", "k_norm")
 # Model types whose fused q/k/v projection is ordered head by head, so that the heads of a rank are consecutive columns.
-# Others have the columns of all queries first: a rank would get queries and no keys.
+# Other types have the columns of all queries first: a rank would get queries and no keys.
 _BY_HEADS = {"gpt_neox": "query_key_value"}
 _INSTEAD = "Split the sequence instead, with context_parallel."
 
@@ -110,7 +111,7 @@ class _TransformersLayer(NamedTuple):
     rows: str
 
     def plan(self, ranks: int) -> dict[str, Any]:
-        """Return how its modules are split, as PyTorch's `parallelize_module` reads it, or raise an ArgumentError."""
+        """Return how the modules of the layer are split, for `parallelize_module`, or raise an ArgumentError."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
         head_dim = _head_dim(self.module)
@@ -127,29 +128,29 @@ class _TransformersLayer(NamedTuple):
                 _INSTEAD,
             )
         heads, kv_heads = _count_heads(self.module)
-        check_divides(self.name, heads, kv_heads, ranks)
+        check_heads_divide(self.name, heads, kv_heads, ranks)
         plan: dict[str, Any] = {each: ColwiseParallel() for each in self.columns}
         plan[self.rows] = RowwiseParallel()
         # A norm of single heads takes (batch, tokens, heads of this rank, head_dim), and its gradient is summed.
         plan |= {each: SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
-        if kv_heads % ranks:  # fewer than ranks: they stay whole
+        if kv_heads % ranks:  # fewer key/value heads than ranks: k_proj and v_proj stay whole
             plan = {name: style for name, style in plan.items() if not name.startswith(("k_", "v_"))}
         return plan
 
 
-def _layer_of(name: str, module: nn.Module) -> _TransformersLayer | None:
+def _as_transformers_layer(name: str, module: nn.Module) -> _TransformersLayer | None:
     """Return a module as a layer that may be split, or None where it is no attention layer of transformers.
 
-    Raises an ArgumentError if it projects queries, keys and values together, and not head by head.
+    Raises an ArgumentError if one module projects to queries, keys and values, and its columns are not ordered by head.
     """
 
-    def linear(each: str) -> bool:
+    def is_linear(each: str) -> bool:
         return isinstance(getattr(module, each, None), nn.Linear)
 
     if not hasattr(module, "config"):
         return None
-    rows = next((each for each in _OUTPUTS if linear(each)), None)
-    if rows is not None and all(linear(each) for each in _SEPARATE):
+    rows = next((each for each in _OUTPUTS if is_linear(each)), None)
+    if rows is not None and all(is_linear(each) for each in _SEPARATE):
         return _TransformersLayer(name, module, _SEPARATE, rows)
     together = next((each for each in _TOGETHER if isinstance(getattr(module, each, None), nn.Module)), None)
     if together is None:
@@ -163,16 +164,16 @@ def _layer_of(name: str, module: nn.Module) -> _TransformersLayer | None:
     )
 
 
-def _prepare_layer(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
-    """Store which heads a rank has, before the projections of a layer are split, and split its sinks.
+def _store_held_heads(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
+    """Store in a layer of transformers which heads this rank will have, and split its sinks.
 
-    The hooks read it: layers of transformers know their projections only, and not which heads these return.
+    Call it before the projections are split. The attention reads `held_heads`, because the layer does not know them.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     heads, kv_heads = _count_heads(module)
-    of_rank: Any = HeldHeads.of(ranks.rank, ranks.size, heads, kv_heads)
-    module.held_heads, module.held_group = of_rank, Group(mesh, 0)  # type: ignore[assignment]
+    of_rank: Any = HeldHeads.of_rank(ranks.rank, ranks.size, heads, kv_heads)
+    module.held_heads, module.held_group = of_rank, ShardGroup(mesh, 0)  # type: ignore[assignment]
     sinks = module._parameters.get("sinks")  # noqa: SLF001 - most layers have none
     if sinks is not None:
         module.register_parameter("sinks", nn.Parameter(distribute_tensor(sinks.detach(), mesh, [Shard(0)])))
@@ -185,11 +186,11 @@ def _head_dim(module: nn.Module) -> Any:
 def _count_heads(module: nn.Module) -> tuple[int, int]:
     """Return how many query heads and key/value heads a layer has, before it is split."""
 
-    def count(name: str) -> int:
+    def heads_of_projection(name: str) -> int:
         projection: Any = module.get_submodule(name)
         return int(projection.out_features // _head_dim(module))
 
     if hasattr(module, "q_proj"):
-        return count("q_proj"), count("k_proj")
-    heads = count("query_key_value") // 3
+        return heads_of_projection("q_proj"), heads_of_projection("k_proj")
+    heads = heads_of_projection("query_key_value") // 3
     return heads, heads

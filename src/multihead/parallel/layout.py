@@ -21,7 +21,7 @@ class Layout(NamedTuple):
     causal mask all ranks have the same work (the zig-zag order of ring attention).
 
     Attributes:
-        kind: one of these two.
+        kind: "contiguous" or "balanced".
         ranks: number of ranks.
 
     >>> Layout("balanced", 2).chunks(0, 8), Layout("balanced", 2).chunks(1, 8)
@@ -33,12 +33,12 @@ class Layout(NamedTuple):
 
     def chunks(self, rank: int, length: int) -> tuple[Range, ...]:
         """Return the ranges of positions that a rank holds, of a sequence of `length` tokens."""
-        size = length // self.parts
-        indices = (rank,) if self.kind == "contiguous" else (rank, self.parts - 1 - rank)
+        size = length // self.chunk_count
+        indices = (rank,) if self.kind == "contiguous" else (rank, self.chunk_count - 1 - rank)
         return tuple((index * size, (index + 1) * size) for index in indices)
 
     @property
-    def parts(self) -> int:
+    def chunk_count(self) -> int:
         """The number of chunks of the whole sequence."""
         return self.ranks if self.kind == "contiguous" else 2 * self.ranks
 
@@ -47,30 +47,33 @@ class Layout(NamedTuple):
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(rank, length)])
 
     def take(self, whole: Tensor, rank: int, dim: int) -> Tensor:
-        """Return the tokens of a rank, where `dim` of a tensor has those of the whole sequence."""
+        """Return the tokens of a rank from a tensor whose dimension `dim` has the tokens of the whole sequence."""
         length = whole.shape[dim]
         parts = [whole.narrow(dim, first, stop - first) for first, stop in self.chunks(rank, length)]
         return torch.cat(parts, dim)
 
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
         """Return the whole sequence from the tokens of every rank, in the order of the ranks."""
-        count = self.parts // self.ranks
+        count = self.chunk_count // self.ranks
         chunks = [part.chunk(count, dim) for part in parts]
         ordered = [each[0] for each in chunks] + [each[1] for each in reversed(chunks) if count > 1]
         return torch.cat(ordered, dim)
 
     def check_length(self, length: int) -> None:
         """Check that all chunks of a sequence have the same number of tokens."""
-        if length % self.parts or not length:
-            lower, upper = length // self.parts * self.parts, (length // self.parts + 1) * self.parts
+        if length % self.chunk_count or not length:
+            lower, upper = (
+                length // self.chunk_count * self.chunk_count,
+                (length // self.chunk_count + 1) * self.chunk_count,
+            )
             fitting = f"{lower} or {upper}" if lower else str(upper)
             raise ShapeError(
-                f"The sequence has {length} tokens, and {self.ranks} ranks hold {self.parts} equal chunks of it.",
+                f"The sequence has {length} tokens, and {self.ranks} ranks hold {self.chunk_count} equal chunks of it.",
                 f"Pad or cut it to {fitting} tokens, and hide padding with mask=masks.Lengths(...).",
             )
 
 
-def check_kind(layout: str) -> Kind:
+def check_layout_name(layout: str) -> Kind:
     """Check the name of a layout."""
     if layout not in get_args(Kind):
         raise ArgumentError(f"layout is {layout!r}.", 'Give "contiguous" or "balanced".')

@@ -1,6 +1,6 @@
 """Statistics of queries whose keys lie on several ranks: measured for each part of the keys, and merged exactly.
 
-With l the logsumexp of a part and L that of all keys, the part has the share exp(l - L) of a query's weight.
+If l is the logsumexp over a part of the keys and L that over all keys, the part has the share exp(l - L) of the weight.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ _KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance
 
 
 @torch.no_grad()
-def measured(request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int) -> dict[Part, Tensor]:
-    """Return the parts that a request wants, (batch, heads, queries) each: those of its kernel, others measured now.
+def measure_on_some_keys(
+    request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
+) -> dict[Part, Tensor]:
+    """Return the parts of statistics that a request wants, (batch, heads, queries) each.
 
-    The request is a call on some of the keys. first_key is (batch or 1,), or one for all, counted from the first of
-    these keys.
+    Those that the kernel did not return are measured now. The request is a call on some of the keys; first_key, an
+    int or (batch or 1,), is counted from the first of these keys.
     """
-    wanted = _with_companions(request.wanted)
+    wanted = _add_companion_parts(request.wanted)
     known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY}
     with without_autocast(request.shape.device):
         context = ProbeContext(first_key=first_key)
         call = MeasuredCall.of(request, attended.logsumexp.detach(), context)
         known |= measure_parts(call, wanted - known.keys())
     empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
-    # In an order that is the same on all ranks, which that of a set of strings is not.
+    # Sorted, because all ranks need the same order, and that of a set of strings differs between processes.
     return {part: _fill_empty_and_bad(known[part], empty, bad) for part in sorted(known, key=str)}
 
 
@@ -44,7 +46,7 @@ class MergedParts:
 
     Args:
         wanted: the parts to return.
-        like: (batch, heads, queries), for the sizes and the device.
+        like: a tensor (batch, heads, queries), whose sizes and device the parts get.
     """
 
     def __init__(self, wanted: Collection[Part], like: Tensor) -> None:
@@ -52,14 +54,14 @@ class MergedParts:
         self.logsumexp = torch.full_like(like, -torch.inf, dtype=torch.float64)
         self.sums = {
             part: torch.zeros_like(like, dtype=torch.float64)
-            for part in _with_companions(self.wanted)
+            for part in _add_companion_parts(self.wanted)
             if part not in (_KEY, _LARGEST, "logsumexp")
         }
         self.largest_score = torch.full_like(self.logsumexp, -torch.inf)
         self.largest_key = torch.full_like(self.logsumexp, -1, dtype=torch.int64)
 
     def add(self, at: slice, first_key: int, logsumexp: Tensor, parts: dict[Part, Tensor]) -> None:
-        """Add what `measured` returned of a part of the keys, with the queries, first key and logsumexp of the part."""
+        """Add what `measure_parts` returned for some keys, from `first_key` on, and for the queries at `at`."""
         before, added = self.logsumexp[:, :, at], logsumexp.double()
         total = torch.logaddexp(before, added)
         empty = total == -torch.inf
@@ -82,7 +84,7 @@ class MergedParts:
             if part in (_MEAN, _SPREAD):
                 continue
             mixed = old * own[:, :, at] + new * found[part]
-            if part == "entropy":  # of the shares of the two parts
+            if part == "entropy":  # add the entropy of the two shares
                 mixed = mixed - _share_times_log(old, log_old) - _share_times_log(new, log_new)
             own[:, :, at] = mixed
         if _LARGEST in found:
@@ -90,7 +92,7 @@ class MergedParts:
         self.logsumexp[:, :, at] = total
 
     def _add_largest(self, at: slice, first_key: int, logsumexp: Tensor, weight: Tensor, key: Tensor | None) -> None:
-        """Keep the largest score, and of equal ones the first key."""
+        """Update the largest score of each query and its key; of equal scores the first key is kept."""
         score = weight.log() + logsumexp
         best = self.largest_score[:, :, at]
         if key is not None:
@@ -100,7 +102,7 @@ class MergedParts:
         self.largest_score[:, :, at] = torch.maximum(score, best)
 
     def results(self, logsumexp: Tensor) -> dict[Part, Tensor]:
-        """Return the wanted parts, (batch, heads, queries) each, given the logsumexp over all keys and the sink."""
+        """Return the wanted parts, (batch, heads, queries) each; the logsumexp is over all keys and the sink."""
         wide = logsumexp.double()
         empty, bad = wide == -torch.inf, wide.isnan()
         log_share = (self.logsumexp - wide).masked_fill(empty, 0)
@@ -128,23 +130,23 @@ def stack_parts(parts: dict[Part, Tensor]) -> Tensor:
 
 
 def unstack_parts(tensor: Tensor, like: dict[Part, Tensor]) -> dict[Part, Tensor]:
-    """Undo `stack_parts`: parts in the dtypes of others."""
+    """Undo `stack_parts`, with the names and dtypes of the parts in `like`."""
     each = zip(like.items(), tensor.unbind(-1), strict=True)
     return {part: value.to(other.dtype) for (part, other), value in each}
 
 
-def _with_companions(wanted: Iterable[Part]) -> frozenset[Part]:
+def _add_companion_parts(wanted: Iterable[Part]) -> frozenset[Part]:
     """Add the parts without which others cannot be merged: a spread needs its mean, a key its weight."""
     found = frozenset(wanted)
     return found | {_MEAN for part in found if part == _SPREAD} | {_LARGEST for part in found if part == _KEY}
 
 
 def _share_times_log(share: Tensor, log: Tensor) -> Tensor:
-    """Return share * ln share, 0 for no share."""
+    """Return share * ln share, given both factors; 0 for a share of 0."""
     return share * log.masked_fill(share == 0, 0)
 
 
 def _fill_empty_and_bad(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
-    """Set queries that see no key to 0 and those that see NaN to NaN; both to -1 among keys."""
+    """Set the value of queries that see no key (`empty`) to 0, and that of `bad` ones to NaN; key indices to -1."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
     return value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)

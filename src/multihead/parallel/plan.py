@@ -23,7 +23,7 @@ from multihead.tensors.shapes import AttentionShape
 
 
 @dataclass(frozen=True, eq=False)
-class MapBlock(Mask):
+class MapBlockMask(Mask):
     """The mask of a whole sequence for positions [first, stop) of its queries and of its keys, both counted from 0."""
 
     mask: Mask
@@ -42,18 +42,18 @@ class MapBlock(Mask):
         edges = (edge[:, slice(*self.rows)].to(device) for edge in (self.whole.start, self.whole.stop))
         start, end = (edge.clamp(first, stop) - first for edge in edges)
         rest = self.whole.remainder
-        return KeyBounds(start, end, None if rest is None else MapBlock(rest, self.whole, self.rows, self.keys))
+        return KeyBounds(start, end, None if rest is None else MapBlockMask(rest, self.whole, self.rows, self.keys))
 
 
-class Piece(NamedTuple):
+class MapPiece(NamedTuple):
     """A rectangle of the attention map that one rank computes in one call.
 
     Attributes:
         rows: the positions of its queries in the sequence, [first, stop).
         keys: the positions of its keys.
-        at: where its queries are among those of the rank.
-        among: where its keys are among those that the rank received in this step.
-        mask: which of its keys each query sees.
+        at: the slice of its queries among the queries of the rank.
+        among: the slice of its keys among the keys that the rank has in this step.
+        mask: the mask between these queries and these keys.
     """
 
     rows: Range
@@ -63,18 +63,18 @@ class Piece(NamedTuple):
     mask: Mask
 
 
-class Step(NamedTuple):
-    """What a rank does with one message of keys; in the first step with its own keys, and nothing is sent.
+class RingStep(NamedTuple):
+    """What a rank computes and sends in one step of the ring; in the first step it has its own keys, and sends none.
 
     Attributes:
         distance: the keys are those of the rank `distance` before this one; 0 = its own.
-        pieces: what it computes with them.
+        pieces: the rectangles of the map that the rank computes with these keys.
         received: the keys that arrive, as ranges among the tokens of the rank that holds them.
         sent: the keys that leave for the rank `distance` after this one, as ranges among this rank's tokens.
     """
 
     distance: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MapPiece, ...]
     received: tuple[Range, ...]
     sent: tuple[Range, ...]
 
@@ -91,23 +91,23 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """The steps of one rank.
+    """The steps of one rank in a ring.
 
     Attributes:
         length: number of tokens of the whole sequence.
         mask: the mask of the whole sequence.
-        bounds: its intervals, 16 bytes per token of the whole sequence.
-        steps: what the rank does, in order; as many on every rank, so that their messages match.
+        bounds: the intervals of visible keys of each query, 16 bytes per token of the whole sequence.
+        steps: the steps in order; every rank has equally many, so that their messages match.
     """
 
     length: int
     mask: Mask
     bounds: KeyBounds
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
 
     @cached_property
     def checksum(self) -> str:
-        """A checksum of what the mask shows, equal on all ranks where they have equal masks."""
+        """A checksum of the keys that the mask shows; ranks with equal masks have equal checksums."""
         bounds = self.bounds
         return f"{zlib.crc32(repr(comparable_value((bounds.start, bounds.stop, bounds.remainder))).encode()):08x}"
 
@@ -128,7 +128,7 @@ class RingPlan:
 _PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)
 
 
-def ring_plan(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
+def plan_ring(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     """Plan the ring of one rank, given the mask and the length of the whole sequence; equal plans are made once."""
     of_mask = mask.cache_key()
     key = None if of_mask is None else (of_mask, length, layout, rank)
@@ -147,19 +147,21 @@ def ring_plan(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     return found
 
 
-def _steps_of_rank(mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int) -> list[Step]:
-    """Plan how a rank attends to keys of another: two steps, so that sending overlaps computing; one for its own."""
+def _steps_of_rank(
+    mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int
+) -> list[RingStep]:
+    """Plan how a rank attends to the keys of a rank: two steps, so that sending overlaps computing; one for its own."""
     own = layout.chunks(rank, length)
     if distance == 0:
         needed = _keys_seen(bounds, own, own)
-        return [Step(0, _rectangles_of_chunks(mask, bounds, own, needed), _places_on_rank(needed, own), ())]
+        return [RingStep(0, _rectangles_of_chunks(mask, bounds, own, needed), _places_on_rank(needed, own), ())]
     theirs = layout.chunks((rank - distance) % layout.ranks, length)
     following = layout.chunks((rank + distance) % layout.ranks, length)
     most = length // layout.ranks // 4
     received = _halve_ranges(_keys_seen(bounds, own, theirs), most)
     sent = _halve_ranges(_keys_seen(bounds, following, own), most)
     return [
-        Step(
+        RingStep(
             distance,
             _rectangles_of_chunks(mask, bounds, own, arriving),
             _places_on_rank(arriving, theirs),
@@ -170,7 +172,7 @@ def _steps_of_rank(mask: Mask, bounds: KeyBounds, length: int, layout: Layout, r
 
 
 def _keys_seen(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]) -> list[Range]:
-    """Return the positions from the first to the last visible key of each chunk of keys that has some."""
+    """Return the range from the first to the last key that some row sees, of each chunk that has visible keys."""
     found = []
     for keys in key_chunks:
         rectangles = [visible_rectangle(bounds, rows, keys) for rows in row_chunks]
@@ -183,8 +185,8 @@ def _keys_seen(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tup
 def _halve_ranges(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
     """Cut ranges of keys in two halves, the second one empty where there are at most `most` keys.
 
-    A rank holds the keys that it computes with, those that arrive, and the gradients of both. Half of the keys at a
-    time is half of that memory; and as all ranks cut their keys in equal halves, equal work stays equal.
+    A rank holds the keys that it computes with, the keys that arrive, and the gradients of both; with half of the keys
+    at a time this memory is halved. All ranks cut their keys in the same way, so that their work stays equal.
     """
     total = _count_positions(tuple(ranges))
     left = total if total <= most else -(-total // 2)
@@ -201,8 +203,8 @@ def _halve_ranges(ranges: list[Range], most: int) -> tuple[list[Range], list[Ran
 
 def _rectangles_of_chunks(
     mask: Mask, bounds: KeyBounds, row_chunks: tuple[Range, ...], ranges: list[Range]
-) -> tuple[Piece, ...]:
-    """Return the rectangles in which chunks of queries see ranges of keys, which lie one after the other."""
+) -> tuple[MapPiece, ...]:
+    """Return the rectangles of the map where chunks of queries see ranges of keys, which are concatenated in memory."""
     found = []
     first_row = 0
     for chunk in row_chunks:
@@ -213,14 +215,14 @@ def _rectangles_of_chunks(
                 rows, keys = rectangle
                 at, among = first_row + rows[0] - chunk[0], first_key + keys[0] - each[0]
                 at_rows, at_keys = slice(at, at + rows[1] - rows[0]), slice(among, among + keys[1] - keys[0])
-                found.append(Piece(rows, keys, at_rows, at_keys, _mask_of(mask, bounds, rows, keys)))
+                found.append(MapPiece(rows, keys, at_rows, at_keys, _mask_of_rectangle(mask, bounds, rows, keys)))
             first_key += each[1] - each[0]
         first_row += chunk[1] - chunk[0]
     return tuple(found)
 
 
 def _places_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Convert positions in the sequence to places among a rank's own tokens; each range lies in one chunk."""
+    """Convert ranges of positions in the sequence to ranges among a rank's tokens, which are its chunks."""
     found = []
     before = 0
     for first, stop in chunks:
@@ -230,7 +232,7 @@ def _places_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Ran
 
 
 def visible_rectangle(bounds: KeyBounds, rows: Range, keys: Range) -> tuple[Range, Range] | None:
-    """Return the smallest ranges of queries and keys outside of which no key is visible; None where none is."""
+    """Return the smallest ranges of queries and keys outside of which no key is visible; None if no key is visible."""
     start, stop = (edge[:, slice(*rows)].clamp(*keys) for edge in (bounds.start, bounds.stop))
     seen = start < stop  # (batch or 1, rows)
     index = seen.any(0).nonzero()
@@ -241,12 +243,12 @@ def visible_rectangle(bounds: KeyBounds, rows: Range, keys: Range) -> tuple[Rang
     return (rows[0] + int(index[0]), rows[0] + int(index[-1]) + 1), (low, high)
 
 
-def _mask_of(mask: Mask, bounds: KeyBounds, rows: Range, keys: Range) -> Mask:
-    """Return the mask of a rectangle, which is often full."""
+def _mask_of_rectangle(mask: Mask, bounds: KeyBounds, rows: Range, keys: Range) -> Mask:
+    """Return the mask of a rectangle of the map; `Full` if all its keys are visible."""
     start, stop = bounds.start[:, slice(*rows)], bounds.stop[:, slice(*rows)]
     if bounds.remainder is None and bool((start <= keys[0]).all() & (stop >= keys[1]).all()):
         return Full()
-    return MapBlock(mask, bounds, rows, keys)
+    return MapBlockMask(mask, bounds, rows, keys)
 
 
 def _count_positions(ranges: tuple[Range, ...]) -> int:
@@ -262,12 +264,12 @@ def work_per_rank(bounds: KeyBounds, layout: Layout) -> list[int]:
     ]
 
 
-def keys_of_ring(bounds: KeyBounds, layout: Layout) -> int:
+def count_keys_sent(bounds: KeyBounds, layout: Layout) -> int:
     """Return about how many keys all ranks together send in a ring, the same number on every rank.
 
     The keys of a chunk of queries are counted as one range, from the first to the last key that one of them sees.
     """
-    length, parts = bounds.start.shape[1], layout.parts
+    length, parts = bounds.start.shape[1], layout.chunk_count
     size = length // parts
     empty = bounds.sees_nothing
     low = bounds.start.masked_fill(empty, length).view(-1, parts, size).amin((0, 2))
@@ -287,14 +289,14 @@ Strategy = Literal["gather", "ulysses", "ring"]
 
 
 class Traffic(NamedTuple):
-    """What one rank sends in a call, in bytes, after the 16 bytes to each other rank that compare their calls.
+    """How many bytes one rank sends to others in a call, and holds of their tensors.
 
-    What it keeps for itself is not counted.
+    The 16 bytes to each other rank, which compare their calls first, are not counted.
 
     Attributes:
-        forward: in the forward pass.
-        backward: in the backward pass.
-        held: of other ranks' tensors that it holds at once in the forward pass.
+        forward: bytes sent in the forward pass.
+        backward: bytes sent in the backward pass.
+        held: bytes of other ranks' tensors that the rank holds at once in the forward pass.
     """
 
     forward: int
@@ -302,29 +304,30 @@ class Traffic(NamedTuple):
     held: int
 
 
-def traffic(strategy: Strategy, shape: AttentionShape, planned: RingPlan, ranks: int) -> Traffic:
-    """Return what a rank sends, given the sizes of its call and its plan as a ring."""
+def bytes_sent(strategy: Strategy, shape: AttentionShape, planned: RingPlan, ranks: int) -> Traffic:
+    """Return how many bytes a rank sends with a strategy, given the sizes of its call and its plan of a ring."""
     own = bytes_of_keys(shape, shape.key_length)
     others = ranks - 1
-    if strategy == "gather":  # keys and values to each other rank, and their gradients back
+    if strategy == "gather":  # keys and values are sent to each other rank, and their gradients back
         return Traffic(own * others, own * others, own * others)
     if strategy == "ulysses":
         copies = copies_for_ulysses(shape, ranks) or 1
-        features = shape.num_heads * (shape.head_dim + shape.value_dim)  # of q and of the output
+        features = shape.num_heads * (shape.head_dim + shape.value_dim)  # features of q and of the output
         of_logsumexp = shape.batch * shape.num_heads * shape.query_length * working_dtype(shape.dtype).itemsize
         inputs = shape.batch * shape.query_length * features * shape.dtype.itemsize + copies * own
         heads = inputs * others // ranks  # a rank keeps the part of its own heads
         return Traffic(heads + of_logsumexp * others // ranks, heads, heads)
     sent, received = planned.keys_sent, [step.keys_received for step in planned.steps[1:]]
-    at_once = max((sum(pair) for pair in pairwise([0, *received, 0])), default=0)  # those of a step and of the next
-    # The backward pass sends the keys again, and the gradients of those that it received.
+    # the keys of a step and of the next one
+    at_once = max((sum(pair) for pair in pairwise([0, *received, 0])), default=0)
+    # The backward pass sends keys and values again, and the gradients of those that the rank received.
     return Traffic(
         bytes_of_keys(shape, sent), bytes_of_keys(shape, sent + sum(received)), bytes_of_keys(shape, at_once)
     )
 
 
 def bytes_of_keys(shape: AttentionShape, keys: int) -> int:
-    """Return the bytes of some keys and their values, of all samples and key/value heads."""
+    """Return the size in bytes of `keys` keys and their values, over all samples and key/value heads."""
     return shape.batch * shape.num_kv_heads * keys * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
 
 

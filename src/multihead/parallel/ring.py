@@ -25,10 +25,10 @@ from multihead.kernels.dense_tile import without_qkv, working_dtype
 from multihead.kernels.native import kernel as native
 from multihead.kernels.parts import Part
 from multihead.kernels.sequence_split import split
-from multihead.parallel.exchange import Ranks, Transfer, by_token, of_ranges
+from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_token_major
 from multihead.parallel.layout import Range
-from multihead.parallel.measuring import MergedParts, measured
-from multihead.parallel.plan import Piece, RingPlan, Step
+from multihead.parallel.measuring import MergedParts, measure_on_some_keys
+from multihead.parallel.plan import MapPiece, RingPlan, RingStep
 from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
 from multihead.tensors.shapes import AttentionShape
@@ -38,7 +38,7 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """A ring and the request that it computes: q, k and v of this rank, mask and bias of the whole sequence."""
+    """Ring attention of one request: q, k and v are those of this rank, mask and bias those of the whole sequence."""
 
     ranks: Ranks
     plan: RingPlan
@@ -47,57 +47,61 @@ class Ring:
     statistics: dict[Part, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
     def attend(self) -> AttentionResult:
-        """Compute the queries of this rank, and the statistics that the request wants."""
+        """Compute the attention of this rank's queries, and the statistics that the request wants."""
         request = self.request
         bias = None if request.bias is None else values_of(request.bias)
-        # The tensors are arguments of the function, which saves them; the ring itself holds none.
-        ring = replace(self, request=replace(request, bias=_without_values(request.bias), sinks=None))
-        output, logsumexp = _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
+        # The tensors are arguments of the autograd function, which saves them; this copy of the ring holds none.
+        ring = replace(self, request=replace(request, bias=_drop_bias_values(request.bias), sinks=None))
+        output, logsumexp = _RingFunction.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
         return AttentionResult(output, logsumexp, ring.statistics)
 
     def first_keys(self, bias: Tensor | None) -> Tensor:
-        """Return the first key that some query of each sample sees, (batch or 1,), from the values of the bias."""
+        """Return the first key that some query of each sample sees, (batch or 1,); a bias of -inf hides keys."""
         request = self.request
         if bias is not None and request.bias is not None:
             request = replace(request, bias=with_values(request.bias, bias))
         return self.plan.first_keys(request)
 
-    def start(self, index: int, k: Tensor, v: Tensor) -> Transfer | None:
-        """Start the transfer of the keys and values of a step; None where nothing moves."""
+    def start_transfer(self, index: int, k: Tensor, v: Tensor) -> Transfer | None:
+        """Start to send and receive the keys and values of step `index`; None if none are sent or received."""
         if index >= len(self.plan.steps):
             return None
         step = self.plan.steps[index]
         if not step.sent and not step.received:
             return None
-        return self._exchange_ranges(by_token((k, v), step.sent), (k, v), step.received, step.distance)
+        return self._exchange_ranges(slice_token_major((k, v), step.sent), (k, v), step.received, step.distance)
 
-    def start_return(self, step: Step, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor) -> Transfer | None:
-        """Start the transfer of the gradients of a step back to the rank of its keys; None where nothing moves."""
+    def return_gradients(
+        self, step: RingStep, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor
+    ) -> Transfer | None:
+        """Start to send the gradients of a step to the rank that holds its keys; None if none are sent or received."""
         if step.distance == 0 or not (step.sent or step.received):
             return None
         message = (
             ()
             if gradients is None
-            else by_token(tuple(x.to(k.dtype) for x in gradients), _ranges_once_packed(step.received))
+            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _packed_ranges(step.received))
         )
         return self._exchange_ranges(message, (k, v), step.sent, -step.distance)
 
     def _exchange_ranges(
         self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[Range, ...], distance: int
     ) -> Transfer:
-        """Send to the rank `distance` after this one, and receive ranges from the rank as far before it."""
+        """Send to the rank `distance` after this one, and receive ranges from the rank `distance` before it."""
         rank, count = self.ranks.rank, self.ranks.size
         return Transfer(
             self.ranks, sent, (rank + distance) % count, like, _lengths_of_ranges(ranges), (rank - distance) % count
         )
 
-    def arrived(self, step: Step, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the keys and values of a step, after waiting for them; None where the rank needs none."""
+    def wait_for_keys(
+        self, step: RingStep, transfer: Transfer | None, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Wait for the keys and values of a step, and return them; None if the rank needs none."""
         found = () if transfer is None else transfer.wait()
         if not step.received:
             return None
         if step.distance == 0:
-            return of_ranges(k, step.received), of_ranges(v, step.received)
+            return slice_ranges(k, step.received), slice_ranges(v, step.received)
         return found[0], found[1]
 
 
@@ -105,14 +109,14 @@ def _lengths_of_ranges(ranges: tuple[Range, ...]) -> tuple[int, ...]:
     return tuple(stop - first for first, stop in ranges)
 
 
-def _ranges_once_packed(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Return where some ranges lie once they follow one another."""
+def _packed_ranges(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Return the ranges that the given ones become when their tokens are concatenated."""
     ends = list(accumulate(_lengths_of_ranges(ranges), initial=0))
     return tuple(pairwise(ends))
 
 
-class Terms(NamedTuple):
-    """The tensors that gradients are computed of, for one piece of the map.
+class PieceTensors(NamedTuple):
+    """The tensors of one piece of the attention map, whose gradients are computed.
 
     q is (batch, heads, rows, head_dim), k and v are (batch, kv_heads, keys, dim); the bias is that of the piece.
     """
@@ -122,20 +126,20 @@ class Terms(NamedTuple):
     v: Tensor
     bias: Bias | None
 
-    def request(self, ring: Ring, piece: Piece) -> AttentionRequest:
-        """Return the piece as a call."""
+    def build_request(self, ring: Ring, piece: MapPiece) -> AttentionRequest:
+        """Build the request that computes the piece."""
         q, k, v, bias = self
         shape = AttentionShape.of(q, k, v)
-        part = part_of_dropout(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
-        # Statistics measure distances; nothing else depends on the position of the queries.
+        part = dropout_of_part(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
+        # Only statistics use the position of the queries, because they measure distances.
         start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
         return replace(
             ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part, query_start=start
         )
 
 
-class _Ring(torch.autograd.Function):
-    """The ring as a function that autograd can differentiate once."""
+class _RingFunction(torch.autograd.Function):
+    """Ring attention as an autograd function, which can be differentiated once."""
 
     @staticmethod
     def forward(
@@ -147,18 +151,18 @@ class _Ring(torch.autograd.Function):
         merged = MergedParts(ring.request.wanted, logsumexp)
         transfer = None
         for index, step in enumerate(ring.plan.steps):
-            following = ring.start(index + 1, k, v)  # it moves while this step is computed
-            held = ring.arrived(step, transfer, k, v)
+            following = ring.start_transfer(index + 1, k, v)  # keys move during this step
+            held = ring.wait_for_keys(step, transfer, k, v)
             if held is not None:
                 for piece in step.pieces:
-                    part = terms_of(ring, piece, q, *held, bias).request(ring, piece)
+                    part = slice_piece(ring, piece, q, *held, bias).build_request(ring, piece)
                     with split(None):
                         found = attend(part, kernel=ring.kernel, published=False)
                     if part.wanted:
-                        measures = measured(part, found, ring.first_keys(bias) - piece.keys[0])
+                        measures = measure_on_some_keys(part, found, ring.first_keys(bias) - piece.keys[0])
                         merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
                     merge_outputs(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
-                    del part, found  # before the next one is computed
+                    del part, found  # frees their memory before the next piece is computed
             transfer, held = following, None
         if sinks is not None:
             output, logsumexp = add_sinks(output, logsumexp, sinks)
@@ -175,14 +179,14 @@ class _Ring(torch.autograd.Function):
         q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors
         ring: Ring = ctx.ring
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        backward = _Backward(ring, (q, k, v), bias, output, logsumexp, grad_output, grad_logsumexp)
-        backward.run(bias_wanted=ctx.needs_input_grad[3])
+        backward = _RingBackward(ring, (q, k, v), bias, output, logsumexp, grad_output, grad_logsumexp)
+        backward.compute(bias_wanted=ctx.needs_input_grad[3])
         dq, dk, dv = (each.to(x.dtype) for each, x in zip(backward.sums, (q, k, v), strict=True))
-        dsinks = None if sinks is None else backward.of_sinks(sinks)
+        dsinks = None if sinks is None else backward.gradient_of_sinks(sinks)
         return dq, dk, dv, None if bias is None else backward.of_bias, dsinks, None
 
 
-class _Backward:
+class _RingBackward:
     """The gradients of a ring, summed step by step.
 
     With the logsumexp L and the output O of the whole row, the weights of a part are p = exp(s - L), and the gradient
@@ -200,7 +204,7 @@ class _Backward:
         grad_logsumexp: Tensor | None,
     ) -> None:
         self.ring, self.tensors, self.bias = ring, tensors, bias
-        # A NaN row that the loss does not use must not affect the gradients of its keys: it counts as one without keys.
+        # A query with a NaN logsumexp and a gradient of 0 must not affect other gradients: it is treated as keyless.
         unused = logsumexp.isnan() & (grad_output == 0).all(-1)
         if grad_logsumexp is not None:
             unused = unused & (grad_logsumexp == 0)
@@ -215,49 +219,49 @@ class _Backward:
         self.sums = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)
         self.of_bias: Tensor | None = None
 
-    def run(self, *, bias_wanted: bool) -> None:
-        """Compute all steps."""
+    def compute(self, *, bias_wanted: bool) -> None:
+        """Compute the gradients of all steps, and sum them in `sums` and `of_bias`."""
         _q, k, v = self.tensors
         if bias_wanted and self.bias is not None:
             self.of_bias = torch.zeros_like(self.bias)
         transfer: Transfer | None = None
         returning: Transfer | None = None
-        before: Step | None = None
+        before: RingStep | None = None
         for index, step in enumerate(self.ring.plan.steps):
-            following = self.ring.start(index + 1, k, v)  # it moves while this step is computed
-            held = self.ring.arrived(step, transfer, k, v)
-            gradients = None if held is None else self.step(step, *held)
+            following = self.ring.start_transfer(index + 1, k, v)  # keys move during this step
+            held = self.ring.wait_for_keys(step, transfer, k, v)
+            gradients = None if held is None else self.compute_step(step, *held)
             held = None
             self.add_returned(before, returning)
-            returning, before = self.ring.start_return(step, gradients, k, v), step
+            returning, before = self.ring.return_gradients(step, gradients, k, v), step
             transfer, gradients = following, None
         self.add_returned(before, returning)
 
-    def step(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the pieces of a step: add the gradients of q and the bias, return those of k and v.
 
-        The gradients of the rank's own keys and values are added to the sums at once.
+        In the first step the keys are the rank's own, whose gradients are added to `sums` here.
         """
         dtype, own = self.logsumexp.dtype, step.distance == 0
-        views = [of_ranges(each, step.received) for each in self.sums[1:]] if own else []
-        at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - a copy would be lost
+        views = [slice_ranges(each, step.received) for each in self.sums[1:]] if own else []
+        at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - what is added to a copy would be lost
         dk, dv = views if at_once else (torch.zeros_like(each, dtype=dtype) for each in (k, v))
         for piece in step.pieces:
-            of_q, of_k, of_v, of_bias = self.piece(piece, k, v)
+            of_q, of_k, of_v, of_bias = self.compute_piece(piece, k, v)
             self.sums[0][:, :, piece.at] += of_q
             dk[:, :, piece.among] += of_k
             dv[:, :, piece.among] += of_v
             if of_bias is not None and self.of_bias is not None:
                 _add_to_bias(self.of_bias, self.ring, piece, of_bias)
-            del of_q, of_k, of_v, of_bias  # before the next piece is computed
+            del of_q, of_k, of_v, of_bias  # frees their memory before the next piece is computed
         if own and not at_once:
-            self.add(step.received, (dk, dv))
+            self.add_own_gradients(step.received, (dk, dv))
         return dk, dv
 
-    def piece(self, piece: Piece, k: Tensor, v: Tensor) -> Gradients:
+    def compute_piece(self, piece: MapPiece, k: Tensor, v: Tensor) -> Gradients:
         """Compute the gradients of q, k, v and the values of the bias of one piece."""
-        terms = terms_of(self.ring, piece, self.tensors[0], k, v, self.bias)
-        request = terms.request(self.ring, piece)
+        terms = slice_piece(self.ring, piece, self.tensors[0], k, v, self.bias)
+        request = terms.build_request(self.ring, piece)
         with split(None), torch.no_grad():
             planned = plan_call(request, kernel=self.ring.kernel)
         logsumexp, grad_output = self.logsumexp[:, :, piece.at], self.grad_output[:, :, piece.at]
@@ -271,8 +275,10 @@ class _Backward:
             return cast(Gradients, found[:4])
         return self._recompute_piece(terms, piece, logsumexp, grad_output)
 
-    def _recompute_piece(self, terms: Terms, piece: Piece, logsumexp: Tensor, grad_output: Tensor) -> Gradients:
-        """Compute the piece again, and differentiate the merge: O = sum_b w_b o_b with w_b = exp(l_b - L)."""
+    def _recompute_piece(
+        self, terms: PieceTensors, piece: MapPiece, logsumexp: Tensor, grad_output: Tensor
+    ) -> Gradients:
+        """Compute a piece again, and return its gradients in the merged output sum_b w_b o_b, w_b = exp(l_b - L)."""
         values = None if terms.bias is None else values_of(terms.bias)
         inputs = [x.detach().requires_grad_() for x in terms[:3]]
         if values is not None and self.of_bias is not None:
@@ -281,13 +287,15 @@ class _Backward:
         bias = None if terms.bias is None or values is None else with_values(terms.bias, values)
         q, k, v = inputs[:3]
         with torch.enable_grad(), split(None):
-            found = attend(Terms(q, k, v, bias).request(self.ring, piece), kernel=self.ring.kernel, published=False)
+            found = attend(
+                PieceTensors(q, k, v, bias).build_request(self.ring, piece), kernel=self.ring.kernel, published=False
+            )
         part, dtype = found.logsumexp.detach(), self.logsumexp.dtype
         without_keys = (part == -torch.inf) | (logsumexp == -torch.inf)
         weight = (part - logsumexp).exp().masked_fill(without_keys, 0)
         wide = grad_output.to(dtype)
         of_part = ((wide * found.output.detach().to(dtype)).sum(-1) - self.delta[:, :, piece.at]) * weight
-        of_part = of_part.masked_fill(without_keys, 0)  # its output may be NaN
+        of_part = of_part.masked_fill(without_keys, 0)  # without keys the output of the piece may be NaN
         gradients = torch.autograd.grad(
             (found.output, found.logsumexp),
             inputs,
@@ -297,7 +305,7 @@ class _Backward:
         known = [torch.zeros_like(x) if each is None else each for x, each in zip(inputs, gradients, strict=True)]
         return known[0], known[1], known[2], known[3] if len(known) > 3 else None
 
-    def add(self, ranges: tuple[Range, ...], gradients: tuple[Tensor, ...]) -> None:
+    def add_own_gradients(self, ranges: tuple[Range, ...], gradients: tuple[Tensor, ...]) -> None:
         """Add gradients of ranges of this rank's own keys and values."""
         for total, part in zip(self.sums[1:], gradients, strict=True):
             first = 0
@@ -305,22 +313,22 @@ class _Backward:
                 total[:, :, start:stop] += part[:, :, first : first + stop - start]
                 first += stop - start
 
-    def add_returned(self, step: Step | None, transfer: Transfer | None) -> None:
-        """Add the gradients that another rank computed of the keys and values that were sent to it in a step."""
+    def add_returned(self, step: RingStep | None, transfer: Transfer | None) -> None:
+        """Add the gradients of keys and values that were sent to another rank in a step, which computed them."""
         found = () if transfer is None else transfer.wait()
         if step is not None and found:
-            self.add(step.sent, found)
+            self.add_own_gradients(step.sent, found)
 
-    def of_sinks(self, sinks: Tensor) -> Tensor:
+    def gradient_of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""
         weight = (sinks.to(self.logsumexp.dtype)[:, None] - self.logsumexp).exp()
         return -torch.where(self.delta == 0, 0, weight * self.delta).sum((0, 2)).to(sinks.dtype)
 
 
 def merge_outputs(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
-    """Add a part with other keys to an output (batch, heads, queries, value_dim) and its logsumexp, in place.
+    """Merge the output (batch, heads, queries, value_dim) over other keys into an output and its logsumexp, in place.
 
-    With l the logsumexp of a part and L that of both, each part counts exp(l - L).
+    An output with the logsumexp l has the weight exp(l - L), where L is the logsumexp over all keys.
     """
     total = torch.logaddexp(logsumexp, part_logsumexp)
     empty = total == -torch.inf
@@ -329,26 +337,26 @@ def merge_outputs(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumex
     logsumexp.copy_(total)
 
 
-def terms_of(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Terms:
-    """Slice the tensors of one piece."""
+def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> PieceTensors:
+    """Slice q, k, v and the bias to one piece of the attention map."""
     part = None
     if bias is not None and ring.request.bias is not None:
         part = part_of_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
-    return Terms(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
+    return PieceTensors(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
 
 
-def part_of_dropout(request: AttentionRequest, **place: int) -> DropoutPart | None:
-    """Return what a part of a call drops, which starts at `place` as in `DropoutPlace`; None without dropout."""
+def dropout_of_part(request: AttentionRequest, **place: int) -> DropoutPart | None:
+    """Return the dropout of a part of a call, which starts at `place` (see `DropoutPlace`); None without dropout."""
     return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
 
 
-def _add_to_bias(total: Tensor, ring: Ring, piece: Piece, gradient: Tensor) -> None:
-    """Add the gradient of the bias of a piece to that of the whole bias, which may have one number for all keys."""
+def _add_to_bias(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
+    """Add the gradient of a piece of the bias to `total`, that of the whole bias; its key axis may have size 1."""
     part = with_values(ring.request.bias, total)  # type: ignore[arg-type]
     target = values_of(part_of_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
     target += gradient.sum_to_size(target.shape).to(target.dtype)
 
 
-def _without_values(bias: Bias | None) -> Bias | None:
-    """Return a bias of the same kind that holds no values of the call."""
+def _drop_bias_values(bias: Bias | None) -> Bias | None:
+    """Return a bias of the same class whose values are dropped."""
     return None if bias is None else with_values(bias, values_of(bias).new_empty((0,) * values_of(bias).dim()))

@@ -30,22 +30,22 @@ from multihead.kernels.sequence_split import RankWork, split
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.parallel.exchange import Ranks, compare, gather, heads_for_tokens, tokens_for_heads
-from multihead.parallel.layout import Kind, Layout, Range, check_kind
-from multihead.parallel.measuring import MergedParts, measured, stack_parts, unstack_parts
+from multihead.parallel.exchange import Ranks, compare_calls, gather_sequence, heads_for_tokens, tokens_for_heads
+from multihead.parallel.layout import Kind, Layout, Range, check_layout_name
+from multihead.parallel.measuring import MergedParts, measure_on_some_keys, stack_parts, unstack_parts
 from multihead.parallel.plan import (
-    MapBlock,
+    MapBlockMask,
     RingPlan,
     Strategy,
     bytes_of_keys,
+    bytes_sent,
     copies_for_ulysses,
-    keys_of_ring,
-    ring_plan,
-    traffic,
+    count_keys_sent,
+    plan_ring,
     visible_rectangle,
     work_per_rank,
 )
-from multihead.parallel.ring import Ring, part_of_dropout, terms_of
+from multihead.parallel.ring import Ring, dropout_of_part, slice_piece
 from multihead.scores.bias import part_of_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
@@ -56,7 +56,7 @@ _FULL = Full()
 _OUTSIDE = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
 
 
-class Chosen(NamedTuple):
+class ChosenStrategy(NamedTuple):
     """A strategy, and why it was chosen, in one line."""
 
     strategy: Strategy
@@ -121,7 +121,7 @@ def shard(
     (tensor([[5, 6, 7]]), tensor([[   6,    7, -100]]), tensor([[0, 1, 2]]))
     >>> dist.destroy_process_group()
     """
-    ranks = Ranks.of(mesh)
+    ranks = Ranks.of_mesh(mesh)
     check_is_mask(mask)
     if labels is not None:
         last = labels.new_full((labels.shape[0], 1), ignore_index)
@@ -131,19 +131,19 @@ def shard(
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is no tensor"
         raise ShapeError(f"The tensors of a sequence have one length, and {listed}.", "Give (batch, tokens, ...) each.")
     length = next(iter(lengths.values()))
-    kind = _layout_with_less_work(mask, length, ranks.size) if layout == "auto" else check_kind(layout)
+    kind = _layout_with_less_work(mask, length, ranks.size) if layout == "auto" else check_layout_name(layout)
     chosen = Layout(kind, ranks.size)
     chosen.check_length(length)
-    compare(ranks, {"The call": "shard", "The tensors": ", ".join(tensors), "The layout": kind, **tensors})
+    compare_calls(ranks, {"The call": "shard", "The tensors": ", ".join(tensors), "The layout": kind, **tensors})
     device = next(iter(tensors.values())).device
     parts = {name: chosen.take(tensor, ranks.rank, 1) for name, tensor in tensors.items()}
     return Shard(parts, chosen.positions(ranks.rank, length, device)[None], kind)
 
 
 def _layout_with_less_work(mask: Mask, length: int, ranks: int) -> Kind:
-    """Choose the layout whose busiest rank has less work; equal work is not worth smaller chunks."""
+    """Choose "balanced" if that saves a tenth of the work of the busiest rank, else "contiguous"."""
     balanced, contiguous = Layout("balanced", ranks), Layout("contiguous", ranks)
-    if length % balanced.parts:
+    if length % balanced.chunk_count:
         return "contiguous"
     bounds = key_bounds(mask, queries=length, keys=length)
     busiest = {layout.kind: max(work_per_rank(bounds, layout)) for layout in (balanced, contiguous)}
@@ -172,8 +172,8 @@ def unshard(mesh: Any, tensor: Tensor, *, layout: Kind, dim: int = 1) -> Tensor:
     tensor([[5, 6, 7]])
     >>> dist.destroy_process_group()
     """
-    ranks, dim = Ranks.of(mesh), dim % tensor.dim()
-    whole = Layout(check_kind(layout), ranks.size)
+    ranks, dim = Ranks.of_mesh(mesh), dim % tensor.dim()
+    whole = Layout(check_layout_name(layout), ranks.size)
     call = {
         "The call": "unshard",
         "The shape": str(tuple(tensor.shape)),
@@ -182,8 +182,8 @@ def unshard(mesh: Any, tensor: Tensor, *, layout: Kind, dim: int = 1) -> Tensor:
         "dim": dim,
         "Whether a gradient is needed": tensor.requires_grad and torch.is_grad_enabled(),
     }
-    compare(ranks, call)
-    return gather(tensor, ranks, whole, dim)
+    compare_calls(ranks, call)
+    return gather_sequence(tensor, ranks, whole, dim)
 
 
 @contextmanager
@@ -232,18 +232,18 @@ def context_parallel(
     if check not in get_args(Check):
         raise ArgumentError(f"check is {check!r}.", 'Give "every call" or "first call".')
     check_is_mask(mask)
-    ranks = Ranks.of(mesh)
+    ranks = Ranks.of_mesh(mesh)
     if sequence_split.active is not None:
         raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
-    with split(_Split(ranks, Layout(check_kind(layout), ranks.size), strategy, mask, check)):
+    with split(_SplitOverRanks(ranks, Layout(check_layout_name(layout), ranks.size), strategy, mask, check)):
         yield
 
 
 @dataclass(eq=False)
-class _Split:
+class _SplitOverRanks:
     """A sequence that is split over ranks: see `sequence_split.SequenceSplit`.
 
-    The mask is joined with that of every call. `compared` is whether the ranks have compared a call.
+    `mask` is joined with the mask of every call. `compared`: whether the ranks have compared a call already.
     """
 
     ranks: Ranks
@@ -264,7 +264,7 @@ class _Split:
         return self.layout.chunks(self.ranks.rank, length)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
-        return gather(tensor, self.ranks, self.layout, dim)
+        return gather_sequence(tensor, self.ranks, self.layout, dim)
 
     def whole_shape(self, shape: AttentionShape) -> AttentionShape:
         if shape.query_length != shape.key_length:
@@ -288,9 +288,9 @@ class _Split:
         if chosen.strategy == "ring":
             found = Ring(self.ranks, planned, request, kernel).attend()
         elif chosen.strategy == "ulysses":
-            found = self._by_heads(request, planned, kernel)
+            found = self._attend_by_heads(request, planned, kernel)
         else:
-            found = self._by_gathering(request, planned, kernel)
+            found = self._attend_by_gathering(request, planned, kernel)
         if observed:
             publish(AttentionCall(request, found))
         return found
@@ -299,18 +299,18 @@ class _Split:
         request, planned, chosen = self._plan_call(request, kernel)
         shape, ranks, rank = request.shape, self.ranks.size, self.ranks.rank
         whole, strategy = self.whole_shape(shape), chosen.strategy
-        sent = traffic(strategy, shape, planned, ranks)
+        sent = bytes_sent(strategy, shape, planned, ranks)
         length = whole.query_length
         k, v = (request.k.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
         if strategy == "ring":
             ring = Ring(self.ranks, planned, request, kernel)
             bias = None if request.bias is None else values_of(request.bias)
             pieces = [piece for step in planned.steps for piece in step.pieces]
-            parts = [terms_of(ring, piece, request.q, k, v, bias).request(ring, piece) for piece in pieces]
+            parts = [slice_piece(ring, piece, request.q, k, v, bias).build_request(ring, piece) for piece in pieces]
         elif strategy == "ulysses":
-            parts = [self._part_of_heads(request, *self._blank_heads(request, length))]
+            parts = [self._call_of_heads(request, *self._valueless_heads(request, length))]
         else:
-            parts = [part for part, _ in self._parts_of_rows(request, planned, k, v)]
+            parts = [part for part, _ in self._calls_of_chunks(request, planned, k, v)]
         shown = work_per_rank(planned.bounds, self.layout)
         own = sum(shown) / ranks if strategy == "ulysses" else shown[rank]
         per_cell = shape.batch * shape.num_heads / len(planned.bounds.start)
@@ -323,7 +323,9 @@ class _Split:
         )
         return RankWork(parts, shape.cells * ranks, round(own * per_cell), sent.held, lines)
 
-    def _plan_call(self, request: AttentionRequest, kernel: str | None) -> tuple[AttentionRequest, RingPlan, Chosen]:
+    def _plan_call(
+        self, request: AttentionRequest, kernel: str | None
+    ) -> tuple[AttentionRequest, RingPlan, ChosenStrategy]:
         """Check a call, plan it and choose the strategy, without talking to other ranks.
 
         Returns:
@@ -339,7 +341,7 @@ class _Split:
             self.mask.check_fits(CallSize(whole.batch, whole.num_heads, whole.query_length, whole.key_length))
             request = replace(request, mask=request.mask & self.mask)
         self.layout.check_length(whole.query_length)
-        planned = ring_plan(request.mask, whole.query_length, self.layout, self.ranks.rank)
+        planned = plan_ring(request.mask, whole.query_length, self.layout, self.ranks.rank)
         reason = native.refusal(request, planned.bounds) if request.dropout else None
         if reason is not None or (request.dropout and kernel not in (None, "native")):
             raise ArgumentError(
@@ -349,8 +351,8 @@ class _Split:
             )
         return request, planned, self._choose_strategy(request.shape, planned)
 
-    def _choose_strategy(self, shape: AttentionShape, planned: RingPlan) -> Chosen:
-        """Choose the strategy, the same one on all ranks."""
+    def _choose_strategy(self, shape: AttentionShape, planned: RingPlan) -> ChosenStrategy:
+        """Choose the strategy; all ranks choose the same one."""
         ranks, copies = self.ranks.size, copies_for_ulysses(shape, self.ranks.size)
         if self.strategy == "ulysses" and copies is None:
             raise ArgumentError(
@@ -359,13 +361,15 @@ class _Split:
                 'Take a number of ranks that divides the heads, or strategy="ring".',
             )
         if self.strategy != "auto":
-            return Chosen(self.strategy, f'strategy="{self.strategy}" was given')
+            return ChosenStrategy(self.strategy, f'strategy="{self.strategy}" was given')
         if copies is None:
-            return Chosen("ring", f"{shape.num_heads} heads cannot be divided over {ranks} ranks, as Ulysses needs it")
-        by_ring = keys_of_ring(planned.bounds, self.layout) * bytes_of_keys(shape, 1)
-        by_heads = traffic("ulysses", shape, planned, ranks).forward * ranks
+            return ChosenStrategy(
+                "ring", f"{shape.num_heads} heads cannot be divided over {ranks} ranks, as Ulysses needs it"
+            )
+        by_ring = count_keys_sent(planned.bounds, self.layout) * bytes_of_keys(shape, 1)
+        by_heads = bytes_sent("ulysses", shape, planned, ranks).forward * ranks
         sums = f"in a ring all ranks send {readable_bytes(by_ring)}, with Ulysses {readable_bytes(by_heads)}"
-        return Chosen("ring" if by_ring <= by_heads else "ulysses", sums)
+        return ChosenStrategy("ring" if by_ring <= by_heads else "ulysses", sums)
 
     def _compare_with_ranks(
         self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool
@@ -373,12 +377,12 @@ class _Split:
         """Compare a call with those of the other ranks, before anything else is sent.
 
         Returns:
-            the seed of its dropout, the same one on all ranks and in one process.
+            the seed of the dropout of the call, equal on all ranks.
         """
-        # Drawn on every rank, so that generators stay alike.
+        # Every rank draws a seed, so that their random number generators stay alike; the seed of rank 0 is used.
         seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
         if self.compared and self.check == "first call":
-            return compare(self.ranks, {"The call": "attention"}, seed) if request.dropout else seed
+            return compare_calls(self.ranks, {"The call": "attention"}, seed) if request.dropout else seed
         shape = request.shape
         tensors = {"q": request.q, "k": request.k, "v": request.v, "bias": request.bias, "sinks": request.sinks}
         learned = [name for name, x in tensors.items() if x is not None and values_of(x).requires_grad]
@@ -403,18 +407,18 @@ class _Split:
             "Whether the call is observed": observed,
             "What is measured": sorted(map(repr, request.wanted)),
         }
-        seed = compare(self.ranks, call, seed)
+        seed = compare_calls(self.ranks, call, seed)
         self.compared = True
         return seed
 
-    def _by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
-        """Compute with the keys of the whole sequence, which every rank receives."""
-        k = gather(request.k, self.ranks, self.layout, 2)
-        v = gather(request.v, self.ranks, self.layout, 2)
+    def _attend_by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
+        """Gather all keys and values on every rank, and compute the attention of this rank's queries."""
+        k = gather_sequence(request.k, self.ranks, self.layout, 2)
+        v = gather_sequence(request.v, self.ranks, self.layout, 2)
         merged = MergedParts(request.wanted, request.q[..., 0])
         outputs: list[Tensor] = []
         logsumexps: list[Tensor] = []
-        for part, (first_key, _) in self._parts_of_rows(request, planned, k, v):
+        for part, (first_key, _) in self._calls_of_chunks(request, planned, k, v):
             with split(None):
                 found = attend(part, kernel=kernel, published=False)
             first = sum(each.shape[2] for each in outputs)
@@ -422,21 +426,21 @@ class _Split:
             logsumexps.append(found.logsumexp)
             if request.wanted:
                 at = slice(first, first + found.output.shape[2])
-                parts = measured(part, found, planned.first_keys(request) - first_key)
+                parts = measure_on_some_keys(part, found, planned.first_keys(request) - first_key)
                 merged.add(at, first_key, found.logsumexp.detach(), parts)
         logsumexp = torch.cat(logsumexps, 2)
         return AttentionResult(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
 
-    def _parts_of_rows(
+    def _calls_of_chunks(
         self, request: AttentionRequest, planned: RingPlan, k: Tensor, v: Tensor
     ) -> Iterator[tuple[AttentionRequest, Range]]:
-        """Yield a call for each chunk of this rank's queries and the keys that they see, with the range of the keys."""
+        """Yield a request for each chunk of this rank's queries, with the keys that they see, and the keys' range."""
         first = 0
         for rows in self.layout.chunks(self.ranks.rank, planned.length):
             q = request.q[:, :, first : first + rows[1] - rows[0]]
             first += rows[1] - rows[0]
             seen = visible_rectangle(planned.bounds, rows, (0, planned.length))
-            keys = (0, 1) if seen is None else seen[1]  # one key that nobody sees
+            keys = (0, 1) if seen is None else seen[1]  # no key is visible: take one, which the mask hides
             of_k, of_v = k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             part = replace(
                 request,
@@ -444,33 +448,33 @@ class _Split:
                 k=of_k,
                 v=of_v,
                 shape=AttentionShape.of(q, of_k, of_v),
-                mask=MapBlock(request.mask, planned.bounds, rows, keys),
+                mask=MapBlockMask(request.mask, planned.bounds, rows, keys),
                 bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
-                part=part_of_dropout(request, query_start=rows[0], key_start=keys[0]),
-                query_start=rows[0] - keys[0] if request.wanted else 0,  # statistics measure distances
+                part=dropout_of_part(request, query_start=rows[0], key_start=keys[0]),
+                query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
             )
             yield part, keys
 
-    def _by_heads(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
-        """Compute some heads on the whole sequence."""
+    def _attend_by_heads(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
+        """Exchange tokens for heads (Ulysses), and compute the attention of this rank's heads on the whole sequence."""
         copies = copies_for_ulysses(request.shape, self.ranks.size) or 1
         q, k, v = request.q, request.k, request.v
         if copies != 1:  # the ranks that share a key/value head receive a copy each
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
-        part = self._part_of_heads(request, q, k, v)
+        part = self._call_of_heads(request, q, k, v)
         with split(None):
             found = attend(part, kernel=kernel, published=False)
         output = tokens_for_heads(found.output, self.ranks, self.layout)
         logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:
             return AttentionResult(output, logsumexp)
-        parts = measured(part, found, planned.first_keys(request))
+        parts = measure_on_some_keys(part, found, planned.first_keys(request))
         exchanged = tokens_for_heads(stack_parts(parts), self.ranks, self.layout)
         return AttentionResult(output, logsumexp, unstack_parts(exchanged, parts))
 
-    def _part_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
-        """Return the call of this rank's heads, with their queries, keys and values of the whole sequence."""
+    def _call_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
+        """Return the request of this rank's heads; q, k and v have the tokens of the whole sequence."""
         total = request.shape.num_heads
         count = total // self.ranks.size
         own = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
@@ -486,11 +490,11 @@ class _Split:
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],
-            part=part_of_dropout(request, head_start=own.start, total_heads=total),
+            part=dropout_of_part(request, head_start=own.start, total_heads=total),
         )
 
-    def _blank_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of this rank's heads that hold no values."""
+    def _valueless_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of this rank's heads, expanded from one uninitialised number, for their shapes only."""
         ranks, blank = self.ranks.size, request.q.new_empty(())
         kv_heads = request.shape.num_kv_heads * (copies_for_ulysses(request.shape, ranks) or 1) // ranks
         counts = (request.shape.num_heads // ranks, kv_heads, kv_heads)

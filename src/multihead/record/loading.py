@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multihead.errors import InputError, MultiheadError
 from multihead.errors.optional import require
-from multihead.files import Parts, check_name, is_folder
+from multihead.files import RandomAccessFile, check_file_name, is_folder
 from multihead.functional import request_of
 from multihead.probes.catalogue import REPEATED, probe_of_part
 from multihead.probes.probe import Statistic
@@ -136,7 +136,7 @@ def _open_file(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, 
     require("safetensors", purpose="Opening a record", extra="view")
     from safetensors import SafetensorError, safe_open
 
-    check_name(target)
+    check_file_name(target)
     try:
         with safe_open(target, framework="pt", device="cpu") as opened:
             if not mapped:
@@ -165,7 +165,7 @@ def _read_without_mapping(target: str) -> tuple[dict[str, str], dict[str, Tensor
     Raises:
         ValueError: the file has changed since.
     """
-    parts = Parts(Path(target), hold=True)
+    parts = RandomAccessFile(Path(target), hold=True)
     parts.read_into(0, memoryview(size := bytearray(8)))
     begin = 8 + int.from_bytes(size, "little")
     if begin > min(parts.size, HEADER + 8):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.errors.optional import require
-from multihead.files import check_writable, writing
+from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import REPEATED
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordContents
@@ -67,7 +67,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
             f"{len(record.layers)} layers, more than one file can list.",
             "Save fewer samples per file.",
         )
-    with writing(target) as opened:
+    with open_atomically(target) as opened:
         opened.write(header)
         for _, tensor in named:
             opened.write(_little_endian_bytes(tensor))

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from multihead.files import Parts
+from multihead.files import RandomAccessFile
 from multihead.record.segments import Rows
 
 HELD = 1 << 30
@@ -26,7 +26,7 @@ class HeadCache:
         most: limit of the bytes in memory.
     """
 
-    def __init__(self, parts: Parts, most: int = HELD) -> None:
+    def __init__(self, parts: RandomAccessFile, most: int = HELD) -> None:
         self.parts = parts
         self.most = most
         self.lock = threading.Lock()

@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError
-from multihead.files import check_writable, write_whole
+from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text, unit_label
 from multihead.probes.probe import SHARE
@@ -90,7 +90,7 @@ def write_census_page(
     for kept in range(max(each.plan.examples for each in runs), -1, -1):
         page = _render_page(data | {"kept": kept} | _examples_of_runs(runs, strongest, kept), runs, lang)
         if len(page) <= max_bytes:
-            write_whole(path, page)
+            write_atomically(path, page)
             return path
     raise ArgumentError(
         f"max_bytes is {max_bytes:,}, and this page needs {len(page):,} bytes without any example.",

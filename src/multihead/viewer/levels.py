@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from multihead.errors import InputError
-from multihead.files import Parts, writing
+from multihead.files import RandomAccessFile, open_atomically
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -79,7 +79,7 @@ class LayerMapLevels:
         self.sample = sample
         self.count = number_of_levels(sample.num_queries, sample.num_keys)
         self._layout = _layout_of_stored_arrays(sample, self.count)
-        self._file: Parts | None = None
+        self._file: RandomAccessFile | None = None
         self._room = room or MemoryBudget(IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
@@ -252,7 +252,7 @@ def _sum_to_next_level(fine: Array, coarse: Array) -> None:
         coarse[first : first + 256] = rows
 
 
-def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Array] | None:
+def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[RandomAccessFile, Array] | None:
     """Open a file of levels; create it anew unless it has the expected header and size.
 
     Returns:
@@ -263,7 +263,7 @@ def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple
         if not _has_expected_header(file, header, size):
             _create_levels_file(file, header, size)
         writable = _is_writable(file)
-        opened = Parts(file)
+        opened = RandomAccessFile(file)
         opened.read_into(size - heads, _view_as_bytes(done))  # the flags are the last array, one byte per head
     except (OSError, InputError):
         return None
@@ -286,7 +286,7 @@ def _has_expected_header(file: Path, header: bytes, size: int) -> bool:
 def _create_levels_file(file: Path, header: bytes, size: int) -> None:
     """Create a levels file in which no head is built; it gets its name only once it has its full size."""
     file.parent.mkdir(exist_ok=True)
-    with writing(file) as made:
+    with open_atomically(file) as made:
         made.write(header)
         made.flush()
         if hasattr(os, "posix_fallocate"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError, ShapeError
-from multihead.files import check_writable, is_folder, write_whole
+from multihead.files import check_writable, is_folder, write_atomically
 from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text
 from multihead.record.analysis.highlights import LayerProfile, findings
@@ -182,7 +182,7 @@ def write_report(
         )
     store = encode_fitting_maps(record, sample=sample, room=max_bytes - bare, progress=progress)
     page = _render_page(data, shell, store, max_bytes)
-    write_whole(path, page)
+    write_atomically(path, page)
     return ReportSummary(
         path=path,
         num_bytes=len(page),

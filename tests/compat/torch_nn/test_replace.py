@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from multihead import observe
 from multihead.compat import torch_nn
 from multihead.compat.torch_nn import MultiheadAttention, replace
-from multihead.compat.torch_nn.replace import replace_until
+from multihead.compat.torch_nn.replace import replace_until_undone
 from multihead.tensors.undo import Undo
 
 
@@ -268,8 +268,8 @@ def test_a_strangers_training_goes_the_same_way_after_replace() -> None:
 def test_uses_that_overlap_keep_the_drop_in_until_the_last_one_ends() -> None:
     model = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
     one, other = Undo(), Undo()
-    replace_until(one, model)
-    replace_until(other, model)
+    replace_until_undone(one, model)
+    replace_until_undone(other, model)
     assert type(model.self_attn) is MultiheadAttention
     one.close()
     assert (type(model.self_attn), len(model.self_attn._forward_pre_hooks)) == (MultiheadAttention, 1)
@@ -280,7 +280,7 @@ def test_uses_that_overlap_keep_the_drop_in_until_the_last_one_ends() -> None:
 def test_a_drop_in_of_the_user_stays_after_a_use() -> None:
     model = replace(nn.TransformerEncoderLayer(8, 2)).model
     with Undo() as undo:
-        replace_until(undo, model)
+        replace_until_undone(undo, model)
     assert (type(model.self_attn), len(model.self_attn._forward_pre_hooks)) == (MultiheadAttention, 1)
 
 

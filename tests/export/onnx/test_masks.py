@@ -14,7 +14,7 @@ pytest.importorskip("onnx", reason="the package onnx is not installed")
 from multihead import masks
 from multihead.errors import MaskError
 from multihead.export.onnx.graph import Graph
-from multihead.export.onnx.masks import Place, Start, always_sees, sizes_of, visible
+from multihead.export.onnx.masks import PositionValues, Start, every_query_sees_key, export_mask, fixed_sizes
 from multihead.masks.leading_keys import LeadingKeys
 from tests import drawing, oracle
 
@@ -22,10 +22,10 @@ from tests import drawing, oracle
 def computed(mask: masks.Mask, queries: int, keys: int, start: Start) -> Tensor:
     """Return the result of the nodes of a mask, broadcasting to (batch, heads, queries, keys)."""
     graph = Graph()
-    sizes = [graph.size(graph.input(name, torch.float32, (None,)), 0) for name in ("queries", "keys")]
-    found = visible(graph, mask, Place.of(graph, *sizes, start))
-    graph.output(graph.node("Identity", found), "seen", torch.bool, (None,) * 4)
-    session = onnxruntime.InferenceSession(graph.model(opset=23, name="mask").SerializeToString())
+    sizes = [graph.size_of_axis(graph.add_input(name, torch.float32, (None,)), 0) for name in ("queries", "keys")]
+    found = export_mask(graph, mask, PositionValues.of(graph, *sizes, start))
+    graph.add_output(graph.add_node("Identity", found), "seen", torch.bool, (None,) * 4)
+    session = onnxruntime.InferenceSession(graph.build_model(opset=23, name="mask").SerializeToString())
     given = {"queries": torch.zeros(queries).numpy(), "keys": torch.zeros(keys).numpy()}
     taken = [each.name for each in session.get_inputs()]
     return torch.from_numpy(session.run(None, {name: given[name] for name in taken})[0])
@@ -45,8 +45,8 @@ def test_a_tensor_after_leading_keys_covers_the_keys_after_them() -> None:
 
 
 def test_a_prefix_of_no_key_shows_none() -> None:
-    assert not always_sees(masks.Prefix(0), own=True)
-    assert always_sees(masks.Prefix(1), own=False)
+    assert not every_query_sees_key(masks.Prefix(0), own=True)
+    assert every_query_sees_key(masks.Prefix(1), own=False)
 
 
 @given(st.data(), drawing.sizes(longest=6))
@@ -57,7 +57,7 @@ def test_if_always_sees_is_true_every_query_sees_a_key(data: st.DataObject, size
         seen = oracle.shown(mask, cells)
     except IndexError:  # the mask was drawn for another number of keys
         return
-    assert not always_sees(mask, own=own) or bool(seen.any(-1).all())
+    assert not every_query_sees_key(mask, own=own) or bool(seen.any(-1).all())
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_if_always_sees_is_true_every_query_sees_a_key(data: st.DataObject, size
     ],
 )
 def test_a_mask_fixes_the_sizes_of_its_tensors_and_lists(mask: masks.Mask, sizes: dict[str, int]) -> None:
-    assert sizes_of(mask) == sizes
+    assert fixed_sizes(mask) == sizes
 
 
 def test_parts_of_different_sizes_are_refused() -> None:
     with pytest.raises(MaskError) as refusal:
-        sizes_of(masks.Lengths((5, 3)) & masks.Prefix((1, 2, 3)))
+        fixed_sizes(masks.Lengths((5, 3)) & masks.Prefix((1, 2, 3)))
     assert str(refusal.value) == (
         "Lengths((5, 3)) & Prefix((1, 2, 3)) has parts with 2 batch and parts with 3. Give its parts the same sizes."
     )
@@ -93,7 +93,7 @@ def test_a_mask_that_is_not_ours_is_refused() -> None:
             return "Odd()"
 
     with pytest.raises(MaskError) as refusal:
-        visible(Graph(), Odd(), Place("", ""))
+        export_mask(Graph(), Odd(), PositionValues("", ""))
     assert str(refusal.value) == (
         "Odd() cannot be exported to ONNX. "
         "Use the masks of multihead.masks, or masks.Keep with a tensor of the exported sizes."

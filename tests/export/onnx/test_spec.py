@@ -10,11 +10,11 @@ from torch import nn
 
 from multihead import masks
 from multihead.errors import ArgumentError, MaskError, MultiheadError
-from multihead.export.onnx.spec import Spec, checked_spec
+from multihead.export.onnx.spec import ModelSpec, checked_spec
 from multihead.layer import MultiHeadAttention
 
 
-def checked(layer: object = None, **options: Any) -> Spec:
+def checked(layer: object = None, **options: Any) -> ModelSpec:
     """Check a specification, with the defaults of `to_model`."""
     layer = MultiHeadAttention(8, 2).eval() if layer is None else layer
     sizes = {axis: options.pop(axis, None) for axis in ("batch", "queries", "keys")}
@@ -22,7 +22,7 @@ def checked(layer: object = None, **options: Any) -> Spec:
     return checked_spec(layer, given["inputs"], given["mask"], given["query_start"], given["opset"], sizes)
 
 
-def sizes(spec: Spec) -> tuple[int | str, ...]:
+def sizes(spec: ModelSpec) -> tuple[int | str, ...]:
     return spec.batch, spec.queries, spec.keys
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead import masks
 from multihead.functional import attend, attention, request_of
 from multihead.layer.cache import KeyValueCache
-from multihead.layer.cache.buffers import Held
+from multihead.layer.cache.buffers import CachedKeyValues
 from multihead.masks.base import And, Or
 
 
@@ -64,7 +64,7 @@ def of_rows(mask: masks.Mask, rows: slice, keys: int) -> masks.Mask:
     return mask
 
 
-def looked(q: Tensor, held: Held, mask: masks.Mask) -> Tensor:
+def looked(q: Tensor, held: CachedKeyValues, mask: masks.Mask) -> Tensor:
     """Attend to the keys that a cache returned; the mask may also cover later keys."""
     mask = mask.after_dropping_keys(held.key_start)
     if held.lengths is not None:

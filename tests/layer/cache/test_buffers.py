@@ -11,17 +11,17 @@ from torch.utils.checkpoint import checkpoint
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.layer.cache import buffers
-from multihead.layer.cache.buffers import Buffers, Held, copy_slots, counts_of, write_slots
+from multihead.layer.cache.buffers import CachedKeyValues, KeyValueBuffers, check_token_counts, copy_slots, write_slots
 
 
 def tokens(count: int, *, batch: int = 2, dim: int = 4, **options: Any) -> Tensor:
     return torch.randn(batch, 3, count, dim, **options)
 
 
-def filled(*counts: int, **options: Any) -> tuple[Buffers, list[Held], Tensor]:
+def filled(*counts: int, **options: Any) -> tuple[KeyValueBuffers, list[CachedKeyValues], Tensor]:
     """Return buffers filled in steps of these numbers of tokens, the results of the steps, and all keys."""
     options = {"capacity": None, "window": None} | options
-    found = Buffers(tokens(1), tokens(1, dim=5), **options)
+    found = KeyValueBuffers(tokens(1), tokens(1, dim=5), **options)
     keys = [tokens(count) for count in counts]
     return found, [found.extend(k, tokens(k.shape[2], dim=5), None) for k in keys], torch.cat(keys, 2)
 
@@ -73,7 +73,7 @@ def test_with_a_window_the_memory_does_not_grow_with_the_length() -> None:
     assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
     found.extend(tokens(5000), tokens(5000, dim=5), None)
     assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
-    assert found.progress.position == 5603
+    assert found.progress.next_position == 5603
 
 
 def test_slots_not_yet_written_are_zeros() -> None:
@@ -156,7 +156,7 @@ def test_a_call_that_a_backward_pass_recomputes_is_rejected() -> None:
 class TestRefusals:
     def test_keys_of_another_size(self) -> None:
         with pytest.raises(ShapeError) as refused:
-            buffers.check_alike("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4), torch.float32)
+            buffers.check_fits_cached("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4), torch.float32)
         assert str(refused.value) == (
             "k has shape (3, 3, 1, 4), and the cache holds 2 samples of 3 heads with 4 features. "
             "Give (2, 3, new tokens, 4), or call cache.reset() to start over."
@@ -164,7 +164,7 @@ class TestRefusals:
 
     def test_values_of_another_dtype(self) -> None:
         with pytest.raises(DtypeError) as refused:
-            buffers.check_alike("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4), torch.float32)
+            buffers.check_fits_cached("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4), torch.float32)
         assert str(refused.value) == (
             "v is torch.float64 on cpu, and the cache holds torch.float32 on cpu. "
             "Convert it, move the cache with cache.to(device), or call cache.reset() to start over."
@@ -172,7 +172,7 @@ class TestRefusals:
 
     def test_heads_that_are_not_split(self) -> None:
         with pytest.raises(ShapeError) as refused:
-            Buffers(torch.zeros(2, 3, 4), tokens(3), capacity=None, window=None)
+            KeyValueBuffers(torch.zeros(2, 3, 4), tokens(3), capacity=None, window=None)
         assert str(refused.value) == (
             "k has shape (2, 3, 4), and must be (batch, kv_heads, new tokens, dim). "
             "Split the heads first: mh.split_heads(x, num_heads)."
@@ -180,7 +180,7 @@ class TestRefusals:
 
     def test_keys_and_values_that_do_not_fit_each_other(self) -> None:
         with pytest.raises(ShapeError) as refused:
-            Buffers(tokens(3), tokens(3, dtype=torch.float64), capacity=None, window=None)
+            KeyValueBuffers(tokens(3), tokens(3, dtype=torch.float64), capacity=None, window=None)
         assert str(refused.value) == (
             "k is (2, 3, 3, 4) in torch.float32 on cpu, and v is (2, 3, 3, 4) in torch.float64 on cpu. "
             "Give both the same batch, heads, dtype and device."
@@ -253,7 +253,7 @@ class TestCopySlots:
 class TestCounts:
     def test_integers_and_tensors_are_accepted(self) -> None:
         for given in ((2, 0), torch.tensor([2, 0], dtype=torch.int32)):
-            counts = counts_of(given, batch=2, limit=2, device=torch.device("cpu"))
+            counts = check_token_counts(given, batch=2, limit=2, device=torch.device("cpu"))
             assert (counts.dtype, counts.tolist()) == (torch.int64, [2, 0])
 
     @pytest.mark.parametrize(
@@ -268,12 +268,12 @@ class TestCounts:
     )
     def test_invalid_counts_are_rejected(self, given: tuple[int, ...] | Tensor, sentence: str) -> None:
         with pytest.raises(ArgumentError) as refused:
-            counts_of(given, batch=2, limit=3, device=torch.device("cpu"))
+            check_token_counts(given, batch=2, limit=3, device=torch.device("cpu"))
         assert str(refused.value) == sentence
 
     def test_another_number_of_samples_is_rejected(self) -> None:
         with pytest.raises(ShapeError) as refused:
-            counts_of((1, 2, 3), batch=2, limit=3, device=torch.device("cpu"))
+            check_token_counts((1, 2, 3), batch=2, limit=3, device=torch.device("cpu"))
         assert str(refused.value) == (
             "lengths has shape (3,), and the batch has 2 samples. Give one length per sample: shape (2,)."
         )

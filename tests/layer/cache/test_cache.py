@@ -14,14 +14,14 @@ from multihead import masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.kernels.quantised import dequantise
 from multihead.layer.cache import KeyValueCache
-from multihead.layer.cache.buffers import SPARE, Held
+from multihead.layer.cache.buffers import SPARE, CachedKeyValues
 
 
 def tokens(count: int, *, batch: int = 2, dim: int = 4) -> Tensor:
     return torch.randn(batch, 3, count, dim)
 
 
-def step(cache: KeyValueCache, count: int = 1, **options: Any) -> Held:
+def step(cache: KeyValueCache, count: int = 1, **options: Any) -> CachedKeyValues:
     return cache.extend(tokens(count), tokens(count, dim=5), **options)
 
 
@@ -92,11 +92,11 @@ class TestProperties:
         assert torch.autograd.grad(memory.k.sum(), k)[0].eq(2).all()
 
     def test_calls_that_continue_one_another_share_a_sequence(self, cache: KeyValueCache) -> None:
-        assert cache.continued is None
+        assert cache.last_call_position is None
         step(cache, 5)
-        first = cache.continued
+        first = cache.last_call_position
         step(cache, 200, lengths=(200, 3))
-        then = cache.continued
+        then = cache.last_call_position
         assert first is not None
         assert then is not None
         assert then.text is first.text
@@ -104,18 +104,18 @@ class TestProperties:
         assert then.lengths.tolist() == [200, 3]
         for change in (lambda: cache.crop((204, 8)), lambda: cache.reorder((1, 0)), cache.reset):
             change()
-            assert cache.continued is None
+            assert cache.last_call_position is None
             step(cache)
-            assert cache.continued is not None
-            assert cache.continued.text is not then.text
-            then = cache.continued
+            assert cache.last_call_position is not None
+            assert cache.last_call_position.text is not then.text
+            then = cache.last_call_position
 
     def test_queries_of_a_cross_attention_have_a_position(self, cache: KeyValueCache) -> None:
         cache.remember(tokens(7), tokens(7, dim=5))
         cache.advance(5)
         cache.advance(1)
-        assert cache.continued is not None
-        assert cache.continued.position == 5
+        assert cache.last_call_position is not None
+        assert cache.last_call_position.position == 5
 
     def test_it_moves_to_a_device(self, cache: KeyValueCache) -> None:
         step(cache, 5, lengths=(2, 5))
@@ -217,7 +217,7 @@ class TestRollback:
         with pytest.raises(ValueError, match="refused"):
             refuse(cache, tokens(5), tokens(5, dim=5))
         assert repr(cache).endswith(": empty")
-        assert cache.continued is None
+        assert cache.last_call_position is None
 
     def test_a_call_without_an_error_stays(self, cache: KeyValueCache) -> None:
         with cache.rollback_on_error():

@@ -10,10 +10,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from multihead.compat.torch_nn.masks import Sizes, Visible, nested_like, padding_of, real_queries, visible
+from multihead.compat.torch_nn.masks import (
+    CallSizes,
+    VisibleKeys,
+    convert_masks,
+    nested_like,
+    padding_of_nested,
+    real_queries,
+)
 from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.errors.arguments import check_share, reject_scripting
+from multihead.errors.arguments import check_fraction, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.kernels.call import CallOrigin, listeners
 from multihead.kernels.per_head import attend_per_head, is_computed_per_head
@@ -21,7 +28,7 @@ from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
 from multihead.tensors.tracing import can_read_values
 
-_KEY = -1  # torch numbers the hooks that it registers from 0
+_HOOK_KEY = -1  # torch numbers its hooks from 0, so that this key is free
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -79,17 +86,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         head_dim_of(embed_dim, num_heads)
-        check_share("dropout", dropout)
+        check_fraction("dropout", dropout)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        keep_from_bypassing(self)
+        disable_fused_path(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle a layer, also one that was saved with `_qkv_same_embed_dim` set to False by an older drop-in."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._qkv_same_embed_dim = self.in_proj_weight is not None
-        keep_from_bypassing(self)
+        disable_fused_path(self)
 
     def forward(
         self,
@@ -130,28 +137,28 @@ class MultiheadAttention(nn.MultiheadAttention):
                 before anything is computed.
         """
         if query.is_nested or key.is_nested or value.is_nested:
-            self._check_nested(query, key, value, attn_mask, key_padding_mask)
+            self._check_nested_inputs(query, key, value, attn_mask, key_padding_mask)
             added = self.bias_k is not None or self.add_zero_attn
             if query is key and key is value and not (need_weights or is_causal or added):
                 return self._attend_nested(query), None
             return self._attend_nested_padded(
                 query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
             )
-        self._check_fitting(query, key, value)
+        self._check_input_shapes(query, key, value)
         within = query is key  # self-attention
         batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        query, key, value = self._without_bad_padding(query, key, value, key_padding_mask)
+        query, key, value = self._zero_nonfinite_padding(query, key, value, key_padding_mask)
         if length_axis == 0:
-            query, key, value = _batch_first(query, key, value)
+            query, key, value = _to_batch_first(query, key, value)
         q, k, v = self._project(query, key, value)  # (batch, length, embed_dim) each
         if not batched:
             q, k, v = q[None], k[None], v[None]
         extra = (self.bias_k is not None) + bool(self.add_zero_attn)
-        sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
-        shown = visible(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
-        k, v = self._with_added_keys(k, v)
+        sizes = CallSizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
+        shown = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
+        k, v = self._prepend_added_keys(k, v)
         origin = CallOrigin(self, crosses=False if within else None)
         if within and listeners():
             origin = replace(origin, real=real_queries(key_padding_mask))
@@ -159,7 +166,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
-            # Here added keys precede the others, so that visible keys remain intervals; in the original they are last.
+            # Added keys come first here, so that visible keys are intervals; nn.MultiheadAttention returns them last.
             weights = weights.roll(-extra, -1) if extra else weights
             weights = weights if batched else weights[0]
         return output, weights
@@ -168,7 +175,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Project query, key and value, in one matrix product if they are the same tensor: (..., embed_dim) each."""
         width, packed = self.embed_dim, self.in_proj_weight
         dtype = self.out_proj.weight.dtype
-        # The original accepts a bias of another dtype.
+        # nn.MultiheadAttention accepts a bias of another dtype than its weights.
         bias = None if self.in_proj_bias is None else self.in_proj_bias.to(dtype)
         if packed is None:
             biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -182,7 +189,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         projected = [linear(x, w, b) for x, w, b in zip(inputs, packed.split(parts), biases, strict=True)]
         return (projected[0], *projected[1].chunk(2, -1)) if key is value else tuple(projected)
 
-    def _with_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _prepend_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Prepend the learned key and the key of 0, where the layer has them."""
         if self.bias_k is not None and self.bias_v is not None:
             size = (k.shape[0], 1, self.embed_dim)
@@ -195,7 +202,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (torch.cat([*k_added, k], 1), torch.cat([*v_added, v], 1)) if k_added else (k, v)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, shown: Visible, origin: CallOrigin, *, need_weights: bool, average: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shown: VisibleKeys,
+        origin: CallOrigin,
+        *,
+        need_weights: bool,
+        average: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
@@ -211,11 +226,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         return merge_heads(attend(request).output), None
 
     def _attend_nested(self, query: Tensor) -> Tensor:
-        """Attend within nested samples, as nn.TransformerEncoder makes them: packed into one row of documents."""
+        """Compute self-attention of a nested tensor, whose samples are packed into one row of documents."""
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        shown = Visible(Documents(lengths), None, 0)
+        shown = VisibleKeys(Documents(lengths), None, 0)
         q, k, v = self._project(tokens, tokens, tokens)
         origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
         merged, _ = self._attend(q, k, v, shown, origin, need_weights=False, average=False)
@@ -224,8 +239,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend_nested_padded(
         self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from nested samples to nested samples; weights are padded with 0, as the original's are."""
-        rows, columns = padding_of(query), padding_of(key)  # (batch, length) each
+        """Compute attention of nested tensors by padding them; the weights of padding are 0, as the original's are."""
+        rows, columns = padding_of_nested(query), padding_of_nested(key)  # (batch, length) each
         unique = {id(nested): nested for nested in (query, key, value)}
         padded = {
             name: pad_sequence(list(nested.unbind()), batch_first=self.batch_first) for name, nested in unique.items()
@@ -239,7 +254,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.masked_fill(hidden_rows, 0)
         return nested_like(query, samples), weights
 
-    def _check_nested(
+    def _check_nested_inputs(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> None:
         """Reject inputs of which only some are nested, or which do not fit each other."""
@@ -280,7 +295,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "Give one value per key.",
             )
 
-    def _without_bad_padding(
+    def _zero_nonfinite_padding(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Replace NaN and inf in hidden tokens by 0: in the projection, 0 * NaN would reach a parameter's gradient."""
@@ -294,12 +309,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             hidden = hidden.T
         if hidden.shape != key.shape[:-1]:
-            return query, key, value  # rejected where the masks are translated
-        clean = _finite_where(hidden, key)
-        of_value = clean if value is key else _finite_where(hidden, value)
+            return query, key, value  # `convert_masks` rejects this shape
+        clean = _zero_nonfinite_where(hidden, key)
+        of_value = clean if value is key else _zero_nonfinite_where(hidden, value)
         return clean if query is key else query, clean, of_value
 
-    def _check_fitting(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check_input_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Reject inputs that do not fit the layer or each other."""
         assert self.kdim is not None
         assert self.vdim is not None
@@ -335,32 +350,32 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
 
-def _finite_where(hidden: Tensor, x: Tensor) -> Tensor:
-    """Replace hidden tokens that are not finite by 0, and no others: a finite one may be a query of its own."""
+def _zero_nonfinite_where(hidden: Tensor, x: Tensor) -> Tensor:
+    """Replace hidden tokens that are not finite by 0; finite ones are kept, because they may be queries too."""
     return x.masked_fill((hidden & ~x.isfinite().all(-1))[..., None], 0)
 
 
-def keep_from_bypassing(module: nn.MultiheadAttention) -> None:
+def disable_fused_path(module: nn.MultiheadAttention) -> None:
     """Make nn.TransformerEncoderLayer call the module instead of its fused operator.
 
     In eval without gradients the encoder layer passes the weights of `self_attn` to one fused operator, unless one of
-    its submodules has a forward hook. This hook does nothing, and adapters and copies of the module keep it.
+    its submodules has a forward hook. The hook added here does nothing; copies and adapters of the module keep it.
     """
-    # register_forward_pre_hook never assigns this key. Otherwise, a hook that is registered after unpickling in another
-    # process could replace this one.
-    module._forward_pre_hooks[_KEY] = _do_nothing  # noqa: SLF001
+    # register_forward_pre_hook never uses the key -1, so that no later hook replaces this one, even after
+    # unpickling in another process.
+    module._forward_pre_hooks[_HOOK_KEY] = _do_nothing  # noqa: SLF001
 
 
-def let_bypass(module: nn.MultiheadAttention) -> None:
-    """Undo `keep_from_bypassing`."""
-    module._forward_pre_hooks.pop(_KEY, None)  # noqa: SLF001
+def enable_fused_path(module: nn.MultiheadAttention) -> None:
+    """Undo `disable_fused_path`."""
+    module._forward_pre_hooks.pop(_HOOK_KEY, None)  # noqa: SLF001
 
 
 def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Leave the inputs of a module as they are (a forward pre-hook)."""
 
 
-def _batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _to_batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange length and batch; inputs that are the same tensor stay the same tensor.
 
     The copies are contiguous, because the matrix products that follow are slow on tokens with large strides.

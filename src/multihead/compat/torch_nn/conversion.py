@@ -51,7 +51,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if out.bias is not None:
         sources |= {"out_proj.bias": out.bias, **_split_into_projections(module.in_proj_bias, "bias")}
     for name, row in (("bias_k", module.bias_k), ("bias_v", module.bias_v)):
-        if row is not None:  # (1, 1, embed_dim) there, one row per head here
+        if row is not None:  # (1, 1, embed_dim) -> (heads, head_dim)
             sources[name] = row.detach().view(module.num_heads, -1).requires_grad_(row.requires_grad)
     return _fill_with_copies(layer, sources).train(module.training)
 
@@ -107,13 +107,13 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.Multi
 
 
 def _split_into_projections(packed: Tensor, name: str) -> dict[str, Tensor]:
-    """Split a packed parameter into those of the three projections."""
+    """Split a packed in_proj parameter into those of q_proj, k_proj and v_proj, by name."""
     parts = (part.requires_grad_(packed.requires_grad) for part in packed.detach().chunk(3))
     return {f"{projection}.{name}": part for projection, part in zip(_PROJECTIONS, parts, strict=True)}
 
 
 def _pack_projections(parts: list[Tensor]) -> Tensor:
-    """Pack the parameters of the three projections."""
+    """Concatenate the parameters of q_proj, k_proj and v_proj to one of in_proj."""
     return torch.cat([part.detach() for part in parts]).requires_grad_(any(part.requires_grad for part in parts))
 
 

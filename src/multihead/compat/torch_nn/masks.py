@@ -14,8 +14,8 @@ from multihead.tensors.tracing import can_read_values
 
 
 @dataclass(frozen=True, eq=False)
-class Visible:
-    """Which keys the queries of a call see: the equivalent of the original's masks.
+class VisibleKeys:
+    """The masks of an nn.MultiheadAttention call, converted to a mask and a bias of this library.
 
     Attributes:
         mask: which keys each query may see.
@@ -29,8 +29,8 @@ class Visible:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes of one call; `extra` keys, which belong to no token, precede all others, and every query sees them."""
+class CallSizes:
+    """The sizes of a call; `extra` counts keys without a token, which come first and which every query sees."""
 
     batch: int
     heads: int
@@ -39,12 +39,14 @@ class Sizes:
     extra: int
 
 
-def visible(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: Sizes, *, is_causal: bool) -> Visible:
-    """Convert the original's masks, where True hides, and a float mask is added to the scores.
+def convert_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: CallSizes, *, is_causal: bool
+) -> VisibleKeys:
+    """Convert masks of nn.MultiheadAttention: True hides a key, floats are added to the scores.
 
-    A float mask that consists of 0 and -inf hides as a boolean one does. Where values cannot be read without
-    synchronisation (an accelerator, a compiled graph), float masks stay biases, and `is_causal` is trusted, as by the
-    original.
+    A float mask of 0 and -inf becomes a boolean one. Where values cannot be read without
+    synchronisation (an accelerator, a compiled graph), float masks stay biases, and `is_causal` is trusted, as in
+    nn.MultiheadAttention.
 
     Args:
         attn_mask: (queries, keys) or (batch * heads, queries, keys).
@@ -54,22 +56,22 @@ def visible(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: Si
 
     >>> hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
     >>> padding = torch.tensor([[False, False, True], [False, False, False]])
-    >>> visible(hidden, padding, Sizes(batch=2, heads=1, queries=3, keys=3, extra=0), is_causal=False).mask
+    >>> convert_masks(hidden, padding, CallSizes(batch=2, heads=1, queries=3, keys=3, extra=0), is_causal=False).mask
     Causal() & Lengths(<int64 tensor (2,)>)
     """
-    _check_fitting(attn_mask, key_padding_mask, sizes)
-    by_query, bias = _of_attn_mask(attn_mask, sizes, is_causal=is_causal)
-    by_key, key_bias = _of_padding(key_padding_mask, sizes)
+    _check_mask_shapes(attn_mask, key_padding_mask, sizes)
+    by_query, bias = _convert_attn_mask(attn_mask, sizes, is_causal=is_causal)
+    by_key, key_bias = _convert_key_padding_mask(key_padding_mask, sizes)
     if bias is not None and key_bias is not None:
         bias = bias + key_bias  # (batch, heads or 1, queries, keys)
     elif bias is None:
         bias = key_bias
     if bias is not None and sizes.extra:
         bias = pad(bias, (sizes.extra, 0))
-    return Visible(by_query & by_key, bias, sizes.extra)
+    return VisibleKeys(by_query & by_key, bias, sizes.extra)
 
 
-def _of_attn_mask(attn_mask: Tensor | None, sizes: Sizes, *, is_causal: bool) -> tuple[Mask, Tensor | None]:
+def _convert_attn_mask(attn_mask: Tensor | None, sizes: CallSizes, *, is_causal: bool) -> tuple[Mask, Tensor | None]:
     """Convert attn_mask to a mask, or to a bias (batch or 1, heads or 1, queries, keys)."""
     if attn_mask is None:
         return Causal() if is_causal else Full(), None
@@ -92,7 +94,7 @@ def real_queries(key_padding_mask: Tensor | None) -> Tensor | None:
     return None if hidden is None else ~hidden
 
 
-def _of_padding(key_padding_mask: Tensor | None, sizes: Sizes) -> tuple[Mask, Tensor | None]:
+def _convert_key_padding_mask(key_padding_mask: Tensor | None, sizes: CallSizes) -> tuple[Mask, Tensor | None]:
     """Convert key_padding_mask to a mask, or to a bias (batch, 1, 1, keys)."""
     if key_padding_mask is None:
         return Full(), None
@@ -127,7 +129,7 @@ def _is_causal(hidden: Tensor) -> bool:
     return torch.equal(hidden, torch.ones(queries, keys, dtype=torch.bool).triu_(1))
 
 
-def _check_fitting(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: Sizes) -> None:
+def _check_mask_shapes(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: CallSizes) -> None:
     flat = (sizes.queries, sizes.keys)
     of_heads = (sizes.batch * sizes.heads, *flat)
     for name, mask, shapes, expected in (
@@ -150,10 +152,10 @@ def _check_fitting(attn_mask: Tensor | None, key_padding_mask: Tensor | None, si
             raise MaskError(f"{name} has shape {tuple(mask.shape)}.", f"Give {expected}.")
 
 
-def padding_of(nested: Tensor) -> Tensor:
+def padding_of_nested(nested: Tensor) -> Tensor:
     """Return where the padded form of a nested tensor is padding: (batch, length), bool.
 
-    >>> padding_of(torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged))
+    >>> padding_of_nested(torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged))
     tensor([[False,  True,  True],
             [False, False, False]])
     """
@@ -170,10 +172,10 @@ def nested_like(nested: Tensor, samples: list[Tensor]) -> Tensor:
     """
     if nested.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(samples, layout=nested.layout)
-    # To PyTorch two jagged tensors have the same lengths only if they share the tensors of offsets and lengths.
+    # PyTorch adds two jagged tensors only if they share one tensor of offsets, and one of lengths.
     offsets, lengths = nested.offsets(), nested.lengths()  # type: ignore[attr-defined]
     tokens = torch.cat(samples)
-    if lengths is not None:  # there are gaps between the samples
+    if lengths is not None:  # the samples of `nested` have gaps between them
         starts = zip(offsets[:-1].tolist(), samples, strict=True)
         places = [torch.arange(start, start + len(sample), device=offsets.device) for start, sample in starts]
         whole = tokens.new_zeros(nested.values().shape[0], tokens.shape[1])

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from multihead.compat.torch_nn.attention import MultiheadAttention, keep_from_bypassing, let_bypass
+from multihead.compat.torch_nn.attention import MultiheadAttention, disable_fused_path, enable_fused_path
 from multihead.tensors.undo import Undo
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,7 +42,7 @@ class Replaced(Generic[Model]):
         for name in self.names:
             module = self.model.get_submodule(name)
             if type(module) is MultiheadAttention:
-                _change_class(module, nn.MultiheadAttention)
+                _set_class(module, nn.MultiheadAttention)
         return self.model
 
     def __enter__(self) -> Replaced[Model]:
@@ -94,46 +94,46 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
         elif "forward" in module.__dict__:
             left[name] = "its forward was set on the instance."
         else:
-            _change_class(module, MultiheadAttention)
+            _set_class(module, MultiheadAttention)
             names.append(name)
     return Replaced(model, tuple(names), left)
 
 
-def replace_until(undo: Undo, model: nn.Module) -> None:
-    """Replace every nn.MultiheadAttention of a model in place, until all uses of the model have ended."""
+def replace_until_undone(undo: Undo, model: nn.Module) -> None:
+    """Replace every nn.MultiheadAttention of a model in place, until `undo` restores them."""
     for module in model.modules():
-        # A drop-in may be that of an earlier use, which this one outlives.
+        # A module may be a drop-in already, from an earlier use that ends before this one.
         if type(module) in (nn.MultiheadAttention, MultiheadAttention) and "forward" not in module.__dict__:
             assert isinstance(module, nn.MultiheadAttention)
-            undo.callback(partial(_let_original_bypass, module))
+            undo.callback(partial(_enable_fused_path_again, module))
             undo.set_attribute(module, "__class__", MultiheadAttention)
-            keep_from_bypassing(module)
+            disable_fused_path(module)
 
 
-def _let_original_bypass(module: nn.MultiheadAttention) -> None:
+def _enable_fused_path_again(module: nn.MultiheadAttention) -> None:
     if type(module) is nn.MultiheadAttention:
-        let_bypass(module)
+        enable_fused_path(module)
 
 
-def _change_class(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
-    """Change the class of a module in place: the drop-in has the original's attributes and one more hook."""
+def _set_class(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
+    """Set the class of a module in place, and add or remove the hook that keeps the drop-in from being bypassed."""
     module.__class__ = kind
     assert isinstance(module, nn.MultiheadAttention)
     if kind is MultiheadAttention:
-        keep_from_bypassing(module)
+        disable_fused_path(module)
     else:
-        let_bypass(module)
+        enable_fused_path(module)
 
 
-class _WithDropIn(nn.Module):
-    """A module of PyTorch whose attention is replaced when it is made; the module is the next base class."""
+class _AttentionReplacedOnInit(nn.Module):
+    """A mixin that replaces the attention of a PyTorch module when it is created."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         replace(self, inplace=True)
 
 
-class TransformerEncoderLayer(_WithDropIn, nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(_AttentionReplacedOnInit, nn.TransformerEncoderLayer):
     """nn.TransformerEncoderLayer with the drop-in as `self_attn` and the same arguments.
 
     >>> import torch
@@ -142,7 +142,7 @@ class TransformerEncoderLayer(_WithDropIn, nn.TransformerEncoderLayer):
     """
 
 
-class TransformerDecoderLayer(_WithDropIn, nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(_AttentionReplacedOnInit, nn.TransformerDecoderLayer):
     """nn.TransformerDecoderLayer with the drop-in as `self_attn` and `multihead_attn`, and the same arguments.
 
     >>> import torch
@@ -152,7 +152,7 @@ class TransformerDecoderLayer(_WithDropIn, nn.TransformerDecoderLayer):
     """
 
 
-class TransformerEncoder(_WithDropIn, nn.TransformerEncoder):
+class TransformerEncoder(_AttentionReplacedOnInit, nn.TransformerEncoder):
     """nn.TransformerEncoder with the drop-in as its attention, and the same arguments.
 
     In eval without gradients a padded batch is packed before the first layer, as by the original: padding is not
@@ -165,7 +165,7 @@ class TransformerEncoder(_WithDropIn, nn.TransformerEncoder):
     """
 
 
-class Transformer(_WithDropIn, nn.Transformer):
+class Transformer(_AttentionReplacedOnInit, nn.Transformer):
     """nn.Transformer with the drop-in as the attention of encoder and decoder, and the same arguments.
 
     >>> import torch

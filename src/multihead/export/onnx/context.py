@@ -7,13 +7,13 @@ from functools import cached_property
 import torch
 
 from multihead.export.onnx.graph import Graph
-from multihead.export.onnx.masks import Place
-from multihead.export.onnx.spec import INPUTS, Spec
+from multihead.export.onnx.masks import PositionValues
+from multihead.export.onnx.spec import INPUTS, ModelSpec
 from multihead.layer import MultiHeadAttention
 
 
-class Context:
-    """A graph with the inputs of a layer's call, and the names of values computed from them, each computed once.
+class ExportContext:
+    """A graph, its inputs, and the names of values that several parts of it use, each computed once.
 
     Args:
         graph: an empty graph.
@@ -25,7 +25,7 @@ class Context:
         inputs: the names of the inputs.
     """
 
-    def __init__(self, graph: Graph, layer: MultiHeadAttention, spec: Spec) -> None:
+    def __init__(self, graph: Graph, layer: MultiHeadAttention, spec: ModelSpec) -> None:
         self.graph, self.layer, self.spec = graph, layer, spec
         self.dtype: torch.dtype = layer.q_proj.weight.dtype
         self.inputs = tuple(name for name in INPUTS if name in spec.inputs)
@@ -40,59 +40,59 @@ class Context:
             "values": (spec.keys, layer.value_dim),
         }
         if name in rows:
-            self.graph.input(name, self.dtype, (spec.batch, *rows[name]))
+            self.graph.add_input(name, self.dtype, (spec.batch, *rows[name]))
         elif name == "past":
             fixed = isinstance(spec.keys, int) and isinstance(spec.queries, int)
             past = int(spec.keys) - int(spec.queries) if fixed else "past"
             for part, width in (("past_key", layer.head_dim), ("past_value", layer.value_head_dim)):
-                self.graph.input(part, self.dtype, (spec.batch, layer.num_kv_heads, past, width))
+                self.graph.add_input(part, self.dtype, (spec.batch, layer.num_kv_heads, past, width))
         elif name in ("keep", "bias", "head_gates"):
             axes = 3 if name == "head_gates" else 4
-            self.graph.input(name, torch.bool if name == "keep" else self.dtype, (None,) * axes)
+            self.graph.add_input(name, torch.bool if name == "keep" else self.dtype, (None,) * axes)
         else:
-            self.graph.input(name, torch.int64, (spec.batch,))
+            self.graph.add_input(name, torch.int64, (spec.batch,))
 
     @cached_property
-    def batch(self) -> str:
+    def batch_size(self) -> str:
         """The number of samples, a list of one integer."""
-        return self.graph.size("x", 0)
+        return self.graph.size_of_axis("x", 0)
 
     @cached_property
-    def queries(self) -> str:
+    def query_count(self) -> str:
         """The number of queries, a list of one integer."""
-        return self.graph.size("x", 1)
+        return self.graph.size_of_axis("x", 1)
 
     @cached_property
-    def keys(self) -> str:
-        """The number of keys without those that the layer adds, a list of one integer."""
+    def key_count(self) -> str:
+        """The number of keys, a list of one integer; keys that the layer adds are not counted."""
         if self.spec.has_past:
-            return self.graph.node("Add", self.graph.size("past_key", 2), self.queries)
-        return self.graph.size("memory", 1) if self.spec.crosses else self.queries
+            return self.graph.add_node("Add", self.graph.size_of_axis("past_key", 2), self.query_count)
+        return self.graph.size_of_axis("memory", 1) if self.spec.is_cross_attention else self.query_count
 
     @cached_property
-    def place(self) -> Place:
-        """The positions of queries and keys."""
-        return Place.of(self.graph, self.queries, self.keys, self.spec.start)
+    def position_values(self) -> PositionValues:
+        """The values in the graph with the positions of queries and keys."""
+        return PositionValues.of(self.graph, self.query_count, self.key_count, self.spec.start)
 
     @cached_property
-    def nothing(self) -> str:
+    def zero(self) -> str:
         """The number 0, in the layer's dtype."""
-        return self.graph.constant(torch.zeros((), dtype=self.dtype), name="nothing")
+        return self.graph.add_constant(torch.zeros((), dtype=self.dtype), name="nothing")
 
     @cached_property
-    def hidden(self) -> str:
+    def hidden_bias(self) -> str:
         """The bias of a hidden key, -inf, in the layer's dtype."""
-        return self.graph.constant(torch.tensor(-torch.inf, dtype=self.dtype), name="hidden")
+        return self.graph.add_constant(torch.tensor(-torch.inf, dtype=self.dtype), name="hidden")
 
     @property
     def key_lengths(self) -> str | None:
-        """The input with the number of keys of each sample that are tokens, if there is one."""
-        name = "memory_lengths" if self.spec.crosses else "lengths"
+        """The name of the input that counts the keys of each sample without padding; None if there is none."""
+        name = "memory_lengths" if self.spec.is_cross_attention else "lengths"
         return name if name in self.inputs else None
 
-    def inside(self, lengths: str) -> str:
-        """Return where there are tokens, and not padding: (batch, length, 1), bool."""
-        size = self.queries if lengths == "lengths" else self.keys
-        tokens = self.graph.node("Reshape", self.graph.range(size), self.graph.ints(1, -1, 1))
-        counts = self.graph.node("Reshape", lengths, self.graph.ints(-1, 1, 1))
-        return self.graph.node("Less", tokens, counts, name="inside")
+    def token_mask(self, lengths: str) -> str:
+        """Return which positions hold tokens, and not padding: (batch, length, 1), bool."""
+        size = self.query_count if lengths == "lengths" else self.key_count
+        tokens = self.graph.add_node("Reshape", self.graph.range_up_to(size), self.graph.add_integers(1, -1, 1))
+        counts = self.graph.add_node("Reshape", lengths, self.graph.add_integers(-1, 1, 1))
+        return self.graph.add_node("Less", tokens, counts, name="inside")

@@ -1,4 +1,4 @@
-"""Build an ONNX graph: each method adds a node, a constant or an input, and returns the name of its value."""
+"""Build an ONNX graph: most methods add a node, a constant or an input, and return the name of its value."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def import_onnx() -> ModuleType:
 
 
 class Graph:
-    """Nodes, constants, inputs and outputs of a graph, in the order in which they were added.
+    """An ONNX graph that is built step by step; its nodes are in the order in which they were added.
 
     >>> graph = Graph()
-    >>> x = graph.input("x", torch.float32, ("batch", 3))
-    >>> graph.output(graph.node("Add", x, graph.constant(torch.ones(3))), "y", torch.float32, ("batch", 3))
-    >>> [node.op_type for node in graph.model(opset=23, name="add one").graph.node]
+    >>> x = graph.add_input("x", torch.float32, ("batch", 3))
+    >>> graph.add_output(graph.add_node("Add", x, graph.add_constant(torch.ones(3))), "y", torch.float32, ("batch", 3))
+    >>> [node.op_type for node in graph.build_model(opset=23, name="add one").graph.node]
     ['Add']
     """
 
@@ -54,69 +54,71 @@ class Graph:
         self._lists: dict[tuple[int, ...], str] = {}
         self._ranges: dict[str, str] = {}
 
-    def input(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> str:
-        """Declare an input; a size is a number, the name of one that may change, or None."""
-        self._inputs.append(self._declared(self._unique_name(name), dtype, sizes))
+    def add_input(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> str:
+        """Declare an input; each size is a number, the name of a size that may change, or None."""
+        self._inputs.append(self._value_info(self._unique_name(name), dtype, sizes))
         return name
 
-    def output(self, value: str, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
+    def add_output(self, value: str, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
         """Declare the value of the last node as an output, and rename it."""
         assert self._nodes[-1].output[0] == value
         self._nodes[-1].output[0] = self._unique_name(name)
-        self._outputs.append(self._declared(name, dtype, sizes))
+        self._outputs.append(self._value_info(name, dtype, sizes))
 
-    def also(self, value: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
-        """Declare a value as an output under its own name."""
-        self._outputs.append(self._declared(value, dtype, sizes))
+    def add_value_as_output(self, value: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
+        """Declare a value as an output of the graph, without renaming it."""
+        self._outputs.append(self._value_info(value, dtype, sizes))
 
-    def constant(self, value: Tensor, *, name: str = "constant") -> str:
-        """Add a tensor of any dtype and device as a constant, bit by bit."""
+    def add_constant(self, value: Tensor, *, name: str = "constant") -> str:
+        """Add a tensor of any dtype and device as a constant, bit by bit, and return its name."""
         name = self._unique_name(name)
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        constant = self._onnx.helper.make_tensor(name, self._type(value.dtype), tuple(value.shape), raw, raw=True)
+        constant = self._onnx.helper.make_tensor(
+            name, self._tensor_type(value.dtype), tuple(value.shape), raw, raw=True
+        )
         self._constants.append(constant)
         return name
 
-    def ints(self, *values: int) -> str:
+    def add_integers(self, *values: int) -> str:
         """Add a list of integers, such as shapes and axes; equal lists share one constant."""
         if values not in self._lists:
-            self._lists[values] = self.constant(torch.tensor(values, dtype=torch.int64), name="ints")
+            self._lists[values] = self.add_constant(torch.tensor(values, dtype=torch.int64), name="ints")
         return self._lists[values]
 
-    def node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
+    def add_node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         """Add a node with one output; an unused input is an empty name."""
         output = self._unique_name(name or operator.lower())
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
         return output
 
-    def several(self, operator: str, *inputs: str, names: Sequence[str], **attributes: Any) -> list[str]:
+    def add_multi_output_node(self, operator: str, *inputs: str, names: Sequence[str], **attributes: Any) -> list[str]:
         """Add a node with one output per name."""
         outputs = [self._unique_name(name) for name in names]
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), outputs, **attributes))
         return outputs
 
-    def cast(self, value: str, dtype: torch.dtype) -> str:
+    def add_cast(self, value: str, dtype: torch.dtype) -> str:
         """Convert a value to a dtype."""
-        return self.node("Cast", value, to=self._type(dtype))
+        return self.add_node("Cast", value, to=self._tensor_type(dtype))
 
-    def size(self, value: str, axis: int) -> str:
-        """Return one size of a value, as a list of one integer."""
-        return self.node("Shape", value, start=axis, end=axis + 1, name="size")
+    def size_of_axis(self, value: str, axis: int) -> str:
+        """Add a node that reads the size of one axis of a value, as a list of one integer."""
+        return self.add_node("Shape", value, start=axis, end=axis + 1, name="size")
 
-    def range(self, count: str) -> str:
-        """Return 0, 1, 2, ... count - 1, where count is a list of one integer."""
+    def range_up_to(self, count: str) -> str:
+        """Add a node that counts 0, 1, 2, ... count - 1, where count is a list of one integer."""
         if count not in self._ranges:
-            self._ranges[count] = self.node("Range", self._zero, self.node("Squeeze", count), self._one)
+            self._ranges[count] = self.add_node("Range", self._zero, self.add_node("Squeeze", count), self._one)
         return self._ranges[count]
 
-    def model(
+    def build_model(
         self, *, opset: int, name: str, metadata: Mapping[str, str] | None = None, version: str = ""
     ) -> ModelProto:
         """Build a model from the graph; `version` is that of the package that builds it."""
         helper = self._onnx.helper
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._constants)
         opsets = [helper.make_opsetid("", opset)]
-        # The oldest format with these operators, so that older runtimes can read it too.
+        # Of the file formats with these operators the oldest, so that older runtimes can read the model.
         oldest = helper.find_min_ir_version_for(opsets)
         model: ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=oldest)
         model.producer_name, model.producer_version = "multihead", version
@@ -125,21 +127,21 @@ class Graph:
 
     @cached_property
     def _zero(self) -> str:
-        return self.constant(torch.tensor(0), name="zero")
+        return self.add_constant(torch.tensor(0), name="zero")
 
     @cached_property
     def _one(self) -> str:
-        return self.constant(torch.tensor(1), name="one")
+        return self.add_constant(torch.tensor(1), name="one")
 
-    def _declared(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> ValueInfoProto:
-        declared: ValueInfoProto = self._onnx.helper.make_tensor_value_info(name, self._type(dtype), list(sizes))
+    def _value_info(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> ValueInfoProto:
+        declared: ValueInfoProto = self._onnx.helper.make_tensor_value_info(name, self._tensor_type(dtype), list(sizes))
         return declared
 
-    def _type(self, dtype: torch.dtype) -> int:
+    def _tensor_type(self, dtype: torch.dtype) -> int:
         return int(getattr(self._onnx.TensorProto, _TYPES[dtype]))
 
     def _unique_name(self, name: str) -> str:
-        """Return a unique name: this one, with a number if it is taken."""
+        """Return the name itself, or if the graph has it already, the name with a number."""
         own, number = name, 1
         while own in self._taken:
             number += 1

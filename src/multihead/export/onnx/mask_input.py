@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.export.onnx.context import Context
-from multihead.export.onnx.masks import always_sees, visible
+from multihead.export.onnx.context import ExportContext
+from multihead.export.onnx.masks import every_query_sees_key, export_mask
 from multihead.masks import Causal, Full
 from multihead.scores.bias import RelativeBias
 from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, distance_buckets
@@ -21,10 +21,10 @@ class MaskInputs:
     """The mask inputs of the operator; an empty name is an input that is not used.
 
     Attributes:
-        is_causal: the attribute of that name.
+        is_causal: the attribute is_causal.
         table: the input attn_mask, (batch or 1, heads or 1, queries, keys), bool or added to the scores.
         lengths: the input nonpad_kv_seqlen, (batch,).
-        some: (batch or 1, heads or 1, queries or 1, 1), bool: the queries that see a key; "" where all do.
+        some: which queries see a key, (batch or 1, heads or 1, queries or 1, 1), bool; "" if every query does.
     """
 
     is_causal: bool = False
@@ -33,7 +33,7 @@ class MaskInputs:
     some: str = ""
 
 
-def mask_inputs(context: Context) -> MaskInputs:
+def choose_mask_inputs(context: ExportContext) -> MaskInputs:
     """Choose the cheapest mask inputs: none, the attribute, lengths, or a table."""
     layer, mask, spec, lengths = context.layer, context.spec.mask, context.spec, context.key_lengths
     bias = _sum_of_biases(context)
@@ -42,25 +42,31 @@ def mask_inputs(context: Context) -> MaskInputs:
     plain = bias is None and not sinks and "keep" not in context.inputs
     if plain and lengths is None and isinstance(mask, Full):
         return MaskInputs()
-    if plain and not added and lengths is None and isinstance(mask, Causal) and spec.from_zero:
+    if plain and not added and lengths is None and isinstance(mask, Causal) and spec.starts_at_zero:
         return MaskInputs(is_causal=True)
     if plain and not added and lengths is not None and isinstance(mask, Full) and spec.opset >= 24:
-        counts = context.graph.node("Min", lengths, context.keys)
-        return MaskInputs(lengths=counts, some=_lengths_show_some_key(context, counts) if spec.crosses else "")
+        counts = context.graph.add_node("Min", lengths, context.key_count)
+        return MaskInputs(
+            lengths=counts, some=_which_lengths_are_positive(context, counts) if spec.is_cross_attention else ""
+        )
     table, boolean = _mask_or_bias_table(context, _visible_cells(context), bias)
-    # A token of a padded sample sees itself, or the first key; the results of padding are discarded. Every query sees a
-    # key that the layer adds, and a sink takes all of the weight where no key is visible.
-    hides = may_hide(context) or "bias" in context.inputs or "keep" in context.inputs
-    all_see = not hides and always_sees(mask, own=spec.own) and not (lengths is not None and spec.crosses)
-    some = "" if all_see or added or sinks else _see_some_key(context, table, boolean=boolean)
+    # Whether some query may see no key. In a padded sample each token sees itself or the first key, and results of
+    # padding are discarded. Keys that the layer adds are visible to every query, and so are sinks.
+    hides = may_bias_hide_keys(context) or "bias" in context.inputs or "keep" in context.inputs
+    all_see = (
+        not hides
+        and every_query_sees_key(mask, own=spec.has_own_keys)
+        and not (lengths is not None and spec.is_cross_attention)
+    )
+    some = "" if all_see or added or sinks else _which_see_some_key(context, table, boolean=boolean)
     if added:
-        table = _with_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
+        table = _prepend_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
     if sinks:
-        table = _with_column(context, _bias_of_bool_table(context, table, boolean=boolean), sinks_of(context))
+        table = _prepend_column(context, _bias_of_bool_table(context, table, boolean=boolean), sink_logits(context))
     return MaskInputs(table=table, some=some)
 
 
-def sinks_of(context: Context) -> torch.Tensor:
+def sink_logits(context: ExportContext) -> torch.Tensor:
     """Return the logits of the sinks, (1, heads, 1, 1); the key of `add_zero_attn` is a sink whose logit is 0."""
     layer = context.layer
     zero = torch.zeros(layer.num_heads)
@@ -70,66 +76,68 @@ def sinks_of(context: Context) -> torch.Tensor:
     return sinks.reshape(1, -1, 1, 1)
 
 
-def _sum_of_biases(context: Context) -> str | None:
+def _sum_of_biases(context: ExportContext) -> str | None:
     """Add the input bias and the position bias, broadcasting to (batch, heads, queries, keys); None without either."""
     bias, own = "bias" if "bias" in context.inputs else None, position_bias(context)
-    return context.graph.node("Add", own, bias) if own and bias else own or bias
+    return context.graph.add_node("Add", own, bias) if own and bias else own or bias
 
 
-def _visible_cells(context: Context) -> str | None:
+def _visible_cells(context: ExportContext) -> str | None:
     """Combine mask, lengths and `keep`: bool, broadcasting to (batch, heads, queries, keys); None if all are True."""
     graph, mask = context.graph, context.spec.mask
-    parts = [] if isinstance(mask, Full) else [visible(graph, mask, context.place)]
+    parts = [] if isinstance(mask, Full) else [export_mask(graph, mask, context.position_values)]
     if context.key_lengths is not None:
-        counts = graph.node("Reshape", context.key_lengths, graph.ints(-1, 1, 1, 1))
-        parts.append(graph.node("Less", context.place.columns, counts, name="real"))
+        counts = graph.add_node("Reshape", context.key_lengths, graph.add_integers(-1, 1, 1, 1))
+        parts.append(graph.add_node("Less", context.position_values.columns, counts, name="real"))
     parts += ["keep"] if "keep" in context.inputs else []
-    return reduce(lambda one, other: graph.node("And", one, other), parts) if parts else None
+    return reduce(lambda one, other: graph.add_node("And", one, other), parts) if parts else None
 
 
-def _mask_or_bias_table(context: Context, seen: str | None, bias: str | None) -> tuple[str, bool]:
-    """Build the table of visible keys or biases, (batch or 1, heads or 1, queries, keys); and whether it is bool."""
+def _mask_or_bias_table(context: ExportContext, seen: str | None, bias: str | None) -> tuple[str, bool]:
+    """Join visible keys and bias to one table, (batch or 1, heads or 1, queries, keys); and whether it is bool."""
     graph = context.graph
     if seen is None and bias is None:
-        seen = graph.constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
-    table = str(bias or seen) if seen is None or bias is None else graph.node("Where", seen, bias, context.hidden)
-    # Runtimes broadcast the first two dimensions only.
-    sizes = graph.node("Concat", graph.ints(1, 1), context.queries, context.keys, axis=0)
-    return graph.node("Expand", table, sizes, name="table"), bias is None
+        seen = graph.add_constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
+    table = (
+        str(bias or seen) if seen is None or bias is None else graph.add_node("Where", seen, bias, context.hidden_bias)
+    )
+    # Runtimes broadcast a mask over batch and heads only, so that queries and keys are expanded.
+    sizes = graph.add_node("Concat", graph.add_integers(1, 1), context.query_count, context.key_count, axis=0)
+    return graph.add_node("Expand", table, sizes, name="table"), bias is None
 
 
-def _bias_of_bool_table(context: Context, table: str, *, boolean: bool) -> str:
-    return context.graph.node("Where", table, context.nothing, context.hidden) if boolean else table
+def _bias_of_bool_table(context: ExportContext, table: str, *, boolean: bool) -> str:
+    return context.graph.add_node("Where", table, context.zero, context.hidden_bias) if boolean else table
 
 
-def _with_column(context: Context, table: str, column: torch.Tensor) -> str:
+def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) -> str:
     """Prepend the column of an added key to a mask or a bias; it has one value, or one per head (1, heads, 1, 1)."""
     graph = context.graph
-    if column.dim():  # the column differs per head, so each head needs its own table
-        table = graph.node("Expand", table, graph.ints(*column.shape))
-    sizes = graph.node("Concat", graph.node("Shape", table, start=0, end=3), graph.ints(1), axis=0)
+    if column.dim():  # the column differs between heads, and so must the table
+        table = graph.add_node("Expand", table, graph.add_integers(*column.shape))
+    sizes = graph.add_node("Concat", graph.add_node("Shape", table, start=0, end=3), graph.add_integers(1), axis=0)
     column = column if column.dtype == torch.bool else column.to(context.dtype)
-    first = graph.node("Expand", graph.constant(column, name="column"), sizes)
-    return graph.node("Concat", first, table, axis=-1, name="table")
+    first = graph.add_node("Expand", graph.add_constant(column, name="column"), sizes)
+    return graph.add_node("Concat", first, table, axis=-1, name="table")
 
 
-def _see_some_key(context: Context, table: str, *, boolean: bool) -> str:
+def _which_see_some_key(context: ExportContext, table: str, *, boolean: bool) -> str:
     graph = context.graph
-    best = graph.node("ReduceMax", table, graph.ints(-1), keepdims=1)
-    return best if boolean else graph.node("Not", graph.node("Equal", best, context.hidden), name="some")
+    best = graph.add_node("ReduceMax", table, graph.add_integers(-1), keepdims=1)
+    return best if boolean else graph.add_node("Not", graph.add_node("Equal", best, context.hidden_bias), name="some")
 
 
-def _lengths_show_some_key(context: Context, counts: str) -> str:
+def _which_lengths_are_positive(context: ExportContext, counts: str) -> str:
     graph = context.graph
-    shaped = graph.node("Reshape", counts, graph.ints(-1, 1, 1, 1))
-    return graph.node("Greater", shaped, graph.ints(0), name="some")
+    shaped = graph.add_node("Reshape", counts, graph.add_integers(-1, 1, 1, 1))
+    return graph.add_node("Greater", shaped, graph.add_integers(0), name="some")
 
 
-def position_bias(context: Context) -> str | None:
+def position_bias(context: ExportContext) -> str | None:
     """Return the position bias, (batch or 1, heads, queries, keys) in the layer's dtype, or None.
 
-    It is computed in the graph for any size, or stored as a constant if the module is not ours; then an ArgumentError
-    is raised if sizes may change.
+    The graph computes the bias of ALiBi, T5Bias and LearnedBias for any size. The bias of another module is stored as a
+    constant, and an ArgumentError is raised if its sizes may change.
     """
     module = context.layer.position_bias
     if module is None:
@@ -141,28 +149,30 @@ def position_bias(context: Context) -> str | None:
             return _t5_bias(context, module)
         if type(module) is LearnedBias:
             return _learned_bias(context, module)
-        return _tensor_bias(context, module)
+        return _stored_bias(context, module)
 
 
-def may_hide(context: Context) -> bool:
+def may_bias_hide_keys(context: ExportContext) -> bool:
     """Whether the position bias may contain -inf, which hides a key."""
     return type(context.layer.position_bias) not in (type(None), ALiBi, T5Bias)
 
 
-def _distance_to_keys(context: Context) -> str:
+def _distance_to_keys(context: ExportContext) -> str:
     """Subtract the query's position from the key's: (batch or 1, 1, queries, keys), int64."""
-    return context.graph.node("Sub", context.place.columns, context.place.positions, name="distance")
+    return context.graph.add_node(
+        "Sub", context.position_values.columns, context.position_values.positions, name="distance"
+    )
 
 
-def _alibi_bias(context: Context, module: ALiBi) -> str:
+def _alibi_bias(context: ExportContext, module: ALiBi) -> str:
     graph = context.graph
-    distance = graph.cast(graph.node("Abs", _distance_to_keys(context)), torch.float32)
-    slopes = graph.constant(-module.slopes.float().reshape(1, -1, 1, 1), name="slopes")
-    return graph.cast(graph.node("Mul", distance, slopes, name="alibi"), context.dtype)
+    distance = graph.add_cast(graph.add_node("Abs", _distance_to_keys(context)), torch.float32)
+    slopes = graph.add_constant(-module.slopes.float().reshape(1, -1, 1, 1), name="slopes")
+    return graph.add_cast(graph.add_node("Mul", distance, slopes, name="alibi"), context.dtype)
 
 
-def _t5_bias(context: Context, module: T5Bias) -> str:
-    """Look each distance up in a table that ends where all further distances share one bucket."""
+def _t5_bias(context: ExportContext, module: T5Bias) -> str:
+    """Look the bias of each distance up in a table, which ends where all larger distances share one bucket."""
     graph, reach = context.graph, 2 * module.max_distance
     buckets = distance_buckets(
         torch.arange(-reach, reach + 1),
@@ -170,29 +180,32 @@ def _t5_bias(context: Context, module: T5Bias) -> str:
         max_distance=module.max_distance,
         both_ways=module.both_ways,
     )
-    table = graph.constant(module.weight.cpu()[buckets].T.to(context.dtype), name="t5")  # (heads, distances)
-    near = graph.node("Max", graph.node("Min", _distance_to_keys(context), graph.ints(reach)), graph.ints(-reach))
-    index = graph.node("Add", graph.node("Squeeze", near, graph.ints(1)), graph.ints(reach))
-    bias = graph.node("Gather", table, index, axis=1)  # (heads, batch or 1, queries, keys)
-    return graph.node("Transpose", bias, perm=[1, 0, 2, 3], name="t5_bias")
+    table = graph.add_constant(module.weight.cpu()[buckets].T.to(context.dtype), name="t5")  # (heads, distances)
+    near = graph.add_node(
+        "Max", graph.add_node("Min", _distance_to_keys(context), graph.add_integers(reach)), graph.add_integers(-reach)
+    )
+    index = graph.add_node("Add", graph.add_node("Squeeze", near, graph.add_integers(1)), graph.add_integers(reach))
+    bias = graph.add_node("Gather", table, index, axis=1)  # (heads, batch or 1, queries, keys)
+    return graph.add_node("Transpose", bias, perm=[1, 0, 2, 3], name="t5_bias")
 
 
-def _learned_bias(context: Context, module: LearnedBias) -> str:
+def _learned_bias(context: ExportContext, module: LearnedBias) -> str:
     graph = context.graph
-    table = graph.constant(module.weight.to(context.dtype), name="learned")  # (heads, places, key places)
-    rows = graph.node("Squeeze", context.place.positions, graph.ints(1, 3))  # (batch or 1, queries)
+    table = graph.add_constant(module.weight.to(context.dtype), name="learned")  # (heads, places, key places)
+    # rows are (batch or 1, queries).
+    rows = graph.add_node("Squeeze", context.position_values.positions, graph.add_integers(1, 3))
     start = context.spec.start
     if isinstance(start, Tensor) or start == "query_start":
-        # A query may be padding past the table: it takes the last row. Otherwise a position past the table is an error.
-        rows = graph.node("Min", rows, graph.ints(module.queries - 1))
+        # Positions past the table take its last row, because such queries may be padding; otherwise they are an error.
+        rows = graph.add_node("Min", rows, graph.add_integers(module.queries - 1))
     if not isinstance(start, int):  # a query before the first key takes the first row
-        rows = graph.node("Max", rows, graph.ints(0))
-    bias = graph.node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key places)
-    bias = graph.node("Slice", bias, graph.ints(0), context.keys, graph.ints(3))
-    return graph.node("Transpose", bias, perm=[1, 0, 2, 3], name="learned_bias")
+        rows = graph.add_node("Max", rows, graph.add_integers(0))
+    bias = graph.add_node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key places)
+    bias = graph.add_node("Slice", bias, graph.add_integers(0), context.key_count, graph.add_integers(3))
+    return graph.add_node("Transpose", bias, perm=[1, 0, 2, 3], name="learned_bias")
 
 
-def _tensor_bias(context: Context, module: torch.nn.Module) -> str:
+def _stored_bias(context: ExportContext, module: torch.nn.Module) -> str:
     spec = context.spec
     queries, keys, start = spec.queries, spec.keys, spec.start
     if not isinstance(queries, int) or not isinstance(keys, int) or start == "query_start":
@@ -203,4 +216,4 @@ def _tensor_bias(context: Context, module: torch.nn.Module) -> str:
     first = keys - queries if start == "end" else start
     bias = module(queries, keys, query_start=first, device=context.layer.q_proj.weight.device, dtype=context.dtype)
     found = bias.tile(queries, keys) if isinstance(bias, RelativeBias) else bias
-    return context.graph.constant(found.to(context.dtype), name="position_bias")
+    return context.graph.add_constant(found.to(context.dtype), name="position_bias")

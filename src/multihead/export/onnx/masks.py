@@ -22,13 +22,13 @@ Start: TypeAlias = 'int | Tensor | Literal["end", "query_start"]'
 
 
 @dataclass(frozen=True)
-class Place:
-    """The names of the values with the positions of queries and keys, all int64.
+class PositionValues:
+    """The names of the int64 values in a graph that hold the positions of queries and keys.
 
     Attributes:
-        positions: (batch or 1, 1, queries, 1), the key index of each query's position.
+        positions: (batch or 1, 1, queries, 1), the position of each query, as the index of the key there.
         columns: (1, 1, 1, keys), the key indices.
-        before: number of keys before the one with index 0.
+        before: number of leading keys before the key with index 0.
     """
 
     positions: str
@@ -36,52 +36,59 @@ class Place:
     before: int = 0
 
     @staticmethod
-    def of(graph: Graph, queries: str, keys: str, start: Start) -> Place:
+    def of(graph: Graph, queries: str, keys: str, start: Start) -> PositionValues:
         """Add the nodes of the positions to a graph, given the numbers of queries and keys as lists of one integer.
 
         The position of the first query is an int, a tensor (batch,), "end", or "query_start", an input (batch,).
         """
-        rows = graph.node("Reshape", graph.range(queries), graph.ints(1, 1, -1, 1), name="rows")
-        columns = graph.node("Reshape", graph.range(keys), graph.ints(1, 1, 1, -1), name="columns")
+        rows = graph.add_node("Reshape", graph.range_up_to(queries), graph.add_integers(1, 1, -1, 1), name="rows")
+        columns = graph.add_node("Reshape", graph.range_up_to(keys), graph.add_integers(1, 1, 1, -1), name="columns")
         if isinstance(start, int) and not start:
-            return Place(rows, columns)
+            return PositionValues(rows, columns)
         if isinstance(start, Tensor):
-            first = graph.constant(start.to(torch.int64).reshape(-1, 1, 1, 1), name="query_start")
+            first = graph.add_constant(start.to(torch.int64).reshape(-1, 1, 1, 1), name="query_start")
         elif isinstance(start, int):
-            first = graph.ints(start)
+            first = graph.add_integers(start)
         elif start == "end":
-            first = graph.node("Sub", keys, queries, name="query_start")
+            first = graph.add_node("Sub", keys, queries, name="query_start")
         else:
-            first = graph.node("Reshape", start, graph.ints(-1, 1, 1, 1))
-        return Place(graph.node("Add", rows, first, name="positions"), columns)
+            first = graph.add_node("Reshape", start, graph.add_integers(-1, 1, 1, 1))
+        return PositionValues(graph.add_node("Add", rows, first, name="positions"), columns)
 
 
-def visible(graph: Graph, mask: Mask, place: Place) -> str:
-    """Add the nodes of a mask, as `Mask.tile`: bool, broadcasting to (batch, heads, queries, keys), True = visible."""
+def export_mask(graph: Graph, mask: Mask, place: PositionValues) -> str:
+    """Add nodes that compute a mask: bool, broadcasting to (batch, heads, queries, keys), True = visible."""
     if isinstance(mask, And):
-        return reduce(lambda one, other: graph.node("And", one, other), (visible(graph, p, place) for p in mask.parts))
+        return reduce(
+            lambda one, other: graph.add_node("And", one, other), (export_mask(graph, p, place) for p in mask.parts)
+        )
     if isinstance(mask, Or):
-        return reduce(lambda one, other: graph.node("Or", one, other), (visible(graph, p, place) for p in mask.parts))
+        return reduce(
+            lambda one, other: graph.add_node("Or", one, other), (export_mask(graph, p, place) for p in mask.parts)
+        )
     if isinstance(mask, LeadingKeys):
         return _after_leading_keys(graph, mask, place)
     if isinstance(mask, (Keep, Drop)):
         tensor = mask.kept()
         if tensor.shape[3] > 1:
-            tensor = F.pad(tensor, (place.before, 0))  # the values of these columns are never used
-        return graph.constant(tensor, name="keep")
+            tensor = F.pad(tensor, (place.before, 0))  # the columns of leading keys are never used
+        return graph.add_constant(tensor, name="keep")
     if isinstance(mask, Full):
-        return graph.constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
+        return graph.add_constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
     if isinstance(mask, Causal):
-        return graph.node("LessOrEqual", place.columns, place.positions, name="causal")
+        return graph.add_node("LessOrEqual", place.columns, place.positions, name="causal")
     if isinstance(mask, Window):
-        low = graph.node("Sub", place.positions, graph.ints(mask.size))
-        high = graph.node("Add", place.positions, graph.ints(mask.after))
-        after, before = graph.node("Greater", place.columns, low), graph.node("LessOrEqual", place.columns, high)
-        return graph.node("And", after, before, name="window")
+        low = graph.add_node("Sub", place.positions, graph.add_integers(mask.size))
+        high = graph.add_node("Add", place.positions, graph.add_integers(mask.after))
+        after, before = (
+            graph.add_node("Greater", place.columns, low),
+            graph.add_node("LessOrEqual", place.columns, high),
+        )
+        return graph.add_node("And", after, before, name="window")
     if isinstance(mask, (Lengths, Prefix)):
         counts = torch.as_tensor(mask.lengths if isinstance(mask, Lengths) else mask.length, dtype=torch.int64)
         shape = (counts.shape[0], 1, -1, 1) if counts.dim() == 2 else (-1, 1, 1, 1)
-        return graph.node("Less", place.columns, graph.constant(counts.reshape(shape), name="lengths"))
+        return graph.add_node("Less", place.columns, graph.add_constant(counts.reshape(shape), name="lengths"))
     if isinstance(mask, Documents):
         return _same_document(graph, mask, place)
     raise MaskError(
@@ -90,48 +97,48 @@ def visible(graph: Graph, mask: Mask, place: Place) -> str:
     )
 
 
-def _after_leading_keys(graph: Graph, mask: LeadingKeys, place: Place) -> str:
+def _after_leading_keys(graph: Graph, mask: LeadingKeys, place: PositionValues) -> str:
     """Shift the inner mask past the leading keys, which every query sees."""
     if not mask.count:
-        return visible(graph, mask.mask, place)
-    count = graph.ints(mask.count)
-    inner = Place(
-        graph.node("Sub", place.positions, count, name="positions"),
-        graph.node("Sub", place.columns, count, name="columns"),
+        return export_mask(graph, mask.mask, place)
+    count = graph.add_integers(mask.count)
+    inner = PositionValues(
+        graph.add_node("Sub", place.positions, count, name="positions"),
+        graph.add_node("Sub", place.columns, count, name="columns"),
         place.before + mask.count,
     )
-    before = graph.node("Less", place.columns, count)
-    after = graph.node("And", visible(graph, mask.mask, inner), graph.node("Not", before))
-    return graph.node("Or", before, after, name="leading_keys")
+    before = graph.add_node("Less", place.columns, count)
+    after = graph.add_node("And", export_mask(graph, mask.mask, inner), graph.add_node("Not", before))
+    return graph.add_node("Or", before, after, name="leading_keys")
 
 
-def _same_document(graph: Graph, mask: Documents, place: Place) -> str:
+def _same_document(graph: Graph, mask: Documents, place: PositionValues) -> str:
     """Compare the documents of queries and keys; a document's index is the number of ends at or before a position."""
     ends = torch.as_tensor(mask.lengths, dtype=torch.int64).cumsum(-1)
     count = ends.shape[-1]
     if not count:
-        return graph.constant(torch.zeros(1, 1, 1, 1, dtype=torch.bool), name="nothing")
-    table = graph.constant(ends.reshape(-1, 1, 1, count), name="ends")
+        return graph.add_constant(torch.zeros(1, 1, 1, 1, dtype=torch.bool), name="nothing")
+    table = graph.add_constant(ends.reshape(-1, 1, 1, count), name="ends")
 
     def document_of(positions: str) -> str:  # (batch or 1, 1, n, 1) -> the same
-        passed = graph.cast(graph.node("GreaterOrEqual", positions, table), torch.int64)
-        return graph.node("ReduceSum", passed, graph.ints(-1), keepdims=1, name="document")
+        passed = graph.add_cast(graph.add_node("GreaterOrEqual", positions, table), torch.int64)
+        return graph.add_node("ReduceSum", passed, graph.add_integers(-1), keepdims=1, name="document")
 
     of_query = document_of(place.positions)
-    columns = graph.node("Reshape", place.columns, graph.ints(1, 1, -1, 1))
-    of_key = graph.node("Transpose", document_of(columns), perm=[0, 1, 3, 2])
-    inside = graph.node(
+    columns = graph.add_node("Reshape", place.columns, graph.add_integers(1, 1, -1, 1))
+    of_key = graph.add_node("Transpose", document_of(columns), perm=[0, 1, 3, 2])
+    inside = graph.add_node(
         "And",
-        graph.node("Less", of_query, graph.ints(count)),
-        graph.node("GreaterOrEqual", place.positions, graph.ints(0)),
+        graph.add_node("Less", of_query, graph.add_integers(count)),
+        graph.add_node("GreaterOrEqual", place.positions, graph.add_integers(0)),
     )
-    return graph.node("And", graph.node("Equal", of_query, of_key), inside, name="same_document")
+    return graph.add_node("And", graph.add_node("Equal", of_query, of_key), inside, name="same_document")
 
 
-def sizes_of(mask: Mask) -> dict[str, int]:
-    """Return the sizes that the tensors and lists of a mask fix, by axis; raise a MaskError where two parts differ.
+def fixed_sizes(mask: Mask) -> dict[str, int]:
+    """Return the sizes of the tensors and lists in a mask, by axis; raise a MaskError where two of them differ.
 
-    >>> sizes_of(Causal() & Lengths((5, 3)))
+    >>> fixed_sizes(Causal() & Lengths((5, 3)))
     {'batch': 2}
     """
     sizes: dict[str, int] = {}
@@ -163,18 +170,18 @@ def _sizes_fixed_by(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
                 yield axis, size
 
 
-def always_sees(mask: Mask, *, own: bool) -> bool:
+def every_query_sees_key(mask: Mask, *, own: bool) -> bool:
     """Return whether every query sees a key, for all sizes; `own` = there is a key at each query's own position.
 
-    >>> always_sees(Causal() & Window(3), own=True), always_sees(Lengths((5, 0)), own=True)
+    >>> every_query_sees_key(Causal() & Window(3), own=True), every_query_sees_key(Lengths((5, 0)), own=True)
     (True, False)
     """
     if isinstance(mask, And):  # the query's own key is visible if every part shows it
         return own and all(isinstance(part, (Full, Causal, Window)) for part in mask.parts)
     if isinstance(mask, Or):
-        return any(always_sees(part, own=own) for part in mask.parts)
+        return any(every_query_sees_key(part, own=own) for part in mask.parts)
     if isinstance(mask, LeadingKeys):
-        return mask.count > 0 or always_sees(mask.mask, own=own)
+        return mask.count > 0 or every_query_sees_key(mask.mask, own=own)
     if isinstance(mask, Prefix) and isinstance(mask.length, int):
         return mask.length > 0
     return isinstance(mask, Full) or (own and isinstance(mask, (Causal, Window)))

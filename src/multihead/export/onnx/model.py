@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from multihead.export.onnx.context import Context
-from multihead.export.onnx.forward import forward
+from multihead.export.onnx.context import ExportContext
+from multihead.export.onnx.forward import add_layer_nodes
 from multihead.export.onnx.graph import Graph
 from multihead.export.onnx.spec import checked_spec
-from multihead.files import check_writable, write_whole
+from multihead.files import check_writable, write_atomically
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Full, Mask
 
@@ -77,9 +77,9 @@ def to_model(
     """
     graph = Graph()
     spec = checked_spec(layer, inputs, mask, query_start, opset, {"batch": batch, "queries": queries, "keys": keys})
-    forward(Context(graph, layer, spec))
+    add_layer_nodes(ExportContext(graph, layer, spec))
     origin = {"multihead.mask": repr(mask), "multihead.query_start": repr(query_start)}
-    return graph.model(opset=opset, name="MultiHeadAttention", metadata=origin, version=_version_of_library())
+    return graph.build_model(opset=opset, name="MultiHeadAttention", metadata=origin, version=_version_of_library())
 
 
 def save(
@@ -109,11 +109,11 @@ def save(
     model = to_model(
         layer, inputs=inputs, mask=mask, query_start=query_start, opset=opset, batch=batch, queries=queries, keys=keys
     )
-    write_whole(path, model.SerializeToString())
+    write_atomically(path, model.SerializeToString())
 
 
 def _version_of_library() -> str:
     try:
         return metadata.version("multihead")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    except metadata.PackageNotFoundError:  # multihead is imported from a source tree, and not installed
         return ""

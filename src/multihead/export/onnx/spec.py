@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, MaskError
 from multihead.errors.arguments import check_integer
-from multihead.export.onnx.masks import Start, sizes_of
+from multihead.export.onnx.masks import Start, fixed_sizes
 from multihead.layer import MultiHeadAttention
 from multihead.masks.base import Mask, check_is_mask
 
@@ -19,11 +19,11 @@ OPSETS = (23, 24, 25)
 
 
 @dataclass(frozen=True, eq=False)
-class Spec:
+class ModelSpec:
     """The checked specification of an exported model; a size is a number or a symbolic name.
 
-    `start` is the position of the first query among the keys; "query_start" where that is an input. `opset` is the
-    version of the standard operators.
+    `start` is the position of the first query among the keys, or "query_start" if it is an input of the model. `opset`
+    is the version of the standard operators.
     """
 
     inputs: frozenset[str]
@@ -35,24 +35,24 @@ class Spec:
     keys: int | str
 
     @property
-    def crosses(self) -> bool:
+    def is_cross_attention(self) -> bool:
         """Whether keys are computed from a memory, and not from x."""
         return "memory" in self.inputs
 
     @property
     def has_past(self) -> bool:
-        """Whether keys and values of earlier calls precede those of x."""
+        """Whether the model takes keys and values of earlier calls, before those of x."""
         return "past" in self.inputs
 
     @property
-    def from_zero(self) -> bool:
+    def starts_at_zero(self) -> bool:
         """Whether the first query is at the position of the first key."""
         return isinstance(self.start, int) and not self.start
 
     @property
-    def own(self) -> bool:
+    def has_own_keys(self) -> bool:
         """Whether there is a key at each query's own position."""
-        return not self.crosses and (self.from_zero or self.has_past)
+        return not self.is_cross_attention and (self.starts_at_zero or self.has_past)
 
 
 def checked_spec(
@@ -62,7 +62,7 @@ def checked_spec(
     query_start: int | Tensor | str | None,
     opset: int,
     sizes: dict[str, int | None],
-) -> Spec:
+) -> ModelSpec:
     """Check a layer and the specification of its model; see `multihead.export.onnx.to_model` for the arguments."""
     attention = _checked_layer(layer)
     check_is_mask(mask)
@@ -74,7 +74,7 @@ def checked_spec(
     _check_inputs(attention, inputs)
     start = _query_start_input(attention, inputs, mask, query_start)
     batch, queries, keys = _symbolic_sizes(attention, inputs, mask, start, sizes)
-    return Spec(frozenset(inputs), mask, start, opset, batch, queries, keys)
+    return ModelSpec(frozenset(inputs), mask, start, opset, batch, queries, keys)
 
 
 def _checked_layer(layer: object) -> MultiHeadAttention:
@@ -112,7 +112,7 @@ def _check_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
             f'Give "x", and any others of {", ".join(INPUTS[1:])}, each once.',
         )
     if "past" in inputs:
-        _check_alone(layer, inputs)
+        _check_past(layer, inputs)
     if "memory" in inputs:
         return
     needless = [name for name in ("values", "memory_lengths") if name in inputs]
@@ -128,7 +128,7 @@ def _check_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
         )
 
 
-def _check_alone(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
+def _check_past(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
     """Reject inputs and options that the operator does not support together with keys and values of earlier calls."""
     others = [name for name in ("memory", "lengths", "query_start") if name in inputs]
     if others:
@@ -187,8 +187,8 @@ def _query_start_input(
 def _symbolic_sizes(
     layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, start: Start, given: dict[str, int | None]
 ) -> tuple[int | str, int | str, int | str]:
-    """Merge the `given` sizes with those that the mask fixes; the others may change from call to call."""
-    fixed = sizes_of(mask)
+    """Return batch, queries and keys: numbers that are `given` or that the mask fixes, else names of free sizes."""
+    fixed = fixed_sizes(mask)
     if fixed.get("heads", layer.num_heads) != layer.num_heads:
         raise MaskError(
             f"{mask!r} has {fixed['heads']} heads, and the layer has {layer.num_heads}.",

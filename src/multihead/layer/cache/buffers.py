@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.kernels.quantised import Scales, quantise
-from multihead.layer.cache.positions import Progress
+from multihead.layer.cache.positions import SlotCounts
 from multihead.tensors.shapes import numbers_per_sample
 from multihead.tensors.tracing import is_in_backward_pass, is_traced
 
@@ -21,8 +21,8 @@ from multihead.tensors.tracing import is_in_backward_pass, is_traced
 def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
     """Write new tokens (batch, kv_heads, new, dim) to slots (batch, new) of a buffer (batch, kv_heads, slots + 1, dim).
 
-    It is written in place, or a new tensor is returned (`copy`), as gradients through the buffer need. Tokens where
-    `real`, (batch, new) bool, is False are padding; None = all are real.
+    The buffer is written in place; with `copy` a new tensor is returned, as gradients through the buffer need it.
+    Tokens where `real`, (batch, new) bool, is False are padding; None = all are real.
     """
     if real is not None:
         new = new.masked_fill(~real[:, None, :, None], 0)
@@ -30,15 +30,16 @@ def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | No
     index = slots[:, None, :, None].expand(new.shape)
     if copy:
         return buffer.scatter(2, index, new)
-    # `.data` has its own version counter: a backward pass may still read other slots.
+    # A write through `.data` is unknown to autograd: a backward pass may still read other slots.
     (buffer if torch.compiler.is_compiling() else buffer.data).scatter_(2, index, new)
     return buffer
 
 
 def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots: int) -> Tensor:
-    """Copy the slots [first, stop), one or (batch,) each, to the beginning of a new buffer, which is 0 after them.
+    """Copy the slots [first, stop) of a buffer to the beginning of a new one, and fill the remaining slots with 0.
 
-    Both are (batch, kv_heads, slots + 1, dim): the last slot is for padding, and `slots` does not count it.
+    `first` and `stop` are ints, or (batch,). Both buffers are (batch, kv_heads, slots + 1, dim): the last slot is for
+    padding, and `slots` does not count it.
 
     >>> buffer = torch.arange(4.0).view(1, 1, 4, 1)
     >>> copy_slots(buffer, 1, 3, slots=3).flatten()
@@ -58,12 +59,12 @@ def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots
     return copied
 
 
-def counts_of(
+def check_token_counts(
     counts: Sequence[int] | Tensor, *, batch: int, limit: int, device: torch.device, name: str = "lengths"
 ) -> Tensor:
     """Check token counts per sample, of at most `limit`, and return them as int64 (batch,).
 
-    The errors, ArgumentError or ShapeError, name the argument `name`.
+    Raises an ArgumentError or a ShapeError about the argument `name`.
     """
     checked = numbers_per_sample(name, counts, batch).to(device)
     if is_traced() or not batch:
@@ -84,7 +85,7 @@ SPARE = 64
 """Tokens kept beyond a window, so that `crop` can remove as many."""
 
 
-class Held(NamedTuple):
+class CachedKeyValues(NamedTuple):
     """The keys and values that the queries of one call may attend to.
 
     Attributes:
@@ -104,7 +105,7 @@ class Held(NamedTuple):
     scales: Scales | None = None
 
 
-class Buffers:
+class KeyValueBuffers:
     """Keys and values in consecutive slots, and the number of slots in use.
 
     Args:
@@ -124,44 +125,44 @@ class Buffers:
     """
 
     def __init__(self, k: Tensor, v: Tensor, *, capacity: int | None, window: int | None, int8: bool = False) -> None:
-        _check_pair(k, v)
+        _check_keys_fit_values(k, v)
         self.dtype, self.int8 = k.dtype, int8
         self.capacity, self.window = capacity, window
-        self.progress = Progress(len(k), k.device, in_graphs=capacity is not None)
-        self._checked: tuple[object, ...] | None = None  # the sizes, dtypes and devices that were checked last
+        self.progress = SlotCounts(len(k), k.device, in_graphs=capacity is not None)
+        self._checked: tuple[object, ...] | None = None  # shapes, dtypes and devices that `check` accepted last
         self.tensors = tuple(
             each.new_zeros(*each.shape[:2], (capacity or 0) + 1, each.shape[3])
-            for each in self._in_stored_dtype(k[:, :, :0], v[:, :, :0])
+            for each in self._to_stored_dtype(k[:, :, :0], v[:, :, :0])
         )
 
-    def _in_stored_dtype(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return new keys and values as they are stored."""
+    def _to_stored_dtype(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors to store for new k and v: k and v, or with int8 quantised k and v and their scales."""
         if not self.int8:
             return k, v
         (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
         return k, v, k_scales, v_scales
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Buffers:
+    def __deepcopy__(self, memo: dict[int, object]) -> KeyValueBuffers:
         """Copy the buffers with their autograd graph, which deepcopy of a tensor rejects."""
-        copied = Buffers.__new__(Buffers)
+        copied = KeyValueBuffers.__new__(KeyValueBuffers)
         copied.__dict__.update(self.__dict__, progress=deepcopy(self.progress, memo))
-        copied.change(torch.clone)
+        copied.map_tensors(torch.clone)
         return copied
 
     def check(self, k: Tensor, v: Tensor) -> None:
         """Reject new keys and values that do not fit each other, or differ from those held in size, dtype or device."""
         form = None
-        if not torch.compiler.is_compiling():  # a graph must not depend on the step before
+        if not torch.compiler.is_compiling():  # in a graph, the shapes of the last step would be constants
             form = k.shape, v.shape, k.dtype, v.dtype, k.device, v.device
-            if form == self._checked:  # a decoding step usually has the form of the step before
+            if form == self._checked:  # usually true: decoding steps have equal shapes
                 return
-        check_alike("k", k, self.tensors[0], self.dtype)
-        check_alike("v", v, self.tensors[1], self.dtype)
+        check_fits_cached("k", k, self.tensors[0], self.dtype)
+        check_fits_cached("v", v, self.tensors[1], self.dtype)
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
         self._checked = form
 
-    def extend(self, k: Tensor, v: Tensor, real: Tensor | None) -> Held:
+    def extend(self, k: Tensor, v: Tensor, real: Tensor | None) -> CachedKeyValues:
         """Append new tokens and return the keys and values that their queries may attend to.
 
         Args:
@@ -175,12 +176,12 @@ class Buffers:
         """
         compiling = torch.compiler.is_compiling()
         in_graph = compiling and self.capacity is not None
-        # Where gradients flow or this code is traced, new tensors are created and none is written in place.
+        # If gradients are needed or this code is traced, buffers are replaced by new tensors, not written in place.
         needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self.tensors[0].requires_grad)
         if self.int8:
-            reject_gradient(k, v)
+            reject_int8_gradient(k, v)
         copy = not in_graph and (needs_grad or is_traced())
-        if real is None and self.progress.uniform and not (copy or in_graph):
+        if real is None and self.progress.is_uniform and not (copy or in_graph):
             return self._append(k, v)
         if copy and not compiling and is_in_backward_pass():
             raise ArgumentError(
@@ -188,10 +189,10 @@ class Buffers:
                 "its tokens a second time.",
                 "Call the layer without a cache, or outside of the checkpoint.",
             )
-        new, stored = k.shape[2], self._in_stored_dtype(k, v)
+        new, stored = k.shape[2], self._to_stored_dtype(k, v)
         if not in_graph:
             self._ensure_slots(new, real, copy=copy)
-        start = self.progress.add(new, real)
+        start = self.progress.add_tokens(new, real)
         if not isinstance(start, Tensor):
             kept = (tensor.narrow(2, 0, start) for tensor in self.tensors)
             self.tensors = tuple(torch.cat(pair, 2) for pair in zip(kept, stored, strict=True))
@@ -206,45 +207,45 @@ class Buffers:
         )
         return self._slots_attended_to(start, stop, self.progress.counts)
 
-    def _append(self, k: Tensor, v: Tensor) -> Held:
+    def _append(self, k: Tensor, v: Tensor) -> CachedKeyValues:
         """Write new tokens in place, equally many for each sample: the usual step, which should take microseconds."""
         tensors, new, start = self.tensors, k.shape[2], self.progress.longest
         if tensors[0].is_inference() or start + new >= tensors[0].shape[2]:
             self._ensure_slots(new, None, copy=False)
             tensors, start = self.tensors, self.progress.longest
-        self.progress.add(new)
+        self.progress.add_tokens(new)
         stop = start + new
-        for tensor, each in zip(tensors, self._in_stored_dtype(k, v) if self.int8 else (k, v), strict=True):
-            # `.data` has its own version counter: a backward pass may still read the slots before these.
+        for tensor, each in zip(tensors, self._to_stored_dtype(k, v) if self.int8 else (k, v), strict=True):
+            # A write through `.data` is unknown to autograd: a backward pass may still read earlier slots.
             tensor.data[:, :, start:stop] = each
         if self.int8 or self.window is not None:
             return self._slots_attended_to(start, stop)
-        return Held(tensors[0][:, :, :stop], tensors[1][:, :, :stop], start)
+        return CachedKeyValues(tensors[0][:, :, :stop], tensors[1][:, :, :stop], start)
 
     def crop(self, count: int | Tensor) -> None:
         """Keep the first `count` slots: an int for all samples, or (batch,).
 
-        They are copied to new buffers: later steps overwrite the other slots, which callers may still hold views of.
+        The slots are copied to new buffers, because callers may still hold views of those that later steps overwrite.
         """
-        self.progress.set(count)
+        self.progress.set_counts(count)
         slots = self.tensors[0].shape[2] - 1
-        self.change(lambda tensor: copy_slots(tensor, 0, count, slots=slots))
+        self.map_tensors(lambda tensor: copy_slots(tensor, 0, count, slots=slots))
 
-    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to all buffers and replace them by the results."""
         self._checked = None
         self.tensors = tuple(function(tensor) for tensor in self.tensors)
 
     def _assert_capacity(self, slots: Tensor, real: Tensor | None) -> None:
-        """Reject tokens beyond the capacity when the graph runs: its positions are unknown while it is traced."""
+        """Add a check to a compiled graph that rejects tokens beyond the capacity when the graph runs."""
         capacity = self.capacity or 0
         fits = slots < capacity if real is None else (slots < capacity) | ~real
-        # The message contains no number: where the capacity varies, it is symbolic in the graph.
+        # The message contains no number, because the capacity may be symbolic in the graph.
         torch._assert_async(  # noqa: SLF001 - torch has no public function for a check inside a graph
             fits.all(), "The cache has no room for these tokens. Give it a larger capacity, or call cache.reset()."
         )
 
-    def _slots_attended_to(self, start: int | Tensor, stop: int, lengths: Tensor | None = None) -> Held:
+    def _slots_attended_to(self, start: int | Tensor, stop: int, lengths: Tensor | None = None) -> CachedKeyValues:
         """Return views of the slots before `stop` that the queries from slot `start` on may attend to."""
         first = 0 if self.window is None or isinstance(start, Tensor) else max(0, start + 1 - self.window)
         k, v = self.tensors[0][:, :, first:stop], self.tensors[1][:, :, first:stop]
@@ -252,15 +253,15 @@ class Buffers:
         if self.int8:
             factors = Scales(self.tensors[2][:, :, first:stop, 0], self.tensors[3][:, :, first:stop, 0])
         if self.window is None:
-            return Held(k, v, start, lengths, 0, factors)
-        held = Held(k, v, start - first, lengths, self.progress.dropped + first, factors)
-        if self.tensors[0].shape[2] > self._usual_slots() + 1 and not k.requires_grad:
-            self._reallocate(0, at_least=self._usual_slots())  # a prompt longer than the window is kept for one call
+            return CachedKeyValues(k, v, start, lengths, 0, factors)
+        held = CachedKeyValues(k, v, start - first, lengths, self.progress.dropped + first, factors)
+        if self.tensors[0].shape[2] > self._default_slots() + 1 and not k.requires_grad:
+            self._reallocate(0, at_least=self._default_slots())  # release a prompt longer than the window
         return held
 
     def _ensure_slots(self, new: int, real: Tensor | None, *, copy: bool) -> None:
         """Reallocate the buffers where new tokens do not fit, or reject the tokens."""
-        # Tensors created in inference mode can be written in inference mode only.
+        # Tensors created in inference mode cannot be written outside of it.
         locked = not copy and self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
         stop = self.progress.longest + new
         if self.capacity is not None:
@@ -279,26 +280,26 @@ class Buffers:
                 )
             if locked:
                 self._reallocate(0, at_least=self.capacity)
-        elif copy and (self.window is not None or real is not None or not self.progress.uniform):
+        elif copy and (self.window is not None or real is not None or not self.progress.is_uniform):
             self._reallocate(new)
         elif not copy and (locked or stop >= self.tensors[0].shape[2]):
-            self._reallocate(new, at_least=self._usual_slots())
+            self._reallocate(new, at_least=self._default_slots())
 
-    def _usual_slots(self) -> int:
-        """Return the number of slots of new buffers where no more are needed."""
+    def _default_slots(self) -> int:
+        """Return the number of slots to allocate: twice the present number, or with a window twice what it needs."""
         return max(MIN_SLOTS, 2 * (self.tensors[0].shape[2] - 1)) if self.window is None else 2 * (self.window + SPARE)
 
     def _reallocate(self, new: int, *, at_least: int = 0) -> None:
-        """Copy the slots in use to buffers that have slots for new tokens, dropping keys that no later query sees."""
-        stop: int | Tensor = self.progress.start
+        """Copy the slots in use to new buffers with slots for new tokens, without keys that no later query sees."""
+        stop: int | Tensor = self.progress.next_slot
         first: int | Tensor = 0
         if self.window is not None:
-            # The next query sees itself and the `window - 1` tokens before it.
+            # The next query sees its own key and the `window - 1` keys before it.
             before = stop - (self.window - 1 + SPARE)
             first = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
-            self.progress.drop(first)
+            self.progress.drop_slots(first)
         slots = max(self.progress.longest + new, at_least)
-        self.change(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
+        self.map_tensors(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
 
 
 def _slots_of_tokens(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -310,7 +311,7 @@ def _slots_of_tokens(start: Tensor, new: int, real: Tensor | None) -> tuple[Tens
     return slots + token, None if real is None else token < real[:, None]
 
 
-def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
+def check_fits_cached(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
     """Reject keys or values whose sizes, dtype or device differ from those in the cache."""
     shape, size = new.shape, held.shape
     if len(shape) != 4 or shape[0] != size[0] or shape[1] != size[1] or shape[3] != size[3]:
@@ -326,7 +327,7 @@ def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> Non
         )
 
 
-def reject_gradient(k: Tensor, v: Tensor) -> None:
+def reject_int8_gradient(k: Tensor, v: Tensor) -> None:
     """Reject keys and values in int8 where a gradient would flow."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise ArgumentError(
@@ -335,7 +336,7 @@ def reject_gradient(k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_pair(k: Tensor, v: Tensor) -> None:
+def _check_keys_fit_values(k: Tensor, v: Tensor) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ShapeError(

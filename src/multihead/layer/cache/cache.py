@@ -13,22 +13,28 @@ from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels.call import PositionInSequence
 from multihead.kernels.quantised import Scales, quantise
-from multihead.layer.cache.buffers import SPARE, Buffers, Held, counts_of, reject_gradient
-from multihead.layer.cache.positions import Progress, Snapshot
+from multihead.layer.cache.buffers import (
+    SPARE,
+    CachedKeyValues,
+    KeyValueBuffers,
+    check_token_counts,
+    reject_int8_gradient,
+)
+from multihead.layer.cache.positions import SlotCounts, Snapshot
 from multihead.masks import Mask
 from multihead.tensors.tracing import can_read_values, is_traced
 
 _HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
 
-class Memory(NamedTuple):
+class ProjectedMemory(NamedTuple):
     """The keys and values of another sequence, projected once for all steps of a cross-attention.
 
     Attributes:
         k: (batch, kv_heads, keys, head_dim).
         v: (batch, kv_heads, keys, value_dim).
         lengths: (batch,), number of these keys that are real; None = all.
-        scales: the factors of k and v, which are int8 then; None = they are as they were projected.
+        scales: the factors of k and v if these are int8; None = k and v are stored as they were projected.
     """
 
     k: Tensor
@@ -36,23 +42,23 @@ class Memory(NamedTuple):
     lengths: Tensor | None = None
     scales: Scales | None = None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
+    def map(self, function: Callable[[Tensor], Tensor]) -> ProjectedMemory:
         """Apply a function to each tensor."""
         scales = None if self.scales is None else Scales(*map(function, self.scales))
         lengths = None if self.lengths is None else function(self.lengths)
-        return Memory(function(self.k), function(self.v), lengths, scales)
+        return ProjectedMemory(function(self.k), function(self.v), lengths, scales)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Memory:
+    def __deepcopy__(self, memo: dict[int, object]) -> ProjectedMemory:
         """Copy the tensors with their autograd graph, which deepcopy of a tensor rejects."""
         return self.map(torch.clone)
 
 
 _State: TypeAlias = tuple[
-    Memory | None,
+    ProjectedMemory | None,
     PositionInSequence | None,
-    Progress | None,
+    SlotCounts | None,
     Snapshot | None,
-    Buffers | None,
+    KeyValueBuffers | None,
     tuple[Tensor, ...] | None,
 ]
 
@@ -105,9 +111,9 @@ class KeyValueCache:
 
     def reset(self) -> None:
         """Remove everything, the memory included; the next call starts a new sequence."""
-        self.memory: Memory | None = None
-        self._buffers: Buffers | None = None
-        self._progress: Progress | None = None  # that of the buffers, or of the queries of a cross-attention
+        self.memory: ProjectedMemory | None = None
+        self._buffers: KeyValueBuffers | None = None
+        self._progress: SlotCounts | None = None  # counts the cached tokens, or in cross-attention the queries
         self._begin_sequence()
 
     def _begin_sequence(self) -> None:
@@ -118,7 +124,7 @@ class KeyValueCache:
     @property
     def query_start(self) -> int | Tensor:
         """The position of the next token; a tensor (batch,) where samples differ, and in a compiled graph."""
-        return 0 if self._progress is None else self._progress.position
+        return 0 if self._progress is None else self._progress.next_position
 
     @property
     def length(self) -> int:
@@ -133,8 +139,8 @@ class KeyValueCache:
         return torch.zeros(0, dtype=torch.int64) if progress is None else progress.counts + progress.dropped
 
     @property
-    def continued(self) -> PositionInSequence | None:
-        """Position of the last call in its sequence, for listeners; None before it, and in a compiled graph."""
+    def last_call_position(self) -> PositionInSequence | None:
+        """Position of the last call in its sequence, for listeners; None before any call, and in a compiled graph."""
         return None if torch.compiler.is_compiling() else self._continued
 
     @property
@@ -155,7 +161,7 @@ class KeyValueCache:
         batch = self._progress.batch
         return f"KeyValueCache({option}): {content}, {batch} sample{'s' if batch != 1 else ''}, {self.nbytes:,} bytes"
 
-    def extend(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> Held:
+    def extend(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> CachedKeyValues:
         """Append the keys and values of new tokens, and return all that their queries may attend to.
 
         Args:
@@ -165,7 +171,7 @@ class KeyValueCache:
                 not stored, whatever they contain. None = all.
 
         Returns:
-            `Held`, with the keys and values, and the position of the new tokens among them.
+            `CachedKeyValues`, with the keys and values, and the position of the new tokens among them.
 
         Raises:
             ShapeError: the sizes of k and v do not match, or differ from those in the cache.
@@ -183,14 +189,14 @@ class KeyValueCache:
             raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_HEADS}.")
         buffers = self._buffers
         if buffers is None:
-            buffers = self._buffers = Buffers(
+            buffers = self._buffers = KeyValueBuffers(
                 k, v, capacity=self.capacity, window=self.window, int8=self.dtype == "int8"
             )
             self._progress = buffers.progress
         buffers.check(k, v)
-        real = None if lengths is None else counts_of(lengths, batch=len(k), limit=k.shape[2], device=k.device)
+        real = None if lengths is None else check_token_counts(lengths, batch=len(k), limit=k.shape[2], device=k.device)
         if real is not None and not is_traced() and bool((real == k.shape[2]).all()):
-            real = None  # no padding: counts that are equal in all samples stay an int
+            real = None  # without padding one int counts the tokens of all samples
         held = buffers.extend(k, v, real)
         if not torch.compiler.is_compiling():
             self._continued = PositionInSequence(self._sequence, held.key_start, real)
@@ -200,10 +206,10 @@ class KeyValueCache:
         """Remove tokens appended in this context if it raises an error, so that the call can be repeated."""
         if torch.compiler.is_compiling():
             return nullcontext()
-        return _RollBack(self)
+        return _RestoreOnError(self)
 
-    def _state(self) -> _State:
-        """Return what `_restore` needs to remove what is appended from now on."""
+    def _snapshot(self) -> _State:
+        """Return the state of the cache, from which `_restore` restores it."""
         progress, buffers = self._progress, self._buffers
         counted = None if progress is None else progress.snapshot
         stored = None if buffers is None else buffers.tensors
@@ -216,7 +222,7 @@ class KeyValueCache:
             progress.snapshot = counted
         if buffers is not None and stored is not None:
             buffers.tensors = stored
-            buffers.crop(buffers.progress.start)  # appended tokens may have been written in place
+            buffers.crop(buffers.progress.next_slot)  # removes tokens that were written in place
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first tokens and remove the others, such as those that speculative decoding rejects.
@@ -228,15 +234,17 @@ class KeyValueCache:
             ArgumentError: a length is negative or larger than the number of tokens, or the next query would see keys
                 that a window has dropped.
         """
-        progress, total = self._progress_or_refusal("Crop"), self.length
+        progress, total = self._progress_or_raise("Crop"), self.length
         if isinstance(length, int):
             check_integer("length", length, least=0)
             if length > total:
                 raise ArgumentError(f"length is {length}, and there are {total} tokens.", f"Give at most {total}.")
         else:
-            length = counts_of(length, batch=progress.batch, limit=total, device=progress.device, name="length")
+            length = check_token_counts(
+                length, batch=progress.batch, limit=total, device=progress.device, name="length"
+            )
         slots = length - progress.dropped
-        if isinstance(slots, Tensor) or not progress.uniform:
+        if isinstance(slots, Tensor) or not progress.is_uniform:
             slots = torch.minimum(progress.counts, torch.as_tensor(slots, device=progress.device))
         lookback = 0 if self.window is None else self.window - 1
         needed = torch.as_tensor(slots + progress.dropped).clamp(max=lookback)
@@ -250,7 +258,7 @@ class KeyValueCache:
             return
         self._begin_sequence()
         if self._buffers is None:
-            progress.set(slots)
+            progress.set_counts(slots)
         else:
             self._buffers.crop(slots)
 
@@ -263,7 +271,7 @@ class KeyValueCache:
         Raises:
             ArgumentError: an index is out of range or not an integer, or the cache is empty.
         """
-        progress = self._progress_or_refusal("Reorder")
+        progress = self._progress_or_raise("Reorder")
         if isinstance(index, str):
             raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
         batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
@@ -274,23 +282,23 @@ class KeyValueCache:
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
             )
         self._begin_sequence()
-        progress.select(chosen)
+        progress.select_samples(chosen)
         if self._buffers is not None:
-            self._buffers.change(lambda tensor: tensor.index_select(0, chosen))
+            self._buffers.map_tensors(lambda tensor: tensor.index_select(0, chosen))
         if self.memory is not None:
             self.memory = self.memory.map(lambda tensor: tensor.index_select(0, chosen))
 
     def to(self, device: torch.device | str) -> KeyValueCache:
         """Move the cache to a device, in place, and return it."""
         if self._progress is not None:
-            self._progress.move(device)
+            self._progress.move_to(device)
         if self._buffers is not None:
-            self._buffers.change(lambda tensor: tensor.to(device))
+            self._buffers.map_tensors(lambda tensor: tensor.to(device))
         if self.memory is not None:
             self.memory = self.memory.map(lambda tensor: tensor.to(device))
         return self
 
-    def remember(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Memory:
+    def remember(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> ProjectedMemory:
         """Store the projected keys and values of another sequence for all steps of a cross-attention.
 
         Args:
@@ -305,13 +313,13 @@ class KeyValueCache:
             raise ArgumentError(
                 "The cache is in use.", "Use a separate cache for each attention, or call cache.reset() to start over."
             )
-        self._progress = Progress(len(k), k.device, in_graphs=self.capacity is not None)
+        self._progress = SlotCounts(len(k), k.device, in_graphs=self.capacity is not None)
         if self.dtype == "int8":
-            reject_gradient(k, v)
+            reject_int8_gradient(k, v)
             (k, k_scales), (v, v_scales) = quantise(k.contiguous()), quantise(v.contiguous())
-            self.memory = Memory(k, v, lengths, Scales(k_scales[..., 0], v_scales[..., 0]))
+            self.memory = ProjectedMemory(k, v, lengths, Scales(k_scales[..., 0], v_scales[..., 0]))
         else:
-            self.memory = Memory(k.contiguous(), v.contiguous(), lengths)
+            self.memory = ProjectedMemory(k.contiguous(), v.contiguous(), lengths)
         return self.memory
 
     def advance(self, queries: int, *, lengths: Sequence[int] | Tensor | None = None) -> int | Tensor:
@@ -319,16 +327,16 @@ class KeyValueCache:
 
         Args:
             queries: number of queries of each sample.
-            lengths: (batch,), number of them that are real; None = all.
+            lengths: (batch,), number of queries of each sample that are no padding; None = all.
 
         Raises:
             ArgumentError: the cache is empty.
         """
-        progress = self._progress_or_refusal("Advance")
+        progress = self._progress_or_raise("Advance")
         real = None
         if lengths is not None:
-            real = counts_of(lengths, batch=progress.batch, limit=queries, device=progress.device)
-        start = progress.add(queries, real)
+            real = check_token_counts(lengths, batch=progress.batch, limit=queries, device=progress.device)
+        start = progress.add_tokens(queries, real)
         if not torch.compiler.is_compiling():
             self._continued = PositionInSequence(self._sequence, 0, real, start)
         return start
@@ -368,18 +376,18 @@ class KeyValueCache:
                 "Use KeyValueCache(), which keeps all keys.",
             )
 
-    def _progress_or_refusal(self, verb: str) -> Progress:
+    def _progress_or_raise(self, verb: str) -> SlotCounts:
         if self._progress is None:
             raise ArgumentError("The cache is empty.", f"{verb} it after the first call.")
         return self._progress
 
 
-class _RollBack:
+class _RestoreOnError:
     """A context that restores a cache if it ends in an error."""
 
-    # A class is faster than a generator, and every decoding step enters this context.
+    # Every decoding step enters this context, and a class is faster than @contextmanager.
     def __init__(self, cache: KeyValueCache) -> None:
-        self.cache, self.state = cache, cache._state()  # noqa: SLF001 - a part of the cache
+        self.cache, self.state = cache, cache._snapshot()  # noqa: SLF001 - a part of the cache
 
     def __enter__(self) -> None:
         return None

@@ -13,36 +13,37 @@ from multihead.tensors.tracing import is_traced
 Snapshot: TypeAlias = tuple[int | None, Tensor | None, bool, int | Tensor]
 
 
-class Progress:
+class SlotCounts:
     """Number of buffer slots that each sample has filled.
 
     Args:
         batch: number of samples.
-        device: device of its tensors.
-        in_graphs: whether to keep a tensor up to date besides the int: a compiled graph must not depend on an int that
-            changes.
+        device: device of the tensors of counts.
+        in_graphs: whether to keep the counts as a tensor besides the int, because a compiled graph would be compiled
+            again for each int.
 
     Attributes:
         dropped: number of tokens before the first slot that were dropped, an int or (batch,).
 
-    >>> progress = Progress(2, torch.device("cpu"))
-    >>> progress.add(3), progress.start
+    >>> progress = SlotCounts(2, torch.device("cpu"))
+    >>> progress.add_tokens(3), progress.next_slot
     (0, 3)
-    >>> progress.add(4, torch.tensor([4, 1])), progress.start
+    >>> progress.add_tokens(4, torch.tensor([4, 1])), progress.next_slot
     (tensor([3, 3]), tensor([7, 4]))
     """
 
     def __init__(self, batch: int, device: torch.device, *, in_graphs: bool = False) -> None:
         self.batch, self.device = batch, device
-        self._longest: int | None = 0  # None where only the tensor is up to date
+        self._longest: int | None = 0  # None if only the tensor _counts is up to date
         self._in_graphs = in_graphs
-        self._counts = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None  # None: that int
+        # None if all samples have `_longest` tokens and no graph needs a tensor
+        self._counts = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None
         self._uniform = True
         self.dropped: int | Tensor = 0
 
     @property
     def snapshot(self) -> Snapshot:
-        """Immutable snapshot of the counters, for rollback."""
+        """The counts as an immutable tuple, to which they can be set back."""
         return self._longest, self._counts, self._uniform, self.dropped
 
     @snapshot.setter
@@ -50,17 +51,17 @@ class Progress:
         self._longest, self._counts, self._uniform, self.dropped = snapshot
 
     @property
-    def position(self) -> int | Tensor:
+    def next_position(self) -> int | Tensor:
         """Position of the next token, dropped tokens included; a tensor (batch,) where samples differ."""
-        return self.start + self.dropped
+        return self.next_slot + self.dropped
 
     @property
-    def uniform(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether all samples have equally many tokens."""
         return self._uniform
 
     @property
-    def start(self) -> int | Tensor:
+    def next_slot(self) -> int | Tensor:
         """Slot of the next token; a tensor (batch,) where samples differ, and in a graph."""
         if not self._uniform or (self._in_graphs and torch.compiler.is_compiling()):
             return self.counts
@@ -80,24 +81,24 @@ class Progress:
             self._longest = _largest_count(self.counts)
         return self._longest
 
-    def add(self, new: int, real: Tensor | None = None) -> int | Tensor:
-        """Count new tokens and return the slot of the first; `real`, (batch,), are those that are no padding."""
+    def add_tokens(self, new: int, real: Tensor | None = None) -> int | Tensor:
+        """Count new tokens, of which `real` (batch,) are no padding, and return the slot of the first one."""
         if self._in_graphs and torch.compiler.is_compiling():
             return self._add_in_graph(new, real)
         if real is not None:
             start = self.counts
-            self.set(start + real)
+            self.set_counts(start + real)
             return start
         if not self._uniform:
             start = self.counts
-            self._longest, self._counts = self.longest + new, start + new  # never in place: callers hold the old tensor
+            self._longest, self._counts = self.longest + new, start + new  # a new tensor: callers hold the old one
             return start
         first = self.longest
         self._longest = first + new
         if self._in_graphs:
             self._counts = None
-            # Compiled steps usually follow a prompt. A step that is not compiled leaves no tensor, because making one
-            # would take as long as copying the token; a compiled step after it makes one, in a graph of its own.
+            # The tensor of counts is made after a prompt, which compiled steps usually follow, and not after a decoding
+            # step, where it would take as long as copying the token; a compiled step then makes it itself.
             if new > 1 or not first:
                 self._counts = self.counts
         return first
@@ -109,7 +110,7 @@ class Progress:
             self._uniform = False
         return start
 
-    def set(self, slots: int | Tensor) -> None:
+    def set_counts(self, slots: int | Tensor) -> None:
         """Set the number of filled slots: an int for all samples, or (batch,)."""
         if isinstance(slots, Tensor):
             self._counts, self._longest, self._uniform = slots, _largest_count(slots), False
@@ -118,20 +119,20 @@ class Progress:
         if self._in_graphs or not self._uniform:
             self._counts = torch.full((self.batch,), slots, device=self.device)
 
-    def drop(self, count: int | Tensor) -> None:
+    def drop_slots(self, count: int | Tensor) -> None:
         """Drop the first `count` slots: an int for all samples, or (batch,)."""
-        self.set(self.start - count)
+        self.set_counts(self.next_slot - count)
         self.dropped = self.dropped + count
 
-    def select(self, index: Tensor) -> None:
-        """Select samples: (new batch,), the old sample of each new one."""
+    def select_samples(self, index: Tensor) -> None:
+        """Select samples by `index`, (new batch,): the old sample of each new one."""
         self.batch = len(index)
         self._counts = None if self._counts is None else self._counts.index_select(0, index)
         if isinstance(self.dropped, Tensor):
             self.dropped = self.dropped.index_select(0, index)
 
-    def move(self, device: torch.device | str) -> None:
-        """Move its tensors to a device."""
+    def move_to(self, device: torch.device | str) -> None:
+        """Move the tensors of counts to a device."""
         self.device = torch.device(device)
         self._counts = None if self._counts is None else self._counts.to(device)
         if isinstance(self.dropped, Tensor):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multihead.errors import MaskError
-from multihead.functional import measured
+from multihead.functional import measure_request
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import first_key_of_samples, seen
 from multihead.kernels.plan.bounds import bounds_of
@@ -193,7 +193,7 @@ def _measure_even_spread(
         )
         chosen = possible_probes(probes, request, context, has_values=False)
         for part in _split_queries(request):
-            found = measured(part, chosen, context)
+            found = measure_request(part, chosen, context)
             parts.append({name: value[0].double().cpu() for name, value in found.items()})
             done += part.shape.query_length
             if progress is not None:
