@@ -22,7 +22,7 @@ _KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance
 
 
 @torch.no_grad()
-def measure_on_some_keys(
+def measure_over_keys(
     request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
 ) -> dict[Part, Tensor]:
     """Return the parts of statistics that a request wants, (batch, heads, queries) each.

@@ -27,7 +27,7 @@ from multihead.kernels.parts import Part
 from multihead.kernels.sequence_split import split
 from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_token_major
 from multihead.parallel.layout import Range
-from multihead.parallel.measuring import MergedParts, measure_on_some_keys
+from multihead.parallel.measuring import MergedParts, measure_over_keys
 from multihead.parallel.plan import MapPiece, RingPlan, RingStep
 from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
@@ -159,7 +159,7 @@ class _RingFunction(torch.autograd.Function):
                     with split(None):
                         found = attend(part, kernel=ring.kernel, published=False)
                     if part.wanted:
-                        measures = measure_on_some_keys(part, found, ring.first_keys(bias) - piece.keys[0])
+                        measures = measure_over_keys(part, found, ring.first_keys(bias) - piece.keys[0])
                         merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
                     merge_outputs(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
                     del part, found  # frees their memory before the next piece is computed

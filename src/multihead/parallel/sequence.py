@@ -32,7 +32,7 @@ from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
 from multihead.parallel.exchange import Ranks, compare_calls, gather_sequence, heads_for_tokens, tokens_for_heads
 from multihead.parallel.layout import Kind, Layout, Range, check_layout_name
-from multihead.parallel.measuring import MergedParts, measure_on_some_keys, stack_parts, unstack_parts
+from multihead.parallel.measuring import MergedParts, measure_over_keys, stack_parts, unstack_parts
 from multihead.parallel.plan import (
     MapBlockMask,
     RingPlan,
@@ -426,7 +426,7 @@ class _SplitOverRanks:
             logsumexps.append(found.logsumexp)
             if request.wanted:
                 at = slice(first, first + found.output.shape[2])
-                parts = measure_on_some_keys(part, found, planned.first_keys(request) - first_key)
+                parts = measure_over_keys(part, found, planned.first_keys(request) - first_key)
                 merged.add(at, first_key, found.logsumexp.detach(), parts)
         logsumexp = torch.cat(logsumexps, 2)
         return AttentionResult(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
@@ -469,7 +469,7 @@ class _SplitOverRanks:
         logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:
             return AttentionResult(output, logsumexp)
-        parts = measure_on_some_keys(part, found, planned.first_keys(request))
+        parts = measure_over_keys(part, found, planned.first_keys(request))
         exchanged = tokens_for_heads(stack_parts(parts), self.ranks, self.layout)
         return AttentionResult(output, logsumexp, unstack_parts(exchanged, parts))
 
