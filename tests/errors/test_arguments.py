@@ -76,15 +76,31 @@ def test_an_argument_that_no_library_has_is_answered_with_all_that_exist() -> No
     ("make", "message"),
     [
         (
-            lambda: mh.MultiHeadAttention(16, 4, batch_first=True),  # type: ignore[arg-type]
+            lambda: mh.MultiHeadAttention(16, 4, batch_first=True),  # type: ignore[call-arg]
             (
                 "MultiHeadAttention has no argument 'batch_first'. "
                 "Use inputs of shape (batch, length, features); no argument is needed."
             ),
         ),
         (
-            lambda: mh.MultiHeadAttention(16, 4, kdim=8),  # type: ignore[arg-type]
+            lambda: mh.MultiHeadAttention(16, 4, kdim=8),  # type: ignore[call-arg]
             "MultiHeadAttention has no argument 'kdim'. Use key_dim=.",
+        ),
+        (
+            lambda: mh.MultiHeadAttention(32, n_heads=4),  # type: ignore[call-arg]
+            "MultiHeadAttention has no argument 'n_heads'. Use num_heads=.",
+        ),
+        (
+            lambda: mh.MultiHeadAttention(dim=32, num_heads=4),  # type: ignore[call-arg]
+            "MultiHeadAttention has no argument 'dim'. Use embed_dim=.",
+        ),
+        (
+            lambda: mh.MultiHeadAttention(d_model=32, heads=4),  # type: ignore[call-arg]
+            "MultiHeadAttention has no argument 'd_model' or 'heads'. Use embed_dim=. Use num_heads=.",
+        ),
+        (
+            lambda: mh.MultiHeadAttention(32, 4, num_kv_head=2),  # type: ignore[call-arg]
+            "MultiHeadAttention has no argument 'num_kv_head'. Did you mean num_kv_heads=?",
         ),
         (
             lambda: mh.MultiHeadAttention(16, 4, rotary=True),  # type: ignore[arg-type]

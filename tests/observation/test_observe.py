@@ -390,6 +390,22 @@ class TestRefusals:
             "Face models that use AttentionInterface."
         )
 
+    def test_a_transformer_of_torch_names_the_replacement_that_makes_it_recorded(self) -> None:
+        layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 5, 16)
+        with pytest.raises(ModelError) as caught, mh.observe(model):
+            model(x)
+        assert str(caught.value) == (
+            "No attention call of TransformerEncoder was captured: it did not run inside the context, or its layers "
+            "compute their attention themselves, as nn.MultiheadAttention does. Call "
+            "multihead.compat.torch_nn.replace(model, inplace=True), which makes each nn.MultiheadAttention a layer "
+            "that is recorded, and run the model inside the context."
+        )
+        mh.compat.torch_nn.replace(model, inplace=True)
+        with mh.observe(model) as seen:
+            model(x)
+        assert [each.name for each in seen.layers] == ["layers.0.self_attn", "layers.1.self_attn"]
+
     def test_an_error_inside_the_context_is_not_hidden_by_one_at_its_end(self) -> None:
         with pytest.raises(KeyError), mh.observe(Tower()):
             raise KeyError

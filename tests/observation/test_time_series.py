@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -32,6 +33,21 @@ def test_rows_have_one_dict_per_step_and_head() -> None:
     assert len(rows) == 3 * 3
     assert rows[1] == {"step": 0, "layer": 0, "head": 1, "entropy": 2.0, "mine": 0.0}
     assert rows[5] == {"step": 10, "layer": 1, "head": 0, "mine": 3.0}
+
+
+def test_a_notebook_shows_the_heads_at_the_last_step() -> None:
+    tree = ET.fromstring(series()._repr_html_())
+    assert "".join(tree.find("p").itertext()) == "TimeSeries: 3 steps, 2 layers; at step 20."  # type: ignore[union-attr]
+    assert [[cell.text for cell in row] for row in tree.iter("tr")] == [
+        ["layer", "head", "name", "entropy (nats)", "my own (tokens)"],
+        ["0", "0", "a", "21.00", "0.5"],
+        ["0", "1", "a", "2.00", "5.0"],
+        ["1", "0", "b", "4.00", "3.0"],
+    ]
+    many = TimeSeries()
+    many.append(0, "a", 0, {"entropy": [1.0] * 30})
+    assert "6 heads more: series.rows()." in many._repr_html_()
+    assert "nothing was observed yet" in TimeSeries()._repr_html_()
 
 
 def test_a_saved_series_is_loaded_as_it_was(tmp_path: Path) -> None:

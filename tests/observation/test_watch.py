@@ -68,6 +68,17 @@ def test_every_third_step_is_observed_and_training_is_the_same_bit_for_bit() -> 
     assert watch.series.layers == {0: "blocks.0", 1: "blocks.1"}
 
 
+def test_a_watch_shows_its_steps_and_the_table_of_its_series() -> None:
+    watch = mh.Watch(model := model_of_seed(), every=3, probes=("entropy", "first_mass"))
+    assert repr(watch) == "<Watch of Model: 0 of 0 steps observed (every=3), entropy, first_mass>"
+    assert "nothing was observed yet" in watch._repr_html_()
+    train(model, watch, 7)
+    assert repr(watch) == "<Watch of Model: 3 of 7 steps observed (every=3), entropy, first_mass>"
+    title, shown = "Watch of Model</strong>: 3 of 7 steps observed (every=3), entropy, first_mass.", watch._repr_html_()
+    assert title in shown
+    assert watch.series._repr_html_() in shown
+
+
 def test_the_numbers_are_those_of_the_weights() -> None:
     model = model_of_seed()
     watch = mh.Watch(model, probes=("entropy", "largest_score"), layers="blocks.0", per_head=True)

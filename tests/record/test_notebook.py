@@ -9,6 +9,7 @@ import torch
 import multihead as mh
 from multihead.observation.record import Record
 from multihead.record import notebook
+from multihead.record.analysis.highlights import Finding
 from tests.observation.recorded import asked, ids, read
 
 HOSTILE = "<script>alert('&')</script>"
@@ -76,6 +77,21 @@ def test_a_record_a_layer_and_a_sample_print_as_one_line() -> None:
     assert repr(Record()) == "<Record of a run: nothing was recorded yet>"
     record.title = record.layers[0].name = "a\x1b[31m"
     assert "\x1b" not in f"{record} {record.layers[0]}"
+
+
+def test_lists_of_found_heads_are_shown_as_their_lines() -> None:
+    record = asked()
+    for found in (
+        record.find(entropy=(None, None)),
+        record.nearest(0, 0),
+        record.kinds(),
+        record.changed(record),
+        [Finding("previous", 1, 0, 0.9, 0.1, "looks back: 90\u00a0%", "one head", "layer 1 head 0: 90 %")],
+    ):
+        lines = [f"<{type(each).__name__} {each}>" for each in found]
+        assert lines
+        assert repr(found) == f"[{', '.join(lines)}]"
+    assert repr(found) == "[<Finding layer 1 head 0: 90 %>]"
 
 
 def test_a_layer_shows_its_heads() -> None:

@@ -102,3 +102,17 @@ def test_what_does_not_exist_is_rejected() -> None:
         mh.Record().plot_grid()
     with pytest.raises(ProbeError):
         recorded(keep="statistics").plot(0, 0)
+
+
+@pytest.mark.parametrize(("backend", "is_open"), [("module://matplotlib_inline.backend_inline", False), ("agg", True)])
+def test_a_grid_is_shown_once_in_a_notebook_and_stays_open_for_a_script(backend: str, is_open: bool) -> None:
+    if "inline" in backend:
+        pytest.importorskip("matplotlib_inline")
+    plt, seen = pytest.importorskip("matplotlib.pyplot"), recorded()
+    plt.switch_backend(backend)
+    try:
+        figure = seen.plot_grid()  # a notebook shows the result of a cell, and each figure that is open at its end
+        assert (figure.number in plt.get_fignums()) == is_open
+        assert plt.fignum_exists(seen.plot(0, 1).figure.number)  # axes are no picture, so their figure stays open
+    finally:
+        plt.switch_backend("agg")

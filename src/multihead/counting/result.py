@@ -31,6 +31,7 @@ from multihead.record.analysis.chance import Evidence, error_of_mean
 from multihead.record.analysis.find import FoundHead, Range, find
 from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds_of_heads
 from multihead.record.layer import LayerRecord
+from multihead.record.notebook import OneLine
 from multihead.record.running_summary import RunningSummary
 from multihead.record.summaries import SHARES, Of, check_summary_name
 from multihead.record.table import HeadTable, head_rows
@@ -78,8 +79,8 @@ class Example:
         return visible(f"{self.value:.3f}  {' '.join(line.split())}")
 
 
-@dataclass(frozen=True)
-class DifferentHead:
+@dataclass(frozen=True, repr=False)
+class DifferentHead(OneLine):
     """One head in two distributions, such as those of two checkpoints.
 
     Attributes:
@@ -101,7 +102,7 @@ class DifferentHead:
     divergences: dict[str, float]
     before: dict[str, float]
     after: dict[str, float]
-    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)
 
     @property
     def most_different(self) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from multihead.errors import ArgumentError
 
@@ -50,6 +51,9 @@ OF_LAYERS = ELSEWHERE | {
     "value": "layer(x), layer(x, memory) or layer(x, memory, values)",
 }
 OF_CONSTRUCTORS = {
+    **dict.fromkeys(("d_model", "dim", "hidden_size", "model_dim", "n_embd", "num_hiddens", "query_dim"), "embed_dim="),
+    **dict.fromkeys(("h", "heads", "n_head", "n_heads", "nhead", "num_attention_heads"), "num_heads="),
+    "dim_head": "head_dim=",
     "kdim": "key_dim=",
     "vdim": "value_dim=",
     "batch_first": "inputs of shape (batch, length, features); no argument is needed",
@@ -61,18 +65,45 @@ OF_CONSTRUCTORS = {
 }
 
 
-def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> None:
-    """Reject keyword arguments that a function does not have; the error names our argument for the same purpose."""
-    name = next(iter(unknown))
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def checks_names_first(
+    elsewhere: Mapping[str, str],
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Return a decorator that rejects unknown keywords before Python reports the arguments that they stand for."""
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        known = frozenset(inspect.signature(function).parameters)
+
+        @wraps(function)
+        def checked(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
+            if unknown := {name: value for name, value in named.items() if name not in known}:
+                reject_unknown(function, unknown, elsewhere)
+            return function(*args, **named)
+
+        return checked
+
+    return decorate
+
+
+def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> NoReturn:
+    """Reject the keywords that a function does not have, by naming what to use here for those of other libraries."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ours = [each.name for each in inspect.signature(function).parameters.values() if each.kind not in kinds]
     ours = [each for each in ours if each != "self"]
+    mends = dict.fromkeys(_mend_of_name(name, ours, elsewhere) for name in unknown)
+    place, names = function.__qualname__.removesuffix(".__init__"), " or ".join(map(repr, unknown))
+    raise ArgumentError(f"{place} has no argument {names}.", " ".join(mends))
+
+
+def _mend_of_name(name: str, ours: list[str], elsewhere: Mapping[str, str]) -> str:
+    """Return what to use for an unknown keyword: the name here, a similar one, or all names."""
     if name in elsewhere:
-        mend = f"Use {elsewhere[name]}."
-    else:
-        near = difflib.get_close_matches(name, ours, n=1)
-        mend = f"Did you mean {near[0]}=?" if near else f"Its arguments are {', '.join(ours)}."
-    raise ArgumentError(f"{function.__qualname__} has no argument {name!r}.", mend)
+        return f"Use {elsewhere[name]}."
+    near = difflib.get_close_matches(name, ours, n=1)
+    return f"Did you mean {near[0]}=?" if near else f"Its arguments are {', '.join(ours)}."
 
 
 def check_fraction(name: str, value: object) -> None:

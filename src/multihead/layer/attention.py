@@ -19,6 +19,7 @@ from multihead.errors.arguments import (
     check_fraction,
     check_integer,
     check_scale,
+    checks_names_first,
     reject_scripting,
     reject_unknown,
 )
@@ -89,10 +90,10 @@ class MultiHeadAttention(nn.Module):
         add_zero_attn: whether there is a key of 0, with a value of 0, that every query sees: a sink whose logit is 0.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Raises:
-        ArgumentError: a size does not fit; the error lists those that would.
+        ArgumentError: a size does not fit; the error lists those that would. Or a name of another library, such as
+            d_model; the error gives the name here.
 
     Source: arXiv:1706.03762, section 3.2.2; grouped heads arXiv:2305.13245.
 
@@ -104,6 +105,7 @@ class MultiHeadAttention(nn.Module):
 
     __prepare_scriptable__ = reject_scripting
 
+    @checks_names_first(OF_CONSTRUCTORS)
     def __init__(
         self,
         embed_dim: int,
@@ -130,11 +132,8 @@ class MultiHeadAttention(nn.Module):
         add_zero_attn: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: Never,
     ) -> None:
         super().__init__()
-        if unknown:
-            reject_unknown(MultiHeadAttention, unknown, OF_CONSTRUCTORS)
         self.embed_dim = _checked_size("embed_dim", embed_dim)
         self.num_heads = _checked_size("num_heads", num_heads)
         self.num_kv_heads = _checked_kv_heads(num_heads, num_kv_heads)

@@ -536,6 +536,8 @@ class Record:
     def plot_grid(self, *, sample: int = 0) -> Any:
         """Plot a small map of every head with matplotlib, one row per layer.
 
+        In a notebook it is shown where it is the last line of a cell, in a script by `plt.show()`.
+
         Args:
             sample: which sample.
 

@@ -650,11 +650,16 @@ class Recorder:
             ModelError: no attention call was captured, or an item of `layers` matches no layer that ran.
         """
         if not self._layers:
+            # `replace` leaves subclasses of nn.MultiheadAttention as they are, so it is no mend for them.
+            of_torch = any(type(module) is nn.MultiheadAttention for module in model.modules())
             raise ModelError(
                 f"No attention call of {type(model).__name__} was captured: it did not run inside the context, or its "
-                "layers compute their attention themselves.",
-                "Run the model inside the context. Layers of multihead are recorded, and Hugging Face models that use "
-                "AttentionInterface.",
+                f"layers compute their attention themselves{', as nn.MultiheadAttention does' if of_torch else ''}.",
+                "Call multihead.compat.torch_nn.replace(model, inplace=True), which makes each nn.MultiheadAttention a "
+                "layer that is recorded, and run the model inside the context."
+                if of_torch
+                else "Run the model inside the context. Layers of multihead are recorded, and Hugging Face models that "
+                "use AttentionInterface.",
             )
         missed = [] if self.layer_filter is None else self.layer_filter.unmatched_items(list(self._layers))
         if missed:

@@ -16,7 +16,7 @@ from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record.notebook import number_with_noun
+from multihead.record.notebook import PLACES, html_of_table, number_with_noun
 from multihead.record.plots import import_pyplot, report_colormap
 
 FORMAT = "multihead time series"
@@ -54,6 +54,16 @@ class TimeSeries:
             ", ".join(self.statistics),
         )
         return f"<TimeSeries of {', '.join(filter(None, contents))}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: one row per head, at the last step."""
+        if not self.steps:
+            return html_of_table("TimeSeries", "nothing was observed yet", [], [])
+        sizes = (len(self.steps), "step"), (len(self.layers), "layer")
+        contents = ", ".join(number_with_noun(*size) for size in sizes)
+        rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of(self.steps[-1])]
+        caption = f"{contents}; at step {self.steps[-1]:,}"
+        return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="series.rows()")
 
     def append(
         self,
@@ -97,20 +107,22 @@ class TimeSeries:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per step and head: step, layer, head, and each statistic."""
+        return [{"step": step} | row for step in self.steps for row in self._rows_of(step)]
+
+    def _rows_of(self, step: int) -> list[dict[str, Any]]:
+        """Return one dict per head at one step: layer, head, and each statistic."""
         found = []
-        for step in self.steps:
-            for number in self.layers:
-                by_name = {
-                    name: self._rows[name, number][step]
-                    for name in self.statistics
-                    if step in self._rows.get((name, number), {})
-                }
-                heads = max(map(len, by_name.values()), default=0)
-                found += [
-                    {"step": step, "layer": number, "head": head}
-                    | {name: float(values[head]) for name, values in by_name.items()}
-                    for head in range(heads)
-                ]
+        for number in self.layers:
+            by_name = {
+                name: self._rows[name, number][step]
+                for name in self.statistics
+                if step in self._rows.get((name, number), {})
+            }
+            heads = max(map(len, by_name.values()), default=0)
+            found += [
+                {"layer": number, "head": head} | {name: float(values[head]) for name, values in by_name.items()}
+                for head in range(heads)
+            ]
         return found
 
     def to_pandas(self) -> Any:

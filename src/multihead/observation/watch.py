@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
+from multihead.locale.escaping import visible
 from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import observe_with_sums
 from multihead.observation.record import Record
@@ -19,6 +20,7 @@ from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, resolve_probes
 from multihead.record.layer import LayerRecord
+from multihead.record.notebook import html_of_table, number_with_noun
 from multihead.record.running_summary import RunningSummary
 
 LARGEST_SCORE = "largest_score"
@@ -95,6 +97,21 @@ class Watch:
         self.series = TimeSeries()
         self._stack: ExitStack | None = None
         self._record: Record | None = None
+
+    def __repr__(self) -> str:
+        """Return one line: the model, the steps so far, how many of them were observed, and which statistics."""
+        return f"<{self._title()}: {self._contents()}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: the steps so far, and the series."""
+        return f"<div>{html_of_table(self._title(), self._contents(), [], [])}{self.series._repr_html_()}</div>"
+
+    def _title(self) -> str:
+        return f"Watch of {visible(type(self.model).__name__)}"
+
+    def _contents(self) -> str:
+        observed = f"{len(self.series.steps):,} of {number_with_noun(self.step, 'step')} observed (every={self.every})"
+        return f"{observed}, {', '.join(probe.name for probe in self.probes)}"
 
     @property
     def due(self) -> bool:

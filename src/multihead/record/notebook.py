@@ -1,4 +1,4 @@
-"""Show records, samples and tables in a notebook as HTML without scripts; every text in it is escaped."""
+"""Show records, samples, tables and found heads in a notebook; HTML has no scripts, and every text in it is escaped."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ MOST_LEVELS = 4
 """Lines of a table that list chance: layers with different masks have different levels."""
 
 
+class OneLine:
+    """A head that was found, whose repr is its line, so that a list of such heads can be read as it is shown.
+
+    >>> class Head(OneLine):
+    ...     def __str__(self):
+    ...         return "L0 H1: previous 88 %"
+    >>> [Head()]
+    [<Head L0 H1: previous 88 %>]
+    """
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
+
+
 def statistic_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | None) -> list[Statistic]:
     """Return the statistics among a table's columns, without the columns of chance."""
     return [statistic(name, statistics) for name in names if name not in WORDS and not name.endswith(CHANCE)]
@@ -45,6 +59,8 @@ def html_of_table(
     rows: Sequence[dict[str, Any]],
     places: Sequence[str],
     statistics: Mapping[str, Statistic] | None = None,
+    *,
+    rest: str = "print(record.table())",
 ) -> str:
     """Return a title, a caption, and a table with one row per head.
 
@@ -54,12 +70,13 @@ def html_of_table(
         rows: one dict per head: "layer", "head", "name", and its statistics.
         places: which of "layer", "head" and "name" are columns; "kind" is one if the rows have it.
         statistics: label, unit and number format of the statistics that are not built in.
+        rest: what returns the rows after the first `ROWS`.
 
     >>> html_of_table("<b>", "nothing was recorded yet", [], [])
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
     """
     heading = f"<p><strong>{escape(title)}</strong>: {escape(caption)}.</p>" if title else ""
-    return f"<div>{heading}{_html_rows(rows, places, statistics) if rows else ''}</div>"
+    return f"<div>{heading}{_html_rows(rows, places, statistics, rest) if rows else ''}</div>"
 
 
 def number_with_noun(number: int, noun: str) -> str:
@@ -73,7 +90,7 @@ def number_with_noun(number: int, noun: str) -> str:
 
 
 def _html_rows(
-    rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Mapping[str, Statistic] | None
+    rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Mapping[str, Statistic] | None, rest: str
 ) -> str:
     names = dict.fromkeys(name for row in rows for name in row)
     places = [*places, *(["kind"] if "kind" in names else [])]
@@ -90,8 +107,8 @@ def _html_rows(
         cells = "".join(f"<td>{number}</td>" for number in level)
         body += f'<tr><th colspan="{len(places)}">chance</th>{cells}</tr>'
     more = len(rows) - ROWS
-    rest = f"<p>{number_with_noun(more, 'head')} more: print(record.table()).</p>" if more > 0 else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
+    after = f"<p>{number_with_noun(more, 'head')} more: {rest}.</p>" if more > 0 else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{after}"
 
 
 def _format_number(shown: Statistic, value: float | None) -> str:

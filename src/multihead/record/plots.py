@@ -147,6 +147,8 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
             if row == 0:
                 ax.set_title(f"H{head}", fontsize="small")
     _add_color_bar(axes, image, end, block)
+    if "inline" in plt.get_backend():
+        plt.close(figure)  # a notebook shows the open figures of a cell besides its result, which is this figure too
     return figure
 
 

@@ -19,6 +19,7 @@ from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.analysis.similar import divergence, have_same_texts, spaced_queries
 from multihead.record.layer import LayerRecord
+from multihead.record.notebook import OneLine
 from multihead.record.sample import SampleRecord
 
 Progress = Callable[[int, int], None]
@@ -32,8 +33,8 @@ class Change(NamedTuple):
     after: str
 
 
-@dataclass(frozen=True)
-class ChangedHead:
+@dataclass(frozen=True, repr=False)
+class ChangedHead(OneLine):
     """One head in two runs.
 
     Attributes:
@@ -60,7 +61,7 @@ class ChangedHead:
     after: dict[str, float]
     kinds_before: tuple[str, ...]
     kinds_after: tuple[str, ...]
-    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)
 
     @property
     def differences(self) -> dict[str, float]:

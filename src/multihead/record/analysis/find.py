@@ -14,6 +14,7 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
 from multihead.record.layer import LayerRecord
+from multihead.record.notebook import OneLine
 from multihead.record.summaries import Of
 
 RENAMED = {
@@ -26,8 +27,8 @@ RENAMED = {
 """Names of kinds in earlier versions -> those that tables show."""
 
 
-@dataclass(frozen=True)
-class FoundHead:
+@dataclass(frozen=True, repr=False)
+class FoundHead(OneLine):
     """One head that was found.
 
     Attributes:
@@ -42,7 +43,7 @@ class FoundHead:
     head: int
     name: str
     values: dict[str, float]
-    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         """The head in a line: "L16 H0: previous 88 %, entropy 0.52 nats"."""

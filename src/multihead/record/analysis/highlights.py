@@ -30,7 +30,7 @@ from multihead.record.analysis.chance import (
 )
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import CHANCE
+from multihead.record.notebook import CHANCE, OneLine
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Measured
 
@@ -93,8 +93,8 @@ class LayerProfile(LayerKinds):
     visibility: Visibility
 
 
-@dataclass(frozen=True)
-class HeadKind:
+@dataclass(frozen=True, repr=False)
+class HeadKind(OneLine):
     """A kind that a head has, and the numbers that decide about it.
 
     Attributes:
@@ -116,7 +116,7 @@ class HeadKind:
     chance: float
     error: float
     n: int
-    written: tuple[str, str] = field(repr=False, compare=False)
+    written: tuple[str, str] = field(compare=False)
 
     def __str__(self) -> str:
         """The head in a line: "L16 H0: previous 88 % (chance 1.3 %)"."""
@@ -150,8 +150,8 @@ def heads_of_kinds(
     return found
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(OneLine):
     """One head that stands out, described in a sentence.
 
     Attributes:

@@ -13,6 +13,7 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.probes.similarity import entropy_of
 from multihead.record.layer import LayerRecord
+from multihead.record.notebook import OneLine
 from multihead.record.sample import SampleRecord
 
 CELLS = 1 << 25
@@ -21,8 +22,8 @@ CELLS = 1 << 25
 TILE = 1 << 21  # limit of the weights of one layer that are in memory at once
 
 
-@dataclass(frozen=True)
-class NearHead:
+@dataclass(frozen=True, repr=False)
+class NearHead(OneLine):
     """One head and the divergence of its weights from those of the given head.
 
     Attributes:
