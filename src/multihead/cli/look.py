@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import click
 
 from multihead.cli.audio import read_audio
-from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
+from multihead.cli.look_output import COLUMNS, REPEATED_COLUMNS, print_files, print_heads, print_textbook_heads
 from multihead.cli.model_options import model_options, parsed_layers
 from multihead.cli.progress import Steps
-from multihead.cli.tables import write_tables
+from multihead.cli.tables import table_files, write_tables
 from multihead.errors.optional import require
 from multihead.files import check_writable, readable_text
 from multihead.locale.escaping import visible
@@ -35,10 +38,11 @@ MODEL is the folder of a saved model, a GGUF file, the name of an installed pack
 on the Hugging Face hub.
 """
 
-SORTS = ["layer", *COLUMNS]
+LONGEST_QUOTE = 60  # characters of a text in an error
+SORTS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
 @click.argument("model")
 @click.option("--text", "text_file", metavar="FILE", help="Read this text file (UTF-8); - reads standard input.")
 @click.option("--prompt", metavar="TEXT", help="Read this text.")
@@ -58,7 +62,7 @@ SORTS = ["layer", *COLUMNS]
     metavar="NAME",
     default="layer",
     show_default=True,
-    help=f"Sort the table by: {', '.join(SORTS)}.",
+    help=f"Sort the table by: {', '.join(SORTS)}; those in repeated_ need --textbook.",
 )
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Only the first N heads of the table.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")
@@ -79,7 +83,9 @@ SORTS = ["layer", *COLUMNS]
     show_default=True,
     help="Language of the page and the terminal output.",
 )
+@click.pass_context
 def look(
+    context: click.Context,
     *,
     model: str,
     text_file: str | None,
@@ -105,9 +111,13 @@ def look(
     number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
+    if context.args:
+        raise click.UsageError(_unexpected_arguments(context.args))
+    if sort in REPEATED_COLUMNS and not textbook:
+        raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
     text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
-    targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
-    check_writable([str(target) for target in (*targets, record_file) if target is not None])
+    targets = [out, *table_files(json_file, csv_file), record_file]
+    check_writable([target for target in targets if target is not None])
     chosen = None if layers is None else parsed_layers(layers)
     require("jinja2", purpose="Writing a page", extra="view")
     if record_file is not None:
@@ -169,11 +179,21 @@ def look(
         print_files(page, record_file, memory, lang)
 
 
+def _unexpected_arguments(arguments: Sequence[str]) -> str:
+    """Return the sentence on what follows MODEL without an option, which is a text or the name of a file."""
+    given = shlex.quote(shorten(" ".join(arguments), LONGEST_QUOTE, placeholder=" …"))
+    return f"{given} stands after MODEL without an option. Give a text as --prompt {given}, and a file as --text FILE."
+
+
 def _text_or_audio(
     text_file: str | None, prompt: str | None, audio: str | None, *, textbook: bool
 ) -> tuple[str, tuple[NDArray[np.float32], int] | None]:
     """Return the text to read and no audio, or an empty text and the samples of the audio with their rate."""
-    if sum(each is not None for each in (text_file, prompt, audio)) != 1:
+    given = {"--text": text_file, "--prompt": prompt, "--audio": audio}
+    several = [name for name, value in given.items() if value is not None]
+    if len(several) > 1:
+        raise click.UsageError(f"{' and '.join(several)} were given, and only one of them is read. Leave out the rest.")
+    if not several:
         raise click.UsageError(
             "Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech model."
         )

@@ -228,7 +228,7 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     if most is not None and len(ids) > most:
         raise InputError(
             f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
-            f"Truncate it to {most:,} tokens, or use a model that reads longer texts.",
+            f"Truncate it with --tokens {most} (in Python tokens={most}), or use a model that reads longer texts.",
         )
     special = [bool(each) for each in encoding["special_tokens_mask"]]
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
