@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -256,10 +261,53 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(("args", "sent"), [(("--prompt", ""), None), (("--text", "-"), ""), (("--text", "-"), " \n")])
-def test_an_empty_text_is_rejected_before_a_model_is_loaded(args: tuple[str, ...], sent: str | None) -> None:
-    result = run("nowhere-to-be-found", *args, text=sent)
+def test_an_empty_text_is_rejected_before_a_model_is_loaded(
+    args: tuple[str, ...], sent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multihead.models.loading.load", None)
+    result = run(MODEL, *args, text=sent)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: The text is empty. Give at least one word.\n"
+
+
+class HubWithoutModels(BaseHTTPRequestHandler):
+    """Answers as the Hugging Face hub does where it has no such model."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:  # the name that http.server calls
+        self.asked.append(self.path)
+        self.send_response(200 if self.path == "/" else 404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing to the terminal."""
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("/nowhere/to-be-found", []), ("nowhere/to-be-found", ["/", "/nowhere/to-be-found/resolve/main/config.json"])],
+)
+def test_a_model_that_does_not_exist_is_rejected_before_the_slow_imports(
+    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import sys\nfrom multihead.cli import main\n"
+        f"try:\n    main(['look', {name!r}, '--prompt', 'hi'])\n"
+        "finally:\n    print(sorted({'torch', 'transformers'}.intersection(sys.modules)))"
+    )
+    monkeypatch.setattr(HubWithoutModels, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), HubWithoutModels) as hub:
+        threading.Thread(target=hub.serve_forever).start()
+        addresses = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+        command = [sys.executable, "-c", program]
+        environment = os.environ | addresses
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+        hub.shutdown()
+    assert (found.returncode, found.stdout) == (2, "[]\n")
+    assert f'error: "{name}" is neither a folder nor an installed package ' in found.stderr
+    assert HubWithoutModels.asked == asked
 
 
 def test_a_layer_keeps_its_number_where_only_some_are_looked_at(tmp_path: Path) -> None:
@@ -287,6 +335,7 @@ def test_a_model_that_needs_more_than_a_text_is_refused_in_words(
     monkeypatch.setattr(
         "multihead.models.loading.load", lambda *args, **given: LoadedModel(name, name, model, tokenizer)
     )
+    monkeypatch.setattr("multihead.models.source.find_model", lambda model: None)
     result = run(name, "--prompt", "hi", "--out", str(tmp_path / "p.html"), *textbook)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (

@@ -111,8 +111,7 @@ def look(
     number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
-    if context.args:
-        raise click.UsageError(_unexpected_arguments(context.args))
+    _check_no_surplus(context.args)
     if sort in REPEATED_COLUMNS and not textbook:
         raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
     text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
@@ -123,18 +122,21 @@ def look(
     if record_file is not None:
         require("safetensors", purpose="Saving a record", extra="view")
 
-    # Imported here, so that --help does not load torch.
-    from multihead.models.loading import check_text, encode, load
-    from multihead.observation.textbook import add_repeated
-    from multihead.record.analysis.roles import rows_with_roles
-    from multihead.record.memory_use import memory_of
-    from multihead.viewer.looking import check_layers, measured_repeats, prepared, run_and_record, written_page
+    # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
+    from multihead.models.source import find_model
 
-    for each in (text if sound is None else None, decoder_text):
-        if each is not None:
-            check_text(each)
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
+        find_model(model)
+        from multihead.models.loading import check_text, encode, load
+        from multihead.observation.textbook import add_repeated
+        from multihead.record.analysis.roles import rows_with_roles
+        from multihead.record.memory_use import memory_of
+        from multihead.viewer.looking import check_layers, measured_repeats, prepared, run_and_record, written_page
+
+        for each in (text if sound is None else None, decoder_text):
+            if each is not None:
+                check_text(each)
         loaded = load(
             model,
             device=device,
@@ -179,10 +181,13 @@ def look(
         print_files(page, record_file, memory, lang)
 
 
-def _unexpected_arguments(arguments: Sequence[str]) -> str:
-    """Return the sentence on what follows MODEL without an option, which is a text or the name of a file."""
-    given = shlex.quote(shorten(" ".join(arguments), LONGEST_QUOTE, placeholder=" …"))
-    return f"{given} stands after MODEL without an option. Give a text as --prompt {given}, and a file as --text FILE."
+def _check_no_surplus(arguments: Sequence[str]) -> None:
+    """Reject what follows MODEL without an option, which is a text or the name of a file."""
+    if arguments:
+        given = shlex.quote(shorten(" ".join(arguments), LONGEST_QUOTE, placeholder=" …"))
+        raise click.UsageError(
+            f"{given} stands after MODEL without an option. Give a text as --prompt {given}, and a file as --text FILE."
+        )
 
 
 def _text_or_audio(
