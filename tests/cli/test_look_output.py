@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.cells import cell_len
 from rich.console import Console
 
-from multihead.cli.look_output import COLUMNS, _table_of_heads, print_memory_and_files, print_textbook_heads
+from multihead.cli.look_output import (
+    COLUMNS,
+    FIRST_LEFT_OUT,
+    REPEATED_COLUMNS,
+    _table_of_heads,
+    print_memory_and_files,
+    print_textbook_heads,
+)
 from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
+from multihead.probes.catalogue import REPEATED
 from multihead.record.analysis.chance import Evidence
 from multihead.record.analysis.highlights import LayerProfile, kinds_of_heads
 from multihead.record.analysis.visibility import Visibility
@@ -81,6 +90,28 @@ def test_the_table_has_every_kind_of_a_head_and_a_line_of_chance() -> None:
     assert lines[-1] == ["chance", "5.0"]
 
 
+@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize("width", [40, 70, 100])
+def test_where_the_terminal_is_narrow_numbers_give_way_and_the_kind_of_a_head_does_not(width: int, lang: str) -> None:
+    row = {name + end: 0.25 for name in (*COLUMNS, *REPEATED_COLUMNS) for end in ("", "_chance")} | {"layer": 10}
+    rows = [row | {"head": 1, "kind": "repeated_first+previous"}, row | {"head": 2, "kind": "first"}]
+    console = Console(width=width, no_color=True)
+    for sort in ("layer", "next_mass", "repeated_induction"):
+        with console.capture() as captured:
+            console.print(_table_of_heads(rows, width, KINDS, lang, sort=sort))
+        printed = captured.get()
+        assert "…" not in printed
+        assert max(map(cell_len, printed.splitlines())) <= width
+        kinds, numbers, following, repeated = {
+            "en": (("first* +1", "first token"), "entropy", "next", "induction*"),
+            "zh": (("首个* +1", "首词元"), "熵", "后一", "归纳*"),
+        }[lang]
+        assert all(each in printed for each in kinds)
+        assert numbers in printed
+        assert (following in printed) == (sort == "next_mass" or width > 40)
+        assert (repeated in printed) == (sort == "repeated_induction")
+
+
 def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a record.safetensors"
     file.write_bytes(b"0" * 2_500_000)
@@ -119,3 +150,5 @@ def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_me
 
 def test_the_table_shows_the_default_statistics_that_every_head_has() -> None:
     assert set(COLUMNS) == set(DEFAULT) - {"largest_key", "sink_mass"}  # an index has no mean; few heads have sinks
+    assert set(FIRST_LEFT_OUT) == set(COLUMNS)
+    assert set(REPEATED_COLUMNS) == set(REPEATED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from multihead.cli.progress import Steps
-from multihead.cli.tables import write_tables
+from multihead.cli.tables import table_files, write_tables
 from multihead.cli.view import import_user_module
 from multihead.errors.optional import require
 from multihead.files import check_writable
@@ -79,8 +79,7 @@ def compare(
     attention, 0.693 no key in common. The table shows the kinds of each head in both runs and the share that changed
     most; --json and --csv have every statistic. `multihead view BEFORE AFTER` shows the maps side by side.
     """
-    targets = [target for target in (json_file, csv_file) if target not in (None, "-")]
-    check_writable([str(target) for target in targets])
+    check_writable(table_files(json_file, csv_file))
     require("safetensors", purpose="Opening a record", extra="view")
     # Imported here, so that --help does not load torch.
     from multihead.observation.record import Record

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import click
 
 from multihead.cli.audio import read_audio
-from multihead.cli.look_output import COLUMNS, print_heads, print_memory_and_files, print_textbook_heads
+from multihead.cli.look_output import (
+    COLUMNS,
+    REPEATED_COLUMNS,
+    print_heads,
+    print_memory_and_files,
+    print_textbook_heads,
+)
 from multihead.cli.model_options import model_options, parse_layers
 from multihead.cli.progress import Steps
-from multihead.cli.tables import write_tables
+from multihead.cli.tables import table_files, write_tables
 from multihead.errors.optional import require
 from multihead.files import check_writable, readable_text
 from multihead.locale.escaping import visible
@@ -35,10 +44,11 @@ MODEL is the folder of a saved model, a GGUF file, the name of an installed pack
 on the Hugging Face hub.
 """
 
-SORTS = ["layer", *COLUMNS]
+LONGEST_QUOTE = 60  # characters of a text in an error
+SORTS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
 @click.argument("model")
 @click.option("--text", "text_file", metavar="FILE", help="Read this text file (UTF-8); - reads standard input.")
 @click.option("--prompt", metavar="TEXT", help="Read this text.")
@@ -58,7 +68,7 @@ SORTS = ["layer", *COLUMNS]
     metavar="NAME",
     default="layer",
     show_default=True,
-    help=f"Sort the table by: {', '.join(SORTS)}.",
+    help=f"Sort the table by: {', '.join(SORTS)}; those in repeated_ need --textbook.",
 )
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Only the first N heads of the table.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")
@@ -79,7 +89,9 @@ SORTS = ["layer", *COLUMNS]
     show_default=True,
     help="Language of the page and the terminal output.",
 )
+@click.pass_context
 def look(
+    context: click.Context,
     *,
     model: str,
     text_file: str | None,
@@ -105,32 +117,38 @@ def look(
     number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
+    _check_no_surplus(context.args)
+    if sort in REPEATED_COLUMNS and not textbook:
+        raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
     text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
-    targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
-    check_writable([str(target) for target in (*targets, record_file) if target is not None])
+    targets = [out, *table_files(json_file, csv_file), record_file]
+    check_writable([target for target in targets if target is not None])
     chosen = None if layers is None else parse_layers(layers)
     require("jinja2", purpose="Writing a page", extra="view")
     if record_file is not None:
         require("safetensors", purpose="Saving a record", extra="view")
 
-    # Imported here, so that --help does not load torch.
-    from multihead.models.loading import check_text, encode, load
-    from multihead.observation.textbook import add_repeated
-    from multihead.record.analysis.roles import rows_with_roles
-    from multihead.record.memory_use import memory_of
-    from multihead.viewer.looking import (
-        check_layers,
-        measure_textbook_heads,
-        prepare_inputs,
-        run_and_record,
-        write_page_of_run,
-    )
+    # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
+    from multihead.models.source import find_model
 
-    for each in (text if sound is None else None, decoder_text):
-        if each is not None:
-            check_text(each)
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
+        find_model(model)
+        from multihead.models.loading import check_text, encode, load
+        from multihead.observation.textbook import add_repeated
+        from multihead.record.analysis.roles import rows_with_roles
+        from multihead.record.memory_use import memory_of
+        from multihead.viewer.looking import (
+            check_layers,
+            measure_textbook_heads,
+            prepare_inputs,
+            run_and_record,
+            write_page_of_run,
+        )
+
+        for each in (text if sound is None else None, decoder_text):
+            if each is not None:
+                check_text(each)
         loaded = load(
             model,
             device=device,
@@ -169,17 +187,30 @@ def look(
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in rows_with_roles(record.layers, table.rows)]
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
-        print_heads(record, profiles, run, rows, lang=lang)
+        print_heads(record, profiles, run, rows, sort=sort, lang=lang)
         if textbook:
             print_textbook_heads(profiles, lang)
         print_memory_and_files(page, record_file, memory, lang)
+
+
+def _check_no_surplus(arguments: Sequence[str]) -> None:
+    """Reject what follows MODEL without an option, which is a text or the name of a file."""
+    if arguments:
+        given = shlex.quote(shorten(" ".join(arguments), LONGEST_QUOTE, placeholder=" …"))
+        raise click.UsageError(
+            f"{given} stands after MODEL without an option. Give a text as --prompt {given}, and a file as --text FILE."
+        )
 
 
 def _text_or_audio(
     text_file: str | None, prompt: str | None, audio: str | None, *, textbook: bool
 ) -> tuple[str, tuple[NDArray[np.float32], int] | None]:
     """Return the text to read and no audio, or an empty text and the samples of the audio with their rate."""
-    if sum(each is not None for each in (text_file, prompt, audio)) != 1:
+    given = {"--text": text_file, "--prompt": prompt, "--audio": audio}
+    several = [name for name, value in given.items() if value is not None]
+    if len(several) > 1:
+        raise click.UsageError(f"{' and '.join(several)} were given, and only one of them is read. Leave out the rest.")
+    if not several:
         raise click.UsageError(
             "Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech model."
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
 
-# The statistics in the terminal's table; without distance_spread they fit into 80 columns.
+# The statistics in the terminal.
 COLUMNS = (
     "entropy",
     "effective_keys",
@@ -35,6 +35,21 @@ COLUMNS = (
     "special_mass",
     "largest_weight",
 )
+# Where the terminal has no room for all, and a head's kind is shown whole.
+FIRST_LEFT_OUT = (
+    "distance_spread",
+    "mean_distance",
+    "special_mass",
+    "next_mass",
+    "effective_keys",
+    "self_mass",
+    "largest_weight",
+    "first_mass",
+    "previous_mass",
+    "entropy",
+)
+# Measured by --textbook; the table shows the one that it is sorted by.
+REPEATED_COLUMNS = ("repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first")
 NARROW = 90
 NAMED = 4  # textbook heads listed per kind
 MOST_LEVELS = 4  # rows at the end of the table with chance levels
@@ -47,6 +62,7 @@ def print_heads(
     run: ModelInputs,
     rows: Sequence[Mapping[str, Any]],
     *,
+    sort: str,
     lang: str,
 ) -> None:
     """Print a line about the model and its text, the table of heads, and the highlights."""
@@ -56,9 +72,9 @@ def print_heads(
 
     console = Console(highlight=False)
     console.print(_sentence_on_input(record, run, lang) + "\n", markup=False)
-    console.print(_table_of_heads(rows, console.width, record.all_kinds, lang))
+    console.print(_table_of_heads(rows, console.width, record.all_kinds, lang, sort=sort))
     repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
-    if any(repeats.intersection(row["kind"].split("+")) for row in rows):
+    if sort in repeats or any(repeats.intersection(row["kind"].split("+")) for row in rows):
         console.print(text("look.on repeats", lang), markup=False)
     # With two texts, "the first token" is not one token.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
@@ -141,32 +157,37 @@ def _readable_size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _table_of_heads(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str) -> Any:
-    """Lay out the table: one row per head, with its kind and its means."""
+def _table_of_heads(
+    rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str, *, sort: str = "layer"
+) -> Any:
+    """Lay out the table: one row per head, with its kind and as many of its means as the width has room for."""
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
 
-    from multihead.probes.catalogue import PROBES
     from multihead.record.notebook import CHANCE
 
-    shown = [PROBES[name] for name in COLUMNS if any(name in row for row in rows)]
     has_roles = any("role" in row for row in rows)
-    if width < NARROW:
-        left_out = {"distance_spread", "mean_distance"} if has_roles else {"distance_spread"}
-        shown = [each for each in shown if each.name not in left_out]
-    padding = 0 if width < NARROW else 1
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
-    for name in ("head", "role", "kind") if has_roles else ("head", "kind"):
-        drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=name != "kind")
-    for each in shown:
-        drawn.add_column(_column_heading(each, lang), justify="right", no_wrap=True)
+    words = []
     for row in rows:
-        numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
         named = _cell_of_kinds(row["kind"].split("+"), kinds, lang)
         if row.get("alignment"):
             named = text("look.and alignment", lang, kind=named, alignment=text("common.alignment", lang))
         role = [_name_of_role(row["role"], lang)] if has_roles else []
-        drawn.add_row(f"L{row['layer']} H{row['head']}", *role, named, *numbers)
+        words.append([f"L{row['layer']} H{row['head']}", *role, named])
+    headings = [text(f"look.{name}", lang) for name in (("head", "role", "kind") if has_roles else ("head", "kind"))]
+    padding = 0 if width < NARROW else 1
+    *fixed, kind = [max(map(cell_len, cells)) for cells in zip(headings, *words, strict=True)]
+    fixed[0] = max(fixed[0], cell_len(text("look.chance", lang)))
+    taken = sum(fixed) + min(kind, width // 3) + len(fixed) * (1 + padding)
+    shown = _fitting_statistics(rows, width - taken, 1 + padding, lang, sort)
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
+    for heading in headings:
+        drawn.add_column(heading + "\n", no_wrap=heading != headings[-1], overflow="fold")
+    for each in shown:
+        drawn.add_column(_column_heading(each, lang), justify="right", no_wrap=True)
+    for row, cells in zip(rows, words, strict=True):
+        drawn.add_row(*cells, *[each.number(row[each.name]) if each.name in row else "" for each in shown])
     chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different levels of chance
     for row in rows:
         numbers = [each.number(row.get(each.name + CHANCE)) for each in shown]
@@ -177,6 +198,31 @@ def _table_of_heads(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequen
         role = [_name_of_role("".join(roles) if len(roles) == 1 else "", lang)] if has_roles else []
         drawn.add_row(text("look.chance", lang), *role, "", *level)
     return drawn
+
+
+def _fitting_statistics(
+    rows: Sequence[Mapping[str, Any]], width: int, gap: int, lang: str, sort: str
+) -> list[Statistic]:
+    """Return the statistics whose columns fit into a width, a gap before each; that of the sort order is always one."""
+    from rich.cells import cell_len
+
+    from multihead.probes.catalogue import statistic
+    from multihead.record.notebook import CHANCE
+
+    names = (*COLUMNS, *([sort] if sort in REPEATED_COLUMNS else []))
+    shown = [statistic(name) for name in names if any(name in row for row in rows)]
+    widths = {
+        each.name: gap
+        + max(
+            *map(cell_len, _column_heading(each, lang).splitlines()),
+            *(len(each.number(row[name])) for row in rows for name in (each.name, each.name + CHANCE) if name in row),
+        )
+        for each in shown
+    }
+    for name in FIRST_LEFT_OUT:
+        if sum(widths.values()) > width and name != sort:
+            widths.pop(name, None)
+    return [each for each in shown if each.name in widths]
 
 
 def _name_of_role(role: str, lang: str) -> str:
@@ -196,7 +242,11 @@ def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> st
 
 def _column_heading(shown: Statistic, lang: str) -> str:
     """Return the two lines above a column: the short label and the unit, or a label of two words."""
-    label = short_statistic_label(shown.name, lang, shown.short_label)
+    from multihead.probes.catalogue import PROBES, REPEATED
+
+    on_repeats = shown.name in REPEATED
+    shown = PROBES[REPEATED[shown.name]] if on_repeats else shown
+    label = short_statistic_label(shown.name, lang, shown.short_label) + ("*" if on_repeats else "")
     return f"{label}\n{unit_label(shown.unit, lang)}" if shown.unit else label.replace(" ", "\n", 1)
 
 

@@ -10,6 +10,20 @@ import click
 from multihead.files import write_atomically
 
 
+def table_files(json_file: str | None, csv_file: str | None) -> list[str]:
+    """Return the files that a command writes its rows to; "-" is standard output, which has room for one form.
+
+    Raises:
+        UsageError: both forms were chosen for standard output.
+    """
+    if json_file == csv_file == "-":
+        raise click.UsageError(
+            "--json - and --csv - both print to standard output, which can hold one of them. "
+            "Give one a file: --csv FILE."
+        )
+    return [target for target in (json_file, csv_file) if target not in (None, "-")]
+
+
 def write_tables(rows: Sequence[Mapping[str, Any]], *, json_file: str | None, csv_file: str | None) -> None:
     """Write rows to a JSON and a CSV file; the name "-" prints them, None skips the format."""
     # Imported here, so that --help does not load torch.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +17,8 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
-from multihead.files import is_folder
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
+from multihead.models.source import find_model, local_path, unknown_model, without_retries
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +33,6 @@ _HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoMod
 _INCOMPLETE = "\ufffd"  # what an incomplete sequence of bytes is decoded to
 _SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_NEEDS = ("gguf", "accelerate")
-_PATIENCE = 10  # seconds that the Hugging Face hub has for its answer
 
 GENERATED = 64
 """Maximum number of tokens generated for the decoder of an encoder-decoder model."""
@@ -174,11 +171,11 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
     target = _checked_device(device)
+    file = find_model(model)
     transformers = _import_transformers()
-    file = _find_describing_file(model)
     source = _from_pretrained_arguments(model, file)
     report = stage or (lambda name: None)
-    with silence_transformers(), nullcontext() if file is not None else _offline_if_unreachable():
+    with silence_transformers(), nullcontext() if file is not None else without_retries():
         report("weights")
         config = _load_configuration(transformers, source)
         check_configured_sizes(model, config)
@@ -228,7 +225,7 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     if most is not None and len(ids) > most:
         raise InputError(
             f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
-            f"Truncate it to {most:,} tokens, or use a model that reads longer texts.",
+            f"Truncate it with --tokens {most} (in Python tokens={most}), or use a model that reads longer texts.",
         )
     special = [bool(each) for each in encoding["special_tokens_mask"]]
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
@@ -389,49 +386,6 @@ def _checked_device(device: str) -> torch.device:
     return target
 
 
-def _find_describing_file(model: str) -> Path | None:
-    """Return the file that describes a local model: its config.json, or a GGUF file, which describes itself.
-
-    The argument is this file, its folder, or an installed package that contains it.
-    """
-    path = _local_path(model)
-    if model.strip() and is_folder(path):
-        return _find_file_in_folder(path, model)
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        return path
-    package = model.replace("-", "_")
-    if not package.isidentifier():
-        return None
-    spec = importlib.util.find_spec(package)
-    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
-    files = [config for place in places for config in place.rglob("config.json") if _is_model_configuration(config)]
-    files = files or [file for place in places for file in place.rglob("*.gguf")]
-    # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
-    return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
-
-
-def _local_path(model: str) -> Path:
-    try:
-        return Path(model).expanduser()
-    except RuntimeError:  # ~name where there is no such user
-        return Path(model)
-
-
-def _find_file_in_folder(folder: Path, model: str) -> Path:
-    """Return the file that describes the model in a folder."""
-    if (folder / "config.json").is_file():
-        return folder / "config.json"
-    files = sorted(folder.glob("*.gguf"))
-    if not files:
-        raise ModelError(f'The folder "{model}" contains no config.json.', "Give the folder that a model was saved to.")
-    if len(files) > 1:
-        raise ModelError(
-            f'The folder "{model}" contains {len(files)} GGUF files.',
-            f'Give one of them, such as "{folder / files[0].name}".',
-        )
-    return files[0]
-
-
 def _from_pretrained_arguments(model: str, file: Path | None) -> dict[str, str]:
     """Return the arguments of `from_pretrained` for a model.
 
@@ -446,38 +400,10 @@ def _from_pretrained_arguments(model: str, file: Path | None) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
-@contextmanager
-def _offline_if_unreachable() -> Iterator[None]:
-    """Look models up on this machine only, in this context, if the Hugging Face hub cannot be reached.
-
-    Without this, the library of the hub requests each file of a model six times, which takes over a minute without a
-    network.
-    """
-    from huggingface_hub import constants, get_session
-
-    before = constants.HF_HUB_OFFLINE
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
-    except Exception:  # noqa: BLE001 - each version of the library has errors of its own
-        constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-def _is_model_configuration(config: Path) -> bool:
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "model_type" in content
-
-
 def _title_of_model(model: str, file: Path | None) -> str:
     if file is None:
         return model.rsplit("/", 1)[-1]
-    path = _local_path(model)
+    path = local_path(model)
     if path == file:
         return file.stem
     return path.resolve().name if path == file.parent else model
@@ -516,11 +442,7 @@ def _load_pretrained(
                 raise ModelError(
                     f"{model} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
                 ) from error
-            raise ModelError(
-                f'"{model}" is neither a folder nor an installed package that contains a model nor a model of the '
-                "Hugging Face hub that is on this machine or can be downloaded now.",
-                "Check the name, or go online and download it first.",
-            ) from error
+            raise unknown_model(model) from error
     raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
 
 
