@@ -82,7 +82,7 @@ def attention(
         dropout: share of the weights dropped, 0 to 1.
         query_start: position of the first query among the keys: an int, a tensor with one per sample, or "end".
         kernel: the name of the kernel that must run; None chooses the fastest one that does not refuse.
-        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
+        unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
 
     Returns:
         (batch, heads, queries, value_dim), in the dtype of q.
@@ -178,7 +178,7 @@ def attention_weights(
         heads: which heads.
         queries: which queries.
         keys: which keys.
-        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
+        unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
 
     Returns:
         (batch, heads, queries, keys) of the tile, float32 (float64 for float64); 0 where hidden.
@@ -233,7 +233,7 @@ def statistics(
         probes: names of statistics, or one, or probes made by the functions of `multihead.probes`; None = those of
             `multihead.probes.DEFAULT` whose inputs are all known.
         context: inputs of some statistics besides q and k, such as which keys are special.
-        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
+        unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
 
     Returns:
         a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are

@@ -36,7 +36,7 @@ def test_single_cells_are_those_of_the_whole_mask_and_bias(case: Drawn, data: st
     if bias is not None:
         seen = seen & (bias != -torch.inf)
     subject = subject_of(case)
-    found = subject.shown_at(keys).expand(-1, size.heads, -1, -1)
+    found = subject.visible_at_keys(keys).expand(-1, size.heads, -1, -1)
     assert torch.equal(found, seen.gather(-1, clamped) & inside[:, None])
     if bias is not None:
         added = subject.bias_at(clamped[:, 0])

@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_weights, attention_with_logsumexp, request_of, statistics
 from multihead.masks.place import TilePositions
 from multihead.probes import tile as tiles
-from multihead.probes.tile import LARGE, RowLogsumexps, head_indices, is_finite_and_small, is_large, tile
+from multihead.probes.tile import LARGE, RowLogsumexps, has_large_logsumexp, head_indices, is_finite_and_small, tile
 from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -207,5 +207,5 @@ def test_the_usual_logsumexp_is_that_of_rows_with_keys_without_nan_and_not_large
         (-LARGE - 1, False, True),
     ):
         logsumexp = torch.tensor([[[0.5, value, -2.0]]])
-        assert (is_finite_and_small(logsumexp), is_large(logsumexp)) == (usual, large)
+        assert (is_finite_and_small(logsumexp), has_large_logsumexp(logsumexp)) == (usual, large)
     assert is_finite_and_small(torch.zeros(1, 2, 0))

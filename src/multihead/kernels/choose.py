@@ -116,7 +116,7 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     if (
         is_intercepted()
         or request.shape.device != _CPU
-        or request.shape.query_length == 1  # each decoding step has another number of keys
+        or request.shape.query_length == 1  # of decoding steps no two have as many keys: no plan is kept
         or request.bias is not None
         or request.sinks is not None
         or request.scales is not None

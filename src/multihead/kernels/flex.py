@@ -291,16 +291,16 @@ def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) 
     q, k, v = request.q, request.k, request.v
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return _output_and_logsumexp(request, bounds, _compiled_flex_attention())
-    entered: tuple[Tensor, Tensor, Tensor] = _DoubleBackwardEntry.apply(q, k, v)  # type: ignore[no-untyped-call]
+    entered: tuple[Tensor, Tensor, Tensor] = _InputsOfDoubleBackward.apply(q, k, v)  # type: ignore[no-untyped-call]
     inside = replace(request, q=entered[0], k=entered[1], v=entered[2])
     output, logsumexp = _output_and_logsumexp(inside, bounds, _compiled_flex_attention())
-    left: tuple[Tensor, Tensor] = _DoubleBackwardExit.apply(  # type: ignore[no-untyped-call]
+    left: tuple[Tensor, Tensor] = _ResultsOfDoubleBackward.apply(  # type: ignore[no-untyped-call]
         output, logsumexp, q, k, v, without_qkv(request), bounds
     )
     return left
 
 
-class _DoubleBackwardEntry(torch.autograd.Function):
+class _InputsOfDoubleBackward(torch.autograd.Function):
     """Identity on q, k and v, whose backward passes gradients on unless they must be differentiable themselves."""
 
     @staticmethod
@@ -313,7 +313,7 @@ class _DoubleBackwardEntry(torch.autograd.Function):
         return tuple(None for _ in gradients) if torch.is_grad_enabled() else gradients
 
 
-class _DoubleBackwardExit(torch.autograd.Function):
+class _ResultsOfDoubleBackward(torch.autograd.Function):
     """Identity on output and logsumexp, whose double backward is computed by the reference kernel."""
 
     @staticmethod

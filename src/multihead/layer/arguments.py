@@ -157,7 +157,7 @@ class LayerCall:
         return self.x, memory, memory if self.values is None else self.values
 
     def _add_batch_dimension(self) -> None:
-        """Add a batch dimension to x, memory and values (length, features); inputs that are one tensor stay one."""
+        """Add a batch axis to x, memory and values (length, features); inputs that are the same tensor stay so."""
         x, memory, values = self.x, self.memory, self.values
         for name, tensor in (("memory", memory), ("values", values)):
             if tensor is not None and tensor.dim() != 2:

@@ -244,7 +244,7 @@ class MultiHeadAttention(nn.Module):
                 sequence. In cross-attention the memory is projected in the first call only.
             head_gates: (heads,), or broadcasting to (batch, heads, queries): a factor on the output of each head.
             query_start: position of the first query among the keys, see `attention`; a cache knows it itself.
-            unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
+            unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
 
         Returns:
             (batch, queries, output_dim), with as many dimensions as x.

@@ -71,7 +71,7 @@ def _wrap_set_implementation(set_implementation: Callable[..., None], implementa
 
         _check_attention_interface(model, is_requested)
         set_implementation(model, attn_implementation, *args, **kwargs)
-        # transformers leaves out layers with a copy of the configuration.
+        # transformers sets the implementation in the model's configuration, but not in copies that layers hold.
         for config in configurations_of(model):
             if is_requested(config):
                 setattr(config, CHOICE, implementation)

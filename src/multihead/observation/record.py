@@ -515,7 +515,7 @@ class Record:
 
         Raises:
             ModelError: there is no such layer.
-            ProbeError: only statistics were kept, or no layer has the statistic.
+            ProbeError: the record holds no weights of a map to plot, or no layer has the statistic to plot.
             MissingPackageError: matplotlib is not installed.
         """
         if head is not None:

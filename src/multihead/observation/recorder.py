@@ -257,7 +257,7 @@ class Recorder:
         windows = 1 if state.crosses else self._windows_per_sample(request, name)
         if layer.running_summary is not None and layer.running_summary.takes_batches:
             measured = self.measuring.measure_whole_batch(call, places, ids, module)
-            levels = self._measure_chance(call, places, ids, module)
+            levels = self._measure_chance_levels(call, places, ids, module)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
             layer.running_summary.add(measured, samples=len(places.spans))
             self.record.add(layer, ())
@@ -285,7 +285,7 @@ class Recorder:
             self._add_sample(layer, sample, alone, start, module, first=first, apart=apart)
             self.record.add(layer, [sample])  # one call
 
-    def _measure_chance(
+    def _measure_chance_levels(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, module: nn.Module
     ) -> dict[str, Tensor]:
         """Return the chance levels of a call, measured once in a pass for layers whose queries see the same keys."""
@@ -338,7 +338,7 @@ class Recorder:
     def _add_queries_of_rank(
         self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord
     ) -> None:
-        """Add the queries of this rank, where a sequence is split over ranks; its samples begin with this call."""
+        """Add the queries of this rank, where a sequence is split over ranks; each call begins new samples."""
         request, attended, name = call.request, call.attended, self.names[id(module)]
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         length = sequence.whole_shape(request.shape).query_length

@@ -18,8 +18,8 @@ from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.probes.tile import (
     RowLogsumexps,
+    has_large_logsumexp,
     head_indices,
-    is_large,
     logsumexp_of_rows,
     request_in_float64,
     score_base,
@@ -40,7 +40,7 @@ class CancelledError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class BlockSums:
-    """The blocks of a rectangle of a map.
+    """Sums of weights over the blocks, queries x keys, of a rectangle of a head's map.
 
     Attributes:
         sums: (heads, row blocks, column blocks), float64, sum of the weights.
@@ -104,7 +104,7 @@ def blocks(
         return found
     bounds = bounds_of(request)
     dense = _needs_cell_visibility(request, bounds)
-    exact = block == (1, 1) or is_large(logsumexp)
+    exact = block == (1, 1) or has_large_logsumexp(logsumexp)
     base = score_base(request, logsumexp)
     totals = totals or RowLogsumexps()
     with torch.no_grad(), without_autocast(request.shape.device):

@@ -91,4 +91,4 @@ def _weights_of_products(call: MeasuredCall, product: Tensor, keys: Tensor) -> T
     bias = call.bias_at(keys.clamp(0, call.request.shape.key_length - 1))
     if bias is not None:
         cells = cells + bias.to(cells.dtype)
-    return call.log_weights(cells).exp_().masked_fill_(~call.shown_at(keys), 0)
+    return call.log_weights(cells).exp_().masked_fill_(~call.visible_at_keys(keys), 0)

@@ -15,7 +15,7 @@ from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
-from multihead.probes.tile import RowLogsumexps, is_large, logsumexp_of_rows, request_in_float64, score_base
+from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, request_in_float64, score_base
 from multihead.scores.bias import RelativeBias, values_of, with_values
 
 ROWS = 256  # queries per step where visibility is evaluated cell by cell
@@ -48,7 +48,7 @@ class MeasuredCall:
         """Plan a call; one with a large logsumexp is measured in float64."""
         bounds = bounds_of(request)
         base = score_base(request, logsumexp)
-        if base is not None or (logsumexp.dtype != torch.float64 and is_large(logsumexp)):
+        if base is not None or (logsumexp.dtype != torch.float64 and has_large_logsumexp(logsumexp)):
             heads, rows = torch.arange(request.shape.num_heads), slice(0, request.shape.query_length)
             logsumexp = logsumexp_of_rows(
                 request, logsumexp, RowLogsumexps(), heads.to(request.shape.device), rows, base
@@ -59,7 +59,7 @@ class MeasuredCall:
 
     @property
     def whole_logsumexp(self) -> Tensor:
-        """(batch, heads, queries), nats: the logsumexp of the scores as the call has them."""
+        """(batch, heads, queries), nats: the logsumexp of the scores, before the base of each row is subtracted."""
         return self.logsumexp if self.base is None else self.logsumexp + self.base
 
     @cached_property
@@ -88,7 +88,7 @@ class MeasuredCall:
 
     @cached_property
     def _has_large_logsumexp(self) -> bool:
-        return is_large(self.logsumexp)
+        return has_large_logsumexp(self.logsumexp)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -117,7 +117,7 @@ class MeasuredCall:
         ids = self.context.ids.to(device)
         return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))
 
-    def shown_at(self, keys: Tensor) -> Tensor:
+    def visible_at_keys(self, keys: Tensor) -> Tensor:
         """Return which of some keys each query sees.
 
         Args:

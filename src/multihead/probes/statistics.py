@@ -24,7 +24,7 @@ from multihead.probes.context import ProbeContext, check_context_fits, check_out
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.streaming import STREAMED, measure_in_tiles
-from multihead.probes.tile import is_finite_and_small, is_large
+from multihead.probes.tile import has_large_logsumexp, is_finite_and_small
 
 Wanted: TypeAlias = "str | Probe"
 OF_POSITIONS: frozenset[Part] = frozenset(
@@ -207,7 +207,7 @@ def first_pass(
     logsumexp, parts = from_native.first_pass(request, bounds, parts_of_probes(probes), context)
     if not parts or is_finite_and_small(logsumexp):
         return FirstPass(logsumexp, parts, usual=bool(parts))
-    return FirstPass(logsumexp, {} if is_large(logsumexp) else parts, usual=False)
+    return FirstPass(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, usual=False)
 
 
 def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
@@ -224,7 +224,7 @@ def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> di
         return None
     logsumexp, parts = first
     usual = is_finite_and_small(logsumexp)
-    if not usual and is_large(logsumexp):
+    if not usual and has_large_logsumexp(logsumexp):
         return None
     return {
         probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)

@@ -93,7 +93,7 @@ def tile(
     num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
     num_rows = max(ROWS, CELLS // (of_head * num_heads))
     found = []
-    large = is_traced() or is_large(logsumexp)  # s and L are rounded, so that s - L may be above 0
+    large = is_traced() or has_large_logsumexp(logsumexp)  # s and L are rounded, so that s - L may be above 0
     with torch.no_grad(), without_autocast(shape.device):
         for some_heads in chosen.to(shape.device).split(num_heads):
             parts = []
@@ -168,7 +168,7 @@ def is_finite_and_small(logsumexp: Tensor) -> bool:
     return least.item() >= -LARGE and most.item() <= LARGE  # neither holds for NaN
 
 
-def is_large(logsumexp: Tensor) -> bool:
+def has_large_logsumexp(logsumexp: Tensor) -> bool:
     """Whether exp(s - L) in float32 is visibly off in some row; see LARGE."""
     if is_finite_and_small(logsumexp):
         return False

@@ -136,7 +136,7 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
     pieces: list[str] = []
     for first, token in enumerate(tokens):
         if len(pieces) > first:
-            continue  # shown by an earlier token
+            continue  # its character was shown with the first of its tokens
         piece, stop = _decode_byte_token(token), first + 1
         while not flags[first] & SPECIAL and piece.endswith("\ufffd") and stop < min(len(tokens), first + 4):
             if flags[stop] & SPECIAL:

@@ -1,4 +1,4 @@
-"""Replace every nn.MultiheadAttention of a model by the drop-in; PyTorch's transformer layers made with it."""
+"""Replace every nn.MultiheadAttention of a model by the drop-in, and make PyTorch's transformers with it."""
 
 from __future__ import annotations
 

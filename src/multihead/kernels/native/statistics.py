@@ -28,7 +28,7 @@ from multihead.tensors.tracing import is_intercepted
 FIRST_KEY: Part = ("first_keys_mass", 1)
 SPECIAL_KEYS: Part = ("tokens_mass", "special")
 OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
-# The statistics in the order of STATISTICS in csrc/operator.cpp, the largest key last, each with the parts of its rows.
+# Each statistic of the operator, in the order of STATISTICS in csrc/operator.cpp, and the parts that its rows hold.
 _ROWS: dict[str, tuple[Part, ...]] = {
     **{name: (name,) for name in ("entropy", "largest_weight", "mean_distance", "distance_spread")},
     "offset_weights": tuple(OFFSETS),
