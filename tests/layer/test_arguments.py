@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.kernels.call import AttentionCall, listen
 from multihead.layer.packing import Packing
 from multihead.scores import ALiBi, RelativeBias, T5Bias
-from multihead.scores.bias import query_key_offsets
+from multihead.scores.bias import offsets
 
 
 class Calls:
@@ -48,7 +48,7 @@ class Distance(nn.Module):
     """A position bias of one's own that depends on the distance alone; of this it says nothing but its result."""
 
     def forward(self, queries: int, keys: int, *, query_start: int | torch.Tensor = 0, **_: Any) -> RelativeBias:
-        return RelativeBias(-query_key_offsets(queries, keys, query_start=query_start)[:, None].abs().float() / 3)
+        return RelativeBias(-offsets(queries, keys, query_start=query_start)[:, None].abs().float() / 3)
 
 
 class Mistaken(ALiBi):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError
-from multihead.scores.bias import RelativeBias, query_key_offsets
+from multihead.scores.bias import RelativeBias, offsets
 from tests import oracle
 
 EMBED, HEADS, KV_HEADS, DIM = 24, 4, 2, 6
@@ -116,7 +116,7 @@ class Nearness(nn.Module):
 
     def forward(self, queries: int, keys: int, *, query_start: Any, device: Any, dtype: Any) -> RelativeBias | Tensor:
         bias = RelativeBias(
-            -query_key_offsets(queries, keys, query_start=query_start, device=device).abs()[:, None].to(dtype)
+            -offsets(queries, keys, query_start=query_start, device=device).abs()[:, None].to(dtype)
         )
         return bias.tile(queries, keys) if self.written else bias
 

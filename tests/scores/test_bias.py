@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
 from multihead.functional import attention
-from multihead.scores.bias import RelativeBias, bias_tile, query_key_offsets
+from multihead.scores.bias import RelativeBias, bias_tile, offsets
 from multihead.tensors.shapes import AttentionShape
 
 Q = torch.zeros(2, 4, 3, 8)
@@ -97,7 +97,7 @@ def test_each_cell_has_the_value_of_its_diagonal(queries: int, keys: int) -> Non
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 @pytest.mark.parametrize("start", [0, 4, torch.tensor([2, 0, 7])], ids=str)
 def test_offsets_are_key_positions_minus_query_positions(queries: int, keys: int, start: int | Tensor) -> None:
-    found = query_key_offsets(queries, keys, query_start=start)
+    found = offsets(queries, keys, query_start=start)
     assert found.dtype == torch.int64
     starts = start.tolist() if isinstance(start, Tensor) else [start]
     tile = RelativeBias(found[:, None].double()).tile(queries, keys)[:, 0]

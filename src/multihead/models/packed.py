@@ -27,7 +27,7 @@ from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.models.huggingface import NAME, install
 from multihead.models.lazy_mask import LazyMask
 from multihead.models.pretrained import is_within, pretrained_models
-from multihead.scores.bias import RelativeBias, query_key_offsets
+from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import distance_buckets
 from multihead.tensors.tracing import is_traced
 from multihead.tensors.undo import Undo
@@ -351,7 +351,7 @@ def _add_relative_bias(
     layer, tokens = block.layer[0].SelfAttention, hidden_states.shape[1]
     weight = layer.relative_attention_bias.weight
     buckets = distance_buckets(
-        query_key_offsets(tokens, tokens, device=weight.device),
+        offsets(tokens, tokens, device=weight.device),
         num_buckets=layer.relative_attention_num_buckets,
         max_distance=layer.relative_attention_max_distance,
         both_ways=not layer.is_decoder,

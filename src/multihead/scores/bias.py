@@ -27,7 +27,7 @@ class RelativeBias:
         DtypeError: values is not a floating point tensor.
         ShapeError: values does not have three dimensions.
 
-    >>> bias = RelativeBias(-query_key_offsets(3, 3).abs()[None].float())  # a penalty that grows with the distance
+    >>> bias = RelativeBias(-offsets(3, 3).abs()[None].float())  # a penalty that grows with the distance
     >>> bias.tile(3, 3)[0, 0]
     tensor([[-0., -1., -2.],
             [-1., -0., -1.],
@@ -61,7 +61,7 @@ class RelativeBias:
         return RelativeBias(self.values[:, :, first : first + count])
 
 
-def query_key_offsets(
+def offsets(
     queries: int, keys: int, *, query_start: int | Tensor = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Return the offset from query to key, key position - query position, for each entry of `RelativeBias.values`.
@@ -75,7 +75,7 @@ def query_key_offsets(
     Returns:
         (batch or 1, queries + keys - 1), int64, tokens; negative for keys before the query.
 
-    >>> query_key_offsets(2, 3)
+    >>> offsets(2, 3)
     tensor([[-1,  0,  1,  2]])
     """
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ShapeError
 from multihead.errors.arguments import check_integer
-from multihead.scores.bias import RelativeBias, query_key_offsets
+from multihead.scores.bias import RelativeBias, offsets
 from multihead.tensors.tracing import can_read_values
 
 
@@ -89,7 +89,7 @@ class ALiBi(nn.Module):
             `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
         slopes = self.slopes.float() if device is None else self.slopes.to(device, torch.float32)
-        distance = query_key_offsets(queries, keys, query_start=query_start, device=slopes.device).abs()
+        distance = offsets(queries, keys, query_start=query_start, device=slopes.device).abs()
         values = distance[:, None] * -slopes[:, None]  # (batch or 1, heads, queries + keys - 1)
         return RelativeBias(values if dtype is None else values.to(dtype))
 
@@ -297,7 +297,7 @@ class T5Bias(nn.Module):
         """
         weight = self.weight.to(device=device, dtype=dtype)
         buckets = distance_buckets(
-            query_key_offsets(queries, keys, query_start=query_start, device=weight.device),
+            offsets(queries, keys, query_start=query_start, device=weight.device),
             num_buckets=self.num_buckets,
             max_distance=self.max_distance,
             both_ways=self.both_ways,

@@ -20,7 +20,7 @@ from multihead.export.onnx.graph import Graph
 from multihead.export.onnx.mask_input import choose_mask_inputs, sink_logits
 from multihead.export.onnx.spec import checked_spec
 from multihead.layer import MultiHeadAttention
-from multihead.scores.bias import RelativeBias, query_key_offsets
+from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
 from tests.export.running import assert_same, ran
 
@@ -156,7 +156,7 @@ class Nearest(nn.Module):
     """Hide all keys further than one token away."""
 
     def forward(self, queries: int, keys: int, *, query_start: int | Tensor = 0, **made: Any) -> RelativeBias:
-        far = query_key_offsets(queries, keys, query_start=query_start).abs() > 1
+        far = offsets(queries, keys, query_start=query_start).abs() > 1
         return RelativeBias(torch.where(far, -torch.inf, 0.0)[:, None].to(**made))
 
 
