@@ -50,7 +50,7 @@ def test_calls_and_layers_are_computed_by_the_active_split() -> None:
     x = torch.randn(1, 2, 3, 4)
     layer = mh.MultiHeadAttention(4, 2)
     mask = masks.Lengths((6,))  # of the whole sequence
-    with sequence_split.split(split):
+    with sequence_split.use_split(split):
         assert torch.equal(mh.attention(x, x, x, mask=mask), x + 1)
         layer(torch.zeros(1, 3, 4), mask=mask)
     assert [each.mask for each in split.requests] == [mask, mask]
@@ -59,13 +59,13 @@ def test_calls_and_layers_are_computed_by_the_active_split() -> None:
 
 def test_masks_and_biases_are_checked_against_the_whole_sequence() -> None:
     x = torch.randn(1, 2, 3, 4)
-    with sequence_split.split(Recorded()), pytest.raises(mh.errors.MaskError):
+    with sequence_split.use_split(Recorded()), pytest.raises(mh.errors.MaskError):
         mh.attention(x, x, x, mask=masks.Lengths((7,)))
 
 
 def test_an_explanation_is_that_of_the_calls_of_a_rank() -> None:
     x = torch.randn(1, 2, 3, 4)
-    with sequence_split.split(Recorded()):
+    with sequence_split.use_split(Recorded()):
         found = mh.explain(x, x, x, kernel="reference")
     assert str(found).splitlines() == [
         "kernel   reference",
@@ -77,7 +77,7 @@ def test_an_explanation_is_that_of_the_calls_of_a_rank() -> None:
 
 def test_the_split_ends_where_an_error_leaves_it() -> None:
     def fail() -> None:
-        with sequence_split.split(Recorded()):
+        with sequence_split.use_split(Recorded()):
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -87,7 +87,7 @@ def test_the_split_ends_where_an_error_leaves_it() -> None:
 
 def test_nothing_is_rejected_outside_of_a_split() -> None:
     sequence_split.reject_split_sequence("A cache", "Decode outside of it.")
-    with sequence_split.split(Recorded()), pytest.raises(ArgumentError) as error:
+    with sequence_split.use_split(Recorded()), pytest.raises(ArgumentError) as error:
         sequence_split.reject_split_sequence("A cache", "Decode outside of it.")
     assert str(error.value) == (
         "A cache cannot be used in context_parallel, where a rank has part of the tokens. Decode outside of it."
@@ -99,6 +99,6 @@ def test_compiled_calls_notice_a_split() -> None:
     compiled: Any = torch.compile(lambda x: mh.attention(x, x, x), backend="eager")
     x = torch.randn(1, 2, 3, 4)
     torch.testing.assert_close(compiled(x), mh.attention(x, x, x))
-    with sequence_split.split(Recorded()):
+    with sequence_split.use_split(Recorded()):
         assert torch.equal(compiled(x), x + 1)
     torch.testing.assert_close(compiled(x), mh.attention(x, x, x))

@@ -115,9 +115,7 @@ class Nearness(nn.Module):
         self.written = written
 
     def forward(self, queries: int, keys: int, *, query_start: Any, device: Any, dtype: Any) -> RelativeBias | Tensor:
-        bias = RelativeBias(
-            -offsets(queries, keys, query_start=query_start, device=device).abs()[:, None].to(dtype)
-        )
+        bias = RelativeBias(-offsets(queries, keys, query_start=query_start, device=device).abs()[:, None].to(dtype))
         return bias.tile(queries, keys) if self.written else bias
 
 

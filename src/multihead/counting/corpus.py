@@ -173,7 +173,7 @@ class _FilePart(NamedTuple):
 
     Attributes:
         whole: the part as one shard.
-        size: bytes of text, of compressed files estimated.
+        size: bytes of uncompressed text, estimated for a compressed file.
         divisible: whether it can be divided into several shards.
         rows: number of rows of a row group; 0 for other files.
     """

@@ -9,7 +9,7 @@ from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, WorkEstimate
 from multihead.kernels.choose import KERNELS, choose_kernel
 from multihead.kernels.plan.bounds import bounds_of, share_within_bounds
-from multihead.kernels.sequence_split import RankWork, split
+from multihead.kernels.sequence_split import RankWork, use_split
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +82,7 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
 
 def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
     """Explain the part of one rank: the kernel of its largest call, and the work of all its calls."""
-    with split(None):
+    with use_split(None):
         parts = [explain_request(part, kernel=kernel) for part in work.parts]
     largest = max(parts, key=lambda part: part.work.cells, default=None)
     cells = sum(part.work.cells for part in parts)

@@ -71,10 +71,10 @@ active: SequenceSplit | None = None
 
 
 @contextmanager
-def split(sequence: SequenceSplit | None) -> Iterator[None]:
+def use_split(sequence: SequenceSplit | None) -> Iterator[None]:
     """Treat the calls in this context as parts of a split sequence, or as whole calls (None).
 
-    >>> with split(None):
+    >>> with use_split(None):
     ...     print(active)
     None
     """

@@ -73,7 +73,7 @@ def report_bypassing_modules(
 
 
 def raise_rejection(sentence: str) -> None:
-    """Raise the error for a module that ran without a call of ours.
+    """Raise the error for a module that ran without calling the attention of this library.
 
     Raises:
         ModelError: always.

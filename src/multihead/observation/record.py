@@ -131,7 +131,7 @@ class Record:
         """Set the tokens of a sample, in all layers with as many keys.
 
         Raises:
-            ArgumentError: no layer has a sample with as many keys.
+            ArgumentError: in no layer does the sample have as many keys as the text has tokens.
         """
         taking = [
             layer.samples[sample]

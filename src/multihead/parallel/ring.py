@@ -24,7 +24,7 @@ from multihead.kernels.choose import plan_call
 from multihead.kernels.dense_tile import without_qkv, working_dtype
 from multihead.kernels.native import kernel as native
 from multihead.kernels.parts import Part
-from multihead.kernels.sequence_split import split
+from multihead.kernels.sequence_split import use_split
 from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_token_major
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measure_over_keys
@@ -156,7 +156,7 @@ class _RingFunction(torch.autograd.Function):
             if held is not None:
                 for piece in step.pieces:
                     part = slice_piece(ring, piece, q, *held, bias).build_request(ring, piece)
-                    with split(None):
+                    with use_split(None):
                         found = attend(part, kernel=ring.kernel, published=False)
                     if part.wanted:
                         measures = measure_over_keys(part, found, ring.first_keys(bias) - piece.keys[0])
@@ -262,7 +262,7 @@ class _RingBackward:
         """Compute the gradients of q, k, v and the values of the bias of one piece."""
         terms = slice_piece(self.ring, piece, self.tensors[0], k, v, self.bias)
         request = terms.build_request(self.ring, piece)
-        with split(None), torch.no_grad():
+        with use_split(None), torch.no_grad():
             planned = plan_call(request, kernel=self.ring.kernel)
         logsumexp, grad_output = self.logsumexp[:, :, piece.at], self.grad_output[:, :, piece.at]
         if planned.kernel is native:
@@ -286,7 +286,7 @@ class _RingBackward:
             inputs.append(values)
         bias = None if terms.bias is None or values is None else with_values(terms.bias, values)
         q, k, v = inputs[:3]
-        with torch.enable_grad(), split(None):
+        with torch.enable_grad(), use_split(None):
             found = attend(
                 PieceTensors(q, k, v, bias).build_request(self.ring, piece), kernel=self.ring.kernel, published=False
             )

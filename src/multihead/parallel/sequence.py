@@ -26,7 +26,7 @@ from multihead.kernels.call import (
 from multihead.kernels.explanation import readable_bytes
 from multihead.kernels.native import kernel as native
 from multihead.kernels.plan.bounds import key_bounds
-from multihead.kernels.sequence_split import RankWork, split
+from multihead.kernels.sequence_split import RankWork, use_split
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
@@ -235,7 +235,7 @@ def context_parallel(
     ranks = Ranks.of_mesh(mesh)
     if sequence_split.active is not None:
         raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
-    with split(_SplitOverRanks(ranks, Layout(check_layout_name(layout), ranks.size), strategy, mask, check)):
+    with use_split(_SplitOverRanks(ranks, Layout(check_layout_name(layout), ranks.size), strategy, mask, check)):
         yield
 
 
@@ -419,7 +419,7 @@ class _SplitOverRanks:
         outputs: list[Tensor] = []
         logsumexps: list[Tensor] = []
         for part, (first_key, _) in self._calls_of_chunks(request, planned, k, v):
-            with split(None):
+            with use_split(None):
                 found = attend(part, kernel=kernel, published=False)
             first = sum(each.shape[2] for each in outputs)
             outputs.append(found.output)
@@ -463,7 +463,7 @@ class _SplitOverRanks:
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
         part = self._call_of_heads(request, q, k, v)
-        with split(None):
+        with use_split(None):
             found = attend(part, kernel=kernel, published=False)
         output = tokens_for_heads(found.output, self.ranks, self.layout)
         logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]

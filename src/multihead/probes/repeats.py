@@ -131,7 +131,9 @@ def _sum_of_shifted_keys(
     q = sample.q[0][:, queries].to(dtype).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, tokens, n, dim)
     k = sample.k[0][:, keys].to(dtype)  # (kv_heads, tokens, m, head_dim)
     product = q.transpose(1, 2).flatten(2, 3) @ k.mT  # (kv_heads, tokens, group * n, m)
-    product = product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)  # (heads, tokens, n, m)
+    product = (
+        product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)
+    )  # per head and token, queries x keys
     cells = apply_softcap(product * sample.scale, sample.softcap)
     row = 0 if bounds.shared else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]

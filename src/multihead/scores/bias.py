@@ -61,9 +61,7 @@ class RelativeBias:
         return RelativeBias(self.values[:, :, first : first + count])
 
 
-def offsets(
-    queries: int, keys: int, *, query_start: int | Tensor = 0, device: torch.device | str = "cpu"
-) -> Tensor:
+def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: torch.device | str = "cpu") -> Tensor:
     """Return the offset from query to key, key position - query position, for each entry of `RelativeBias.values`.
 
     Args:

@@ -18,7 +18,7 @@ class ExportContext:
     Args:
         graph: an empty graph.
         layer: the layer to export.
-        spec: the specification of the model.
+        spec: inputs, mask and sizes of the exported model.
 
     Attributes:
         dtype: dtype of the layer and of its inputs and outputs.

@@ -150,7 +150,7 @@ def sum_weights_per_key(
     """Compute the sums of the weights that each key, and each cell of a map, receives from all queries.
 
     The dropout of the request is ignored. Rows whose logsumexp, (batch, heads, queries) float32, is -inf or NaN count
-    as 0. `cell` has the queries and keys of a cell of the map; None computes no map.
+    as 0. `cell` is the size of one cell of the map, (queries, keys); None computes no map.
 
     Returns:
         The sums per key (batch, heads, keys), and per cell (batch, heads, row cells, key cells) or None.

@@ -122,7 +122,7 @@ def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
 
 
 def _band_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
-    # No later key has weight under a causal mask, and what was measured need not be computed again.
+    # Under a causal mask the keys after the query have no weight, so the sum ends at the query.
     last = 0 if visibility.pattern in ("causal", "causal window") else LOCAL_REACH
     found = sample.statistics
     total = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
