@@ -50,7 +50,7 @@ class CallOrigin:
     Attributes:
         layer: the module that made the call.
         packed_lengths: (samples,), tokens per sample, where the one row of the batch holds packed samples; else None.
-        continued: position of the call in a sequence that a cache keeps; else None.
+        continued: where the call stands in the sequence that a cache holds; None without a cache.
         crosses: whether the keys come from another sequence than the queries; None if the layer cannot know.
         fresh: whether the layer computed q and k for this call alone, so that nothing writes to them afterwards.
         real: (batch, queries) bool, False for queries that are padding; None if the layer does not know.

@@ -191,7 +191,7 @@ class Padding(NamedTuple):
         placed_columns: the tokens of the keys, likewise.
         hidden: where a sequence is split over ranks, which tokens of this rank are padding, (batch, tokens, 1) bool.
             They are set to 0 and not removed, because each rank has equally many tokens.
-        shown: the mask that hides these padding tokens on all ranks.
+        shown: the mask that hides the padding of the whole sequence, also that of other ranks.
     """
 
     rows: Packing | None

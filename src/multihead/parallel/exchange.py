@@ -93,7 +93,7 @@ def compare_calls(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> 
     `call` has the values that must be equal on all ranks, by name; `comparable_value` converts them.
 
     Raises:
-        RankError: a value differs, on all ranks; or a rank is missing.
+        RankError: on every rank, if a value differs between ranks or a rank takes no part.
     """
     if ranks.size == 1:
         return number

@@ -16,7 +16,7 @@ from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.statistics import measure_parts
+from multihead.probes.statistics import measure_parts, set_empty_and_bad_queries
 
 _KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance", "distance_spread"
 
@@ -38,7 +38,7 @@ def measure_over_keys(
         known |= measure_parts(call, wanted - known.keys())
     empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
     # Sorted, because all ranks need the same order, and that of a set of strings differs between processes.
-    return {part: _fill_empty_and_bad(known[part], empty, bad) for part in sorted(known, key=str)}
+    return {part: set_empty_and_bad_queries(known[part], empty, bad) for part in sorted(known, key=str)}
 
 
 class MergedParts:
@@ -119,7 +119,7 @@ class MergedParts:
                 value = (share * (self.sums[part] - log_share)).clamp(min=0)
             else:
                 value = self.sums[part] if part in (_MEAN, _SPREAD) else share * self.sums[part]
-            found[part] = _fill_empty_and_bad(value, empty, bad)
+            found[part] = set_empty_and_bad_queries(value, empty, bad)
         dtype = working_dtype(logsumexp.dtype)
         return {part: value.to(dtype) if value.is_floating_point() else value for part, value in found.items()}
 
@@ -144,9 +144,3 @@ def _add_companion_parts(wanted: Iterable[Part]) -> frozenset[Part]:
 def _share_times_log(share: Tensor, log: Tensor) -> Tensor:
     """Return share * ln share, given both factors; 0 for a share of 0."""
     return share * log.masked_fill(share == 0, 0)
-
-
-def _fill_empty_and_bad(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
-    """Set the value of queries that see no key (`empty`) to 0, and that of `bad` ones to NaN; key indices to -1."""
-    of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
-    return value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)

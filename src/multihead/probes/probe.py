@@ -26,7 +26,7 @@ SHARE = "share"
 TEN_PERCENT = 0.0995  # written as 9.9 %; from here on a share is written without a decimal
 _NUMBER_FORMAT = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
 _COUNTED = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
-_COLUMNS = ("layer", "head", "name", "kind", "of")  # other columns of tables, and the option of `Record.find`
+_COLUMNS = ("layer", "head", "name", "kind", "of")  # no names of statistics: columns, and an option of `Record.find`
 _NEEDS: dict[str, tuple[Need, ...]] = {
     "sink_mass": ("sinks",),
     "duplicate_mass": ("ids",),

@@ -303,7 +303,7 @@ def measure_statistics(
             value = _apply_probe(probe, all_parts)
             if value.is_floating_point():
                 value = value.to(working_dtype(request.shape.dtype))
-            found[probe.name] = _fill_empty_and_nan(value, empty, bad) if probe.axes == "queries" else value
+            found[probe.name] = set_empty_and_bad_queries(value, empty, bad) if probe.axes == "queries" else value
     return found
 
 
@@ -324,7 +324,7 @@ def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual
     value = _apply_probe(probe, parts)
     if usual or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
         return value
-    return _fill_empty_and_nan(value, logsumexp == -torch.inf, logsumexp.isnan())
+    return set_empty_and_bad_queries(value, logsumexp == -torch.inf, logsumexp.isnan())
 
 
 def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
@@ -354,8 +354,8 @@ def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
     return value.float() if value.dtype == torch.bool else value
 
 
-def _fill_empty_and_nan(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
-    """Set queries that see no key to 0, and those that see NaN to NaN; both to -1 in a tensor of indices."""
+def set_empty_and_bad_queries(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
+    """Set queries that see no key (`empty`) to 0, and those that see NaN (`bad`) to NaN; key indices of both to -1."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
     return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
 
@@ -493,7 +493,7 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
         found["logsumexp"] = measured.whole_logsumexp.to(logsumexp.dtype)
     # The kernel fills its parts like this; here parts measured by other means need it.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
-    return {part: _fill_empty_and_nan(value, empty, bad) for part, value in found.items()}
+    return {part: set_empty_and_bad_queries(value, empty, bad) for part, value in found.items()}
 
 
 def statistics_of_call(

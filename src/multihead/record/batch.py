@@ -289,7 +289,7 @@ class RecordedBatch:
         logsumexp: (batch, heads, queries), nats.
         parts: what the kernel measured on the whole call, on the CPU.
         ids: the token ids.
-        probes: the statistics; those whose parts were measured are computed.
+        probes: the probes of the record; those whose parts the call was measured for give its statistics.
         q: the queries of `places.query_rows`, or None if only statistics are kept.
         k: the keys of `places.key_rows`, or None.
         windows: how many consecutive rows of the batch are windows of one sample.

@@ -170,7 +170,7 @@ class SampleRecord:
     def means(self) -> dict[str, Tensor]:
         """Means over the queries that see a key: (heads,) float64 each.
 
-        Those of offsets, such as `previous_mass`, are means over the queries that have such a key in their call.
+        The mean of `previous_mass` and other offsets is over the queries whose call has a key at that offset.
         """
         return self.summary()
 

@@ -144,7 +144,7 @@ class LayerMapLevels:
 
         Args:
             head: index of a head whose levels are built.
-            level: the level, at least `BASE`.
+            level: the number of halvings, so that blocks are 2**level tokens wide; at least `BASE`.
             rows: range of cells, down.
             columns: range of cells, across.
             sink: whether to include the first key.
