@@ -17,7 +17,7 @@ ALL = (*COMMANDS, "walk", "lab")
 WITHOUT_LAB = """
 import sys
 sys.path[:] = [sys.argv[1], *(path for path in sys.path if path != sys.argv[2])]
-sys.meta_path[:] = [each for each in sys.meta_path if "Editable" not in type(each).__name__]
+sys.meta_path[:] = [each for each in sys.meta_path if not getattr(type(each), "__module__", "").startswith("_editable")]
 from multihead.cli import main
 main(sys.argv[3:], prog_name="multihead")
 """
