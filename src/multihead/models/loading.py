@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
-from multihead.models.source import find_model, local_path, unknown_model, without_retries
+from multihead.models.source import find_model, local_path, offline_if_unreachable, unknown_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,7 +175,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     transformers = _import_transformers()
     source = _from_pretrained_arguments(model, file)
     report = stage or (lambda name: None)
-    with silence_transformers(), nullcontext() if file is not None else without_retries():
+    with silence_transformers(), nullcontext() if file is not None else offline_if_unreachable():
         report("weights")
         config = _load_configuration(transformers, source)
         check_configured_sizes(model, config)

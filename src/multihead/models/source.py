@@ -28,7 +28,7 @@ def find_model(model: str) -> Path | None:
         ModelError: there is no such model, neither here nor on the hub, or the hub cannot be reached.
         MissingPackageError: it is no file of this machine, and transformers is not installed.
     """
-    file = _describing_file(model)
+    file = _find_describing_file(model)
     if file is not None:
         return file
     require("transformers", purpose="Loading a model", extra="hf")
@@ -56,14 +56,14 @@ def unknown_model(model: str) -> ModelError:
     )
 
 
-def _describing_file(model: str) -> Path | None:
+def _find_describing_file(model: str) -> Path | None:
     """Return the file that describes a local model: its config.json, or a GGUF file, which describes itself.
 
     The argument is this file, its folder, or an installed package that contains it.
     """
     path = local_path(model)
     if model.strip() and is_folder(path):
-        return _file_in(path, model)
+        return _find_file_in_folder(path, model)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return path
     package = model.replace("-", "_")
@@ -71,7 +71,7 @@ def _describing_file(model: str) -> Path | None:
         return None
     spec = importlib.util.find_spec(package)
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
-    files = [config for place in places for config in place.rglob("config.json") if _describes_model(config)]
+    files = [config for place in places for config in place.rglob("config.json") if _is_model_configuration(config)]
     files = files or [file for place in places for file in place.rglob("*.gguf")]
     # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
     return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
@@ -85,7 +85,7 @@ def local_path(model: str) -> Path:
         return Path(model)
 
 
-def _file_in(folder: Path, model: str) -> Path:
+def _find_file_in_folder(folder: Path, model: str) -> Path:
     """Return the file that describes the model in a folder."""
     if (folder / "config.json").is_file():
         return folder / "config.json"
@@ -100,7 +100,7 @@ def _file_in(folder: Path, model: str) -> Path:
     return files[0]
 
 
-def _describes_model(config: Path) -> bool:
+def _is_model_configuration(config: Path) -> bool:
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ def _describes_model(config: Path) -> bool:
 
 
 @contextmanager
-def without_retries() -> Iterator[None]:
+def offline_if_unreachable() -> Iterator[None]:
     """Look up models on this machine only while the Hugging Face hub cannot be reached.
 
     Without this, its library requests each file of a model six times, which takes over a minute without a network.

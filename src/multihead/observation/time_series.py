@@ -48,21 +48,15 @@ class TimeSeries:
 
     def __repr__(self) -> str:
         """Return one line: how many steps, layers and statistics."""
-        contents = (
-            number_with_noun(len(self.steps), "step"),
-            number_with_noun(len(self.layers), "layer"),
-            ", ".join(self.statistics),
-        )
+        contents = (self._sizes(), ", ".join(self.statistics))
         return f"<TimeSeries of {', '.join(filter(None, contents))}>"
 
     def _repr_html_(self) -> str:
         """Show it in a notebook: one row per head, at the last step."""
         if not self.steps:
             return html_of_table("TimeSeries", "nothing was observed yet", [], [])
-        sizes = (len(self.steps), "step"), (len(self.layers), "layer")
-        contents = ", ".join(number_with_noun(*size) for size in sizes)
         rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of(self.steps[-1])]
-        caption = f"{contents}; at step {self.steps[-1]:,}"
+        caption = f"{self._sizes()}; at step {self.steps[-1]:,}"
         return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="series.rows()")
 
     def append(
@@ -108,6 +102,9 @@ class TimeSeries:
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per step and head: step, layer, head, and each statistic."""
         return [{"step": step} | row for step in self.steps for row in self._rows_of(step)]
+
+    def _sizes(self) -> str:
+        return f"{number_with_noun(len(self.steps), 'step')}, {number_with_noun(len(self.layers), 'layer')}"
 
     def _rows_of(self, step: int) -> list[dict[str, Any]]:
         """Return one dict per head at one step: layer, head, and each statistic."""

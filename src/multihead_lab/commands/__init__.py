@@ -1,1 +1,13 @@
 """The commands `walk` and `lab`, which `multihead` finds by their entry points."""
+
+from multihead.errors import ArgumentError
+
+
+def parse_whole_numbers(name: str, given: str, example: str) -> tuple[int, ...]:
+    """Return the whole numbers of an option, which may have Chinese commas between them."""
+    try:
+        return tuple(int(entry) for entry in given.replace("，", ",").split(","))
+    except ValueError:
+        raise ArgumentError(
+            f"{name} is {given!r}, and must be whole numbers with commas between them.", example
+        ) from None

@@ -13,6 +13,7 @@ from multihead.errors import ArgumentError
 from multihead.errors.optional import require
 from multihead.files import check_writable
 from multihead.locale.escaping import visible
+from multihead_lab.commands import parse_whole_numbers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,12 +112,7 @@ def lab(
 
 
 def _parsed_head_counts(heads: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(entry) for entry in heads.replace("，", ",").split(","))
-    except ValueError:
-        raise ArgumentError(
-            f"heads is {heads!r}, and must be whole numbers with commas between them.", "Give for example 1,2,4,8."
-        ) from None
+    found = parse_whole_numbers("heads", heads, "Give for example 1,2,4,8.")
     if len(set(found)) < len(found):
         raise ArgumentError(f"heads is {heads!r}, and contains a number twice.", "Give each number once.")
     return found

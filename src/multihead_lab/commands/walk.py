@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from multihead.cli.console import print_sentence, wrap_words
-from multihead.errors import ArgumentError
 from multihead.locale.texts import section
+from multihead_lab.commands import parse_whole_numbers
 from multihead_lab.locale import STORE
 
 if TYPE_CHECKING:
@@ -105,13 +105,7 @@ def walk(
 
 
 def _parsed_lengths(lengths: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(entry) for entry in lengths.replace("，", ",").split(","))
-    except ValueError:
-        raise ArgumentError(
-            f"lengths is {lengths!r}, and must be whole numbers with commas between them.",
-            "Give one number per sample, such as --lengths 3,2.",
-        ) from None
+    return parse_whole_numbers("lengths", lengths, "Give one number per sample, such as --lengths 3,2.")
 
 
 class _Printer:
