@@ -49,11 +49,13 @@ def doctor() -> None:
 
 
 def _print_machine(console: Console, found: Diagnosis) -> None:
+    from multihead.record.notebook import number_with_noun
+
     print_sentence(console, "Machine", style="bold")
     _print_entry(console, "system", found.system)
     _print_entry(console, "processor", found.cpu)
     _print_entry(console, "features", ", ".join(found.features) or "torch names none")
-    _print_entry(console, "torch", f"{found.torch_version}, {_count_with_noun(found.threads, 'thread')}")
+    _print_entry(console, "torch", f"{found.torch_version}, {number_with_noun(found.threads, 'thread')}")
     if found.runtimes is None:
         _print_entry(console, "OpenMP", "the loaded runtimes cannot be listed on this system")
     else:
@@ -98,10 +100,6 @@ def _print_kernels(console: Console, found: Diagnosis) -> None:
         for reason, refused in kinds.items():
             _print_entry(console, label, f"rejects {', '.join(refused)}: {reason}")
             label = ""
-
-
-def _count_with_noun(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _print_entry(console: Console, label: str, text: str) -> None:
