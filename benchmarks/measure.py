@@ -59,27 +59,37 @@ class Duel:
     tolerance: float
 
 
+LEAST_SECONDS = 1e-3
+"""A function that takes less is called several times per measurement: a single call of microseconds measures caches
+that the other function has just filled, and an interpreter that has not yet specialised the code."""
+
+
 def paired(ours: Callable[[], object], rival: Callable[[], object], *, pairs: int) -> Ratio:
-    """Run both once to warm up, then alternately; the order within a pair changes from pair to pair.
+    """Run both to warm up, then alternately; the order within a pair changes from pair to pair.
 
     Args:
         ours: the function that should be fast.
         rival: the function to compare with.
-        pairs: how many times each is run.
+        pairs: how many times each is measured.
     """
-    ours(), rival()
+    calls = {run: calls_per_measurement(run) for run in (ours, rival)}
     ratios = []
     for pair in range(pairs):
-        if pair % 2:
-            of_rival, of_ours = seconds(rival), seconds(ours)
-        else:
-            of_ours, of_rival = seconds(ours), seconds(rival)
-        ratios.append(of_rival / of_ours)
+        order = (rival, ours) if pair % 2 else (ours, rival)
+        took = {run: seconds(run, calls[run]) for run in order}
+        ratios.append(took[rival] / took[ours])
     return Ratio.of(ratios)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Return how long one run takes."""
-    begin = time.perf_counter()
+def calls_per_measurement(run: Callable[[], object]) -> int:
+    """Return how many calls of a function take LEAST_SECONDS, at least 1."""
     run()
-    return time.perf_counter() - begin
+    return max(1, round(LEAST_SECONDS / max(min(seconds(run) for _ in range(3)), 1e-9)))
+
+
+def seconds(run: Callable[[], object], calls: int = 1) -> float:
+    """Return how long a call takes, the mean of `calls`."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - begin) / calls

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,6 +20,7 @@ from torch import Tensor
 
 import multihead as mh
 from benchmarks.machine import machine_line
+from benchmarks.measure import seconds
 from benchmarks.pages import table
 from benchmarks.peak_memory import peak
 from benchmarks.simulated_ranks import Heads, Machine, Simulated, simulate
@@ -199,14 +199,6 @@ class Calibration:
             low, middle, high = quantiles(each, n=4)
             shares.append(f"{name} {low / middle:.2f} to {high / middle:.2f}")
         return f"{len(self.rounds['forward'])} rounds; quartiles by median: {', '.join(shares)}"
-
-
-def seconds(run: Callable[[], object], times: int = 1) -> float:
-    """Return the mean seconds of some runs."""
-    start = time.perf_counter()
-    for _ in range(times):
-        run()
-    return (time.perf_counter() - start) / times
 
 
 def measured_work(heads: Heads, tokens: int = 1024) -> tuple[int, Callable[[], dict[str, float]]]:

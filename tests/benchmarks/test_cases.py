@@ -50,6 +50,19 @@ def test_ratios_are_those_of_consecutive_runs(monkeypatch: pytest.MonkeyPatch) -
     assert str(ratio) == "3.00 x (3.00-3.00)"
 
 
+def test_a_short_function_is_called_several_times_per_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], {0.0001: 0, 2.0: 0}
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+
+    def lasting(seconds: float) -> None:
+        clock[0] += seconds
+        calls[seconds] += 1
+
+    ratio = measure.paired(lambda: lasting(0.0001), lambda: lasting(2.0), pairs=2)
+    assert ratio.median == pytest.approx(20_000)
+    assert calls == {0.0001: 4 + 2 * 10, 2.0: 4 + 2}
+
+
 def test_a_name_that_matches_no_case_is_rejected_with_the_list_of_cases() -> None:
     with pytest.raises(
         click.UsageError, match=r"^No case's name contains 'nothing'\. There are: layer, padded, 8 x 512, "
