@@ -4,6 +4,7 @@
 #include "gemm_tile.h"
 #include "score_terms.h"
 #include "simd.h"
+#include "threads.h"
 #include "workspace.h"
 
 namespace {
@@ -18,7 +19,6 @@ constexpr int64_t KEY_BLOCK_BYTES = int64_t(1) << 19;        // half of the L2 c
 constexpr int64_t WAVE_BYTES = int64_t(16) << 20;            // of packed heads per thread, but at least one kv head
 constexpr int64_t MIN_CHUNK_KEYS = 512;                      // fewer do not pay for a partial dQ
 constexpr int64_t MIN_TASKS = 16;
-constexpr double MIN_PARALLEL_PRODUCTS = 1 << 20;  // multiplications; fewer are done before a second thread has started
 static_assert(BACKWARD_QUERIES % ROWS == 0 && KEY_UNIT % ROWS == 0 && BACKWARD_MAX_KEYS % KEY_UNIT == 0, "whole tiles");
 
 // ---------------------------------------------------------------- sizes
@@ -116,7 +116,7 @@ inline BackwardPlan backward_plan(const Call &call) {
 
   const double products = static_cast<double>(3 * call.head_dim + 2 * call.value_dim) * static_cast<double>(call.keys);
   const double rows = static_cast<double>(call.batch * call.heads) * static_cast<double>(call.queries);
-  plan.threads = products * rows < MIN_PARALLEL_PRODUCTS ? 1 : max(1, call.threads);
+  plan.threads = team_size(call.threads, products * rows);
   plan.thread_bytes = KeyBlock(plan, call, nullptr).bytes;
   plan.head_bytes = PackedHead(plan, 0, 0, nullptr).bytes;
   const int64_t group_bytes = max(1, plan.group * plan.head_bytes);

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t DECODE_MIN_TASKS = 32;  // per call, where parts of DECODE_MIN_PART keys allow it
 constexpr int64_t DECODE_MIN_PART = 512;
-constexpr int64_t DECODE_MIN_PARALLEL_WORK = MIN_PARALLEL_WORK / 4;  // bound by memory, a multiplication takes longer
+constexpr double WORK_PER_MULTIPLICATION = 4;  // bound by memory, one takes as long as so many of a matrix product
 constexpr int64_t DECODE_MEMORY_BYTES = int64_t(64) << 20;  // of k and v, which are expected in no cache from here on
 static_assert(DECODE_KEYS / 2 % COLUMNS == 0, "blocks are whole panels");
 static_assert(DECODE_KEYS <= MAX_BLOCK_KEYS, "a row can add a block");
@@ -409,7 +409,7 @@ void decode_all(const Call &call, char *workspace) {
   const int64_t thread_bytes = DecodeScratch(plan, nullptr).bytes;
   for (int64_t head = 0; head < plan.heads; head++) parts.remaining[head] = plan.parts;
   const int64_t work = plan.heads * plan.rows * call.keys * (call.head_dim + call.value_dim);
-  run_parallel(work < DECODE_MIN_PARALLEL_WORK ? 1 : call.threads, [&](Team &team) {
+  run_parallel(team_size(call.threads, WORK_PER_MULTIPLICATION * static_cast<double>(work)), [&](Team &team) {
     const DecodeScratch scratch(plan, workspace + parts.bytes + team.thread * thread_bytes);
     team.for_each(plan.heads * plan.parts, [&](int64_t task) {
       const int64_t kv_head = task / plan.parts, first = task % plan.parts * plan.part, row = task * plan.rows;

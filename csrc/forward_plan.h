@@ -4,12 +4,12 @@
 #include "gemm_tile.h"
 #include "score_terms.h"
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
 constexpr int64_t FORWARD_QUERIES = 96;  // per block: the scores of 96 x 256 cells stay in the L2 cache
 constexpr int64_t FORWARD_KEYS = 256;    // per block
-constexpr int64_t MIN_PARALLEL_WORK = int64_t(1) << 21;    // multiplications; fewer take less time than waking a thread
 constexpr int64_t MAX_PACKED_BYTES = int64_t(16) << 20;    // of K and V that are packed at once, but at least one head
 
 static_assert(FORWARD_QUERIES % ROWS == 0, "blocks are whole tiles");
@@ -74,7 +74,7 @@ struct ForwardPlan {
     group = call.kv_heads ? call.heads / call.kv_heads : 0;
     blocks = ceil_div(call.queries, FORWARD_QUERIES);
     const int64_t work = call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim);
-    threads = work < MIN_PARALLEL_WORK ? 1 : max(call.threads, 1);
+    threads = team_size(call.threads, static_cast<double>(work));
     const bool balanced = heads % threads == 0 || heads >= 8 * threads;
     streams = balanced && blocks == 1 && group == 1;
     held = streams ? min(keys, FORWARD_KEYS) : keys;

@@ -296,7 +296,7 @@ void key_sums_all(const Call &call, char *workspace) {
   const KeySumsPlan plan = key_sums_plan(call);
   const int64_t work = call.batch * call.heads * call.queries * call.keys * call.head_dim;
   const int64_t thread_bytes = KeySumsScratch<Packed>(plan, nullptr).bytes;
-  run_parallel(work < MIN_PARALLEL_WORK ? 1 : call.threads, [&](Team &team) {
+  run_parallel(team_size(call.threads, static_cast<double>(work)), [&](Team &team) {
     const TileSizes tile_sizes(sizeof(Packed) == sizeof(Bfloat16));
     const KeySumsScratch<Packed> scratch(plan, workspace + team.thread * thread_bytes);
     // Early keys first: under a causal mask most queries see them, and the longest tasks should not come last.

@@ -74,6 +74,14 @@ void *thread_main(void *pointer) {
 }
 #endif
 
+// How many of the threads of a call do some work: all, or one where the others would take longer to start. The work is in
+// multiplications of a matrix product. A thread that has just worked starts again in about 2 us.
+inline int64_t team_size(int64_t threads, double multiplications) {
+  constexpr double PER_THREAD = 1 << 17, ENOUGH = 1 << 20;
+  const double least = PER_THREAD * static_cast<double>(threads);
+  return multiplications < (least < ENOUGH ? least : ENOUGH) || threads < 1 ? 1 : threads;
+}
+
 // Run body(team) on each of `threads` threads, or on fewer where the system has no more.
 template <class Body>
 void run_parallel(int64_t threads, const Body &body) {
