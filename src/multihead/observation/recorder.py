@@ -364,8 +364,10 @@ class Recorder:
         ]
         statistics = {probe.name: statistic_from_parts(probe, shared, attended.logsumexp.detach()) for probe in ready}
         others = self._probes_over_all_keys([probe for probe in self.probes if probe not in ready])
-        keys = sequence.gather_tokens(request.k, 2) if others else None
-        values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in others) else keys
+        if others:
+            keys = sequence.gather_tokens(request.k, 2)
+            values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in others) else keys
+            whole = replace(whole, k=keys, v=values)
         samples = []
         for index, span in enumerate(places.spans):
             queries, own_keys = (
@@ -382,8 +384,10 @@ class Recorder:
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(attended.logsumexp, span, rows).to(device))
             found = {key: _slice_rows(value, span, rows)[0].cpu() for key, value in statistics.items()}
-            if keys is not None and values is not None:
-                more = self._measure_with_all_keys(keys, values, call, whole, span, queries, sample, module, others)
+            if others:
+                more = self._measure_with_all_keys(
+                    AttentionCall(whole, attended), span, queries, sample, module, others
+                )
                 found |= {key: value.cpu() for key, value in more.items()}
             in_order = (*(probe.name for probe in self.probes), *found)  # as one process orders them, for pages
             sample.set_statistics({key: found[key] for key in in_order if key in found})
@@ -423,35 +427,31 @@ class Recorder:
 
     def _measure_with_all_keys(
         self,
-        keys: Tensor,
-        values: Tensor,
         call: AttentionCall,
-        whole: AttentionRequest,
         span: SampleSpan,
         queries: list[_TokensOnRank],
         sample: SampleRecord,
         module: nn.Module,
         probes: list[Probe],
     ) -> dict[str, Tensor]:
-        """Measure a sample's queries of this rank with the keys of all ranks.
+        """Measure a sample's queries of this rank in a call that has the keys and values of all ranks.
 
         Returns:
             (heads, its queries of this rank) each; (heads, keys) of what keys receive from them.
         """
         request, attended = call.request, call.attended
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
-        of_span = slice_request(whole, span, packed=False)
+        of_span = slice_request(request, span, packed=False)
         first_key = first_key_of_samples(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
         nothing = (span.queries[0],) * 2
         for each in queries or [_TokensOnRank(nothing, (0, 0), (0, 0))]:  # a rank without tokens: empty statistics
             rows = slice(*each.own)
             part = replace(
-                slice_request(whole, replace(span, queries=each.positions), packed=False),
+                slice_request(request, replace(span, queries=each.positions), packed=False),
                 q=request.q[one, :, rows],
-                k=keys[one, :, columns],
-                v=values[one, :, columns],
-                sinks=request.sinks,
+                k=request.k[one, :, columns],
+                v=request.v[one, :, columns],
             )
             result = AttentionResult(attended.output[one, :, rows], attended.logsumexp[one, :, rows])
             context = self._context_of_probes(sample, AttentionCall(part, result), 0, module, first=True)
