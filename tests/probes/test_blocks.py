@@ -89,7 +89,7 @@ def compare(found: BlockSums, wanted: BlockSums, tolerance: float) -> None:
 @pytest.fixture(params=[1 << 18, 0], ids=["in PyTorch", "by the native kernel"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make regions of this size go to PyTorch or to the native kernel, in strips of a few rows of blocks."""
-    monkeypatch.setattr(module, "SMALL", request.param)
+    monkeypatch.setattr(module, "MIN_NATIVE_SCORES", request.param)
     monkeypatch.setattr(module, "STRIP", 4000)
     monkeypatch.setattr(module, "DENSE_STRIP", 4000)
 

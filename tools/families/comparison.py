@@ -341,11 +341,11 @@ def _ours(model: Any, trace: Trace, mutation: str | None) -> Iterator[None]:
         return huggingface.attend_for(module, query, key, value, attention_mask, **options)
 
     with huggingface.install(model):
-        AttentionInterface.register(huggingface.NAME, attend)
+        AttentionInterface.register(huggingface.IMPLEMENTATION_NAME, attend)
         try:
             yield
         finally:
-            AttentionInterface.register(huggingface.NAME, huggingface.attend_for)
+            AttentionInterface.register(huggingface.IMPLEMENTATION_NAME, huggingface.attend_for)
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.place import SampleSpan
 from multihead.probes.probe import Parts, Probe
-from multihead.probes.statistics import OF_POSITIONS, statistic_from_parts
+from multihead.probes.statistics import POSITION_PARTS, statistic_from_parts
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, copy_contiguous
@@ -560,7 +560,7 @@ def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bo
     if not (span.holds_all or (whole and not packed)):
         return None
     left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY})
-    return left_out | OF_POSITIONS if position_in_sample(request, span) < 0 else left_out
+    return left_out | POSITION_PARTS if position_in_sample(request, span) < 0 else left_out
 
 
 def shift_key_indices(part: Part, value: Tensor, span: SampleSpan) -> Tensor:

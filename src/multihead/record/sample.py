@@ -20,7 +20,7 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.context import Pool
 from multihead.probes.lookups import weight_at_offset
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.statistics import NOTHING
+from multihead.probes.statistics import NO_CONTEXT
 from multihead.probes.tile import head_indices, tile
 from multihead.record import notebook, summaries
 from multihead.record.blocks import (
@@ -336,7 +336,7 @@ class SampleRecord:
         Raises:
             ProbeError: only statistics were kept.
         """
-        parts = (MeasuredCall.of(*self.request_of(segment), NOTHING) for segment in self.segments)
+        parts = (MeasuredCall.of(*self.request_of(segment), NO_CONTEXT) for segment in self.segments)
         with torch.no_grad():
             return torch.cat([weight_at_offset(part, offset)[0].cpu() for part in parts], 1).to(
                 working_dtype(self.dtype)
