@@ -112,7 +112,7 @@ class StatisticsMeasurer:
                 "are not the tokens of the texts.",
                 "Give a model whose layers read each token of a text once, or choose others of its layers.",
             )
-        real, positions, num_keys = places.query_places
+        real, positions, num_keys = places.query_properties
         read = read.masked_fill(~real[:, 0], -1)
         text = torch.arange(shape.batch)[:, None]  # number of the text of each token
         if places.packed:

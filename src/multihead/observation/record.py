@@ -31,7 +31,7 @@ from multihead.record.analysis.highlights import (
     layer_profiles,
 )
 from multihead.record.analysis.similar import NearHead, nearest
-from multihead.record.batch import CUTTING, RecordedBatch
+from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, texts_of
 from multihead.record.notebook import number_with_noun
 from multihead.record.sample import SampleRecord
@@ -75,7 +75,7 @@ class Record:
     @property
     def calls(self) -> list[tuple[SampleRecord, int]]:
         """All calls in the order they ran, one pair per sample: the sample, and the index of the call in the sample."""
-        with CUTTING:
+        with SLICING_LOCK:
             while self._batches:
                 self._calls += [
                     (sample, call) for sample in self._batches[0].samples for call in range(self._batches[0].windows)

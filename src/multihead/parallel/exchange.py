@@ -23,7 +23,7 @@ from multihead.parallel.layout import Layout, Range
 from multihead.scores.bias import RelativeBias
 
 V = TypeVar("V")
-_HeadTokenChange = Callable[[Tensor, "Ranks", Layout], Tensor]
+_AllToAll = Callable[[Tensor, "Ranks", Layout], Tensor]
 
 
 class Ranks(NamedTuple):
@@ -195,9 +195,7 @@ class _HeadTokenExchange(torch.autograd.Function):
     """Apply the all-to-all `exchange` in the forward pass and its inverse `undo` in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, exchange: _HeadTokenChange, undo: _HeadTokenChange
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, exchange: _AllToAll, undo: _AllToAll) -> Tensor:
         ctx.call = undo, ranks, layout
         return exchange(x, ranks, layout)
 

@@ -32,7 +32,7 @@ _RESERVED_NAMES = (
     "name",
     "kind",
     "of",
-)  # reserved names: columns of tables, and an option of `Record.find`
+)  # columns of tables, and an option of `find`
 _NEEDS_OF_PART: dict[str, tuple[Need, ...]] = {
     "sink_mass": ("sinks",),
     "duplicate_mass": ("ids",),
