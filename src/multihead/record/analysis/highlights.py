@@ -340,8 +340,8 @@ def findings(
 ) -> list[Finding]:
     """Find the most notable heads, at most six, and describe each; no head is listed twice.
 
-    Each head clearly exceeds chance: it has the kind that the sentence is about, see `kinds_of_heads`, or a mean distance
-    far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no such heads.
+    Each head clearly exceeds chance: it has the kind that the sentence is about, see `kinds_of_heads`, or a mean
+    distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no such heads.
 
     Args:
         layers: the layers of a record.
