@@ -115,13 +115,13 @@ def test_chance_in_single_precision_agrees_with_double() -> None:
 
 def test_chance_is_measured_once_for_layers_whose_queries_see_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    measure = StatisticsMeasurer.measure_even_spread
+    measure = StatisticsMeasurer.measure_chance_levels
 
     def counted(self: StatisticsMeasurer, *given: Any) -> Any:
         calls.append(given[-1])
         return measure(self, *given)
 
-    monkeypatch.setattr(StatisticsMeasurer, "measure_even_spread", counted)
+    monkeypatch.setattr(StatisticsMeasurer, "measure_chance_levels", counted)
     alternating = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
     torch.manual_seed(0)
     options = {**DECODER, **TEXT, "num_hidden_layers": 4, "use_sliding_window": True, **alternating}

@@ -13,7 +13,7 @@ from multihead.kernels import sdpa
 from multihead.kernels.native import kernel as native_kernel
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.weighted_values import output_norms, own_column_of_heads, value_norm_columns, weigh_values
+from multihead.probes.weighted_values import output_norms, select_own_columns, value_norm_columns, weigh_values
 from tests import oracle
 from tests.kernels.test_sdpa import LargestTensor
 
@@ -57,7 +57,7 @@ def test_norms_are_those_of_each_transformed_value(case: str, embed_dim: int) ->
         [subject.request.v[:, head // 2] @ weight[:, 6 * head : 6 * head + 6].mT for head in range(4)], 1
     )  # (batch, heads, keys, embed_dim)
     expected = (p @ transformed.norm(dim=-1, keepdim=True))[..., 0]
-    found = own_column_of_heads(subject, weigh_values(subject, value_norm_columns(subject, weight)))
+    found = select_own_columns(subject, weigh_values(subject, value_norm_columns(subject, weight)))
     assert oracle.difference(found, expected) <= 1e-12
     assert oracle.difference(output_norms(subject, weight), (p @ transformed).norm(dim=-1)) <= 1e-12
 

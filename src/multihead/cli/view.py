@@ -188,7 +188,7 @@ def _load_records(files: Sequence[str]) -> list[RecordedRun]:
     names = [path.name for path, _ in groups]
     return [
         # Records whose files have the same name are shown with the full path.
-        RecordedRun(path.name if names.count(path.name) == 1 else str(path), record, _folder_of_levels(path, record))
+        RecordedRun(path.name if names.count(path.name) == 1 else str(path), record, _levels_cache_folder(path, record))
         for path, record in groups
     ]
 
@@ -208,7 +208,7 @@ def _join_ranks(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]
     return [(records[0][0], Record.joined(parts))]
 
 
-def _folder_of_levels(path: Path, record: Record) -> Path:
+def _levels_cache_folder(path: Path, record: Record) -> Path:
     """Return the folder that caches the coarse attention maps of a record: next to its file, or its first file."""
     name = path.name if path.exists() else f"{record.id}.safetensors"
     return path.with_name(f"{name}.levels")

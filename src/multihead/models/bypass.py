@@ -2,7 +2,8 @@
 
 This can only be detected at run time: a layer may compute its own attention at one layer index, or read the mask and
 ignore transformers' AttentionInterface. So hooks watch the modules that look attention up in the interface, and the
-modules that read the mask of `mask_for`: during its forward pass each must call this library's attention at least once.
+modules that read the mask of `transformers_mask`. During its forward pass each of them must call this library's
+attention at least once.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def report_bypassing_modules(
         if kind.__module__.split(".")[0] == "multihead":  # a forward pass of this library's own layers counts as a call
             undo.hook_after_forward(module, partial(_count_call))
         # Submodules of an attention layer, such as the indexer of sparse attention, may read the mask only.
-        reads = _may_use_mask(kind) and not any(is_within(name, each) for each in attending)
+        reads = _may_attend_with_mask(kind) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.hook_before_forward(module, _begin_forward)
@@ -72,7 +73,7 @@ def report_bypassing_modules(
             )
 
 
-def raise_rejection(sentence: str) -> None:
+def raise_bypass_error(sentence: str) -> None:
     """Raise the error for a module that ran without calling the attention of this library.
 
     Raises:
@@ -120,7 +121,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 @cache
-def _may_use_mask(kind: Any) -> bool:
+def _may_attend_with_mask(kind: Any) -> bool:
     """Whether the forward of a class multiplies matrices and takes a mask, and so may compute attention."""
     if kind.__module__.split(".")[0] in ("multihead", "torch"):
         return False

@@ -78,7 +78,7 @@ def names_in_eager_attention(kind: Any) -> frozenset[str] | None:
     return frozenset().union(*names) if names else None
 
 
-def require_coverage(model: nn.Module) -> None:
+def require_attention_interface(model: nn.Module) -> None:
     """Check that all attention of a model goes through transformers' AttentionInterface.
 
     Raises:

@@ -26,8 +26,8 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
-from multihead.models.bypass import Report, calls, raise_rejection, report_bypassing_modules
-from multihead.models.coverage import names_in_eager_attention, require_coverage
+from multihead.models.bypass import Report, calls, raise_bypass_error, report_bypassing_modules
+from multihead.models.coverage import names_in_eager_attention, require_attention_interface
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
@@ -58,7 +58,7 @@ call_key_positions: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_ke
 """Set while listeners receive an attention call; None if the call does not come from a Hugging Face model."""
 
 
-def install(model: nn.Module, report: Report = raise_rejection) -> Undo:
+def install(model: nn.Module, report: Report = raise_bypass_error) -> Undo:
     """Make all Hugging Face models in a module call this library's attention; nn.MultiheadAttention is replaced too.
 
     Args:
@@ -80,13 +80,13 @@ def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
         return
     register_in_transformers()
     replace_until_undone(undo, model)
-    require_coverage(model)
+    require_attention_interface(model)
     report_bypassing_modules(undo, model, models, IMPLEMENTATION_NAME, report)
     for config in configurations_of(model):
         undo.set_attribute(config, IMPLEMENTATION_ATTRIBUTE, IMPLEMENTATION_NAME)
 
 
-def attend_for(
+def transformers_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -111,7 +111,7 @@ def attend_for(
         query: (batch, heads, queries, head_dim), after rotary embedding.
         key: (batch, kv_heads, keys, head_dim), after rotary embedding and cache.
         value: (batch, kv_heads, keys, value_dim).
-        attention_mask: the mask from `mask_for`, or a tensor made by the model or the user, or None.
+        attention_mask: the mask from `transformers_mask`, or a tensor made by the model or the user, or None.
         scaling: factor of q . k; None: 1 / sqrt(head_dim).
         dropout: probability that a weight is set to 0.
         is_causal: whether to hide later keys; used only without a mask and with more than one query.
@@ -196,8 +196,8 @@ def _mask_of_call(
     The index counts from the first key; it is None where the mask does not depend on positions.
     """
     if attention_mask is None:
-        # In a compiled graph None stands for a causal mask, see `mask_for`. Otherwise the model made no mask, and
-        # eager attention then hides nothing, whatever the module's `is_causal` is (BridgeTower).
+        # In a compiled graph None stands for a causal mask, see `transformers_mask`. Otherwise the model made no mask,
+        # and eager attention then hides nothing, whatever the module's `is_causal` is (BridgeTower).
         causal = (is_traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
         if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
             return _CAUSAL, None, 0  # as in transformers, the first query is at the position of the first key
@@ -212,13 +212,13 @@ def _mask_of_call(
 def _mask_of_selection(
     module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int
 ) -> Mask:
-    """Return the mask of the keys that sparse attention selects; the index tensors are described in `attend_for`."""
+    """Return the mask of the keys that sparse attention selects, by indices as in `transformers_attention`."""
     mask: Mask = _FULL
     if indices is not None:
-        mask = mask & Keep(_is_selected(indices.long(), keys)[:, None])
+        mask = mask & Keep(_indices_to_mask(indices.long(), keys)[:, None])
     if block_indices is not None:
         size = module.indexer.block_size
-        seen = _is_selected(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
+        seen = _indices_to_mask(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
         mask = mask & Keep(seen.repeat_interleave(heads // block_indices.shape[1], 1))
     return mask
 
@@ -251,7 +251,7 @@ def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None
     return attended.output, attended.logsumexp
 
 
-def mask_for(
+def transformers_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -277,7 +277,7 @@ def mask_for(
 
     Returns:
         a LazyMask, which stores no queries x keys tensor if the mask function is recognised. In a compiled graph a bool
-        tensor, or None for a plain causal mask, which `attend_for` makes from `is_causal`.
+        tensor, or None for a plain causal mask, which `transformers_attention` makes from `is_causal`.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -379,7 +379,7 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
     return Keep(~hidden), bias if added_to_scores else None
 
 
-def _is_selected(indices: Tensor, count: int) -> Tensor:
+def _indices_to_mask(indices: Tensor, count: int) -> Tensor:
     """Convert indices (..., queries, selected), -1 = none, to a mask, bool (..., queries, count)."""
     seen = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
     return seen.scatter(-1, indices.where(indices >= 0, count), value=True)[..., :count]
@@ -387,10 +387,10 @@ def _is_selected(indices: Tensor, count: int) -> Tensor:
 
 @cache
 def register_in_transformers() -> None:
-    """Register `attend_for` and `mask_for` in transformers under IMPLEMENTATION_NAME, once per process."""
+    """Register this library's attention and mask functions in transformers; cached, so once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(IMPLEMENTATION_NAME, attend_for)
-    AttentionMaskInterface.register(IMPLEMENTATION_NAME, mask_for)
+    AttentionInterface.register(IMPLEMENTATION_NAME, transformers_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION_NAME, transformers_mask)
     reject_unsupported_models(IMPLEMENTATION_NAME)
     output_attentions.allow_output_attentions(IMPLEMENTATION_NAME)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
-from multihead.models.source import find_model, local_path, offline_if_unreachable, unknown_model
+from multihead.models.source import find_model, local_path, offline_if_unreachable, unknown_model_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -443,7 +443,7 @@ def _load_pretrained(
                 raise ModelError(
                     f"{model} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
                 ) from error
-            raise unknown_model(model) from error
+            raise unknown_model_error(model) from error
     raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
 
 

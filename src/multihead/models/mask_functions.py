@@ -155,7 +155,7 @@ def _later_keys_limit(extent: MaskExtent) -> int:
     return extent.keys if sequence_split.active is None else FURTHEST
 
 
-def _window_both_ways(closure: dict[str, Any], extent: MaskExtent) -> Mask:
+def _two_sided_window_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     """Convert `|query - key| <= w` to a window of w keys on each side."""
     width = int(closure["sliding_window"])
     return Window(width + 1, after=width)
@@ -173,11 +173,11 @@ def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask | 
     return Documents(truncate_documents(lengths, extent.keys))
 
 
-def _keep_of_padding(closure: dict[str, Any], extent: MaskExtent) -> Mask:
+def _mask_of_padding(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     return padding_mask(padding_of_keys(closure["padding_mask"], extent))
 
 
-def _documents_of_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
+def _documents_of_sequence_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
     """Convert the sequence number of each token, in increasing order, to a Documents mask."""
     number = closure["packed_sequence_mask"]  # (batch, length)
     if extent.key_offset or extent.query_offset or not bool((number.diff(dim=-1) >= 0).all()):
@@ -225,8 +225,8 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], MaskExtent], Mask | None]] = {
     "and_masks.<locals>.and_mask": _intersection_mask,
     "or_masks.<locals>.or_mask": _union_mask,
     "sliding_window_overlay.<locals>.inner_mask": _window_of_earlier_keys,
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask": _window_both_ways,
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": _two_sided_window_mask,
     "chunked_overlay.<locals>.inner_mask": _documents_of_chunks,
-    "padding_mask_function.<locals>.inner_mask": _keep_of_padding,
-    "packed_sequence_mask_function.<locals>.inner_mask": _documents_of_numbers,
+    "padding_mask_function.<locals>.inner_mask": _mask_of_padding,
+    "packed_sequence_mask_function.<locals>.inner_mask": _documents_of_sequence_numbers,
 }

@@ -150,10 +150,10 @@ class LazyWeights(Tensor):
 
     def read_index(self, index: Any) -> Tensor:
         """Compute only the weights at an index, for tensors with more than `MAX_WEIGHTS` weights."""
-        entries = _entry_per_axis(index, self.ndim)
+        entries = _expand_index(index, self.ndim)
         if entries is None or self._request is None:
             return self.read()[index]
-        samples, heads, queries, keys = map(_range_of_entry, entries, self.shape)
+        samples, heads, queries, keys = map(_range_of_index_entry, entries, self.shape)
         self._check_size(self.shape[0] * len(heads) * len(queries) * len(keys))  # a tile is computed for all samples
         cells = tile(
             self._request, self._logsumexp, heads=list(heads), queries=_as_slice(queries), keys=_as_slice(keys)
@@ -208,7 +208,7 @@ def _is_differentiable(request: AttentionRequest) -> bool:
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
-def _entry_per_axis(index: Any, axes: int) -> list[Any] | None:
+def _expand_index(index: Any, axes: int) -> list[Any] | None:
     """Expand an index of ints, slices of step 1 and an ellipsis to one entry per axis; None for any other index."""
     given = list(index) if isinstance(index, tuple) else [index]
     plain = [each for each in given if type(each) is int or (isinstance(each, slice) and each.step in (None, 1))]
@@ -218,7 +218,7 @@ def _entry_per_axis(index: Any, axes: int) -> list[Any] | None:
     return [*plain[:place], *[slice(None)] * (axes - len(plain)), *plain[place:]]
 
 
-def _range_of_entry(entry: Any, size: int) -> range:
+def _range_of_index_entry(entry: Any, size: int) -> range:
     """Return the range of indices that an int or a slice selects from an axis of length `size`."""
     places = range(size)
     return places[entry] if isinstance(entry, slice) else range(places[entry], places[entry] + 1)

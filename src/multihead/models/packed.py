@@ -179,13 +179,13 @@ def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, PackedFamily]]:
     found = {name: family for name, module in models.items() if (family := _family_of_class(type(module))) is not None}
     for name, module in models.items():
         if not any(is_within(name, other) or is_within(other, name) for other in found):
-            raise _refusal_error(f"{type(module).__name__} cannot leave out padding.")
+            raise _unsupported_error(f"{type(module).__name__} cannot leave out padding.")
     if not found:
-        raise _refusal_error(f"{type(model).__name__} contains no model of transformers.")
+        raise _unsupported_error(f"{type(model).__name__} contains no model of transformers.")
     return [(models[name], family) for name, family in found.items()]
 
 
-def _refusal_error(finding: str) -> ModelError:
+def _unsupported_error(finding: str) -> ModelError:
     names = ", ".join(family.name for family in FAMILIES.values())
     return ModelError(finding, f"Give a model of one of these families: {names}; or use packed=False.")
 
@@ -199,7 +199,7 @@ def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
 
 
 @cache
-def _names_of_arguments(kind: type[nn.Module]) -> tuple[str, ...]:
+def _forward_parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the parameters of a class's forward, without self."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
@@ -210,8 +210,8 @@ def _pack_inputs(
     """Forward pre-hook of a model that packs its inputs; None leaves the inputs unchanged."""
     if is_traced():
         return None  # the number of tokens is unknown in a graph
-    inputs = {**dict(zip(_names_of_arguments(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
-    real = _real_tokens(inputs)
+    inputs = {**dict(zip(_forward_parameter_names(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
+    real = _non_padding_tokens(inputs)
     if real is None or not _can_pack(model, inputs):
         return None
     lengths = real.sum(1)
@@ -239,7 +239,7 @@ def _pack_inputs(
     return (), inputs
 
 
-def _real_tokens(inputs: dict[str, Any]) -> Tensor | None:
+def _non_padding_tokens(inputs: dict[str, Any]) -> Tensor | None:
     """Return which tokens are not padding, (batch, length) bool; None if there is no attention mask of that shape."""
     mask, first = inputs.get("attention_mask"), inputs.get("input_ids")
     first = inputs.get("inputs_embeds") if first is None else first

@@ -190,21 +190,21 @@ _receiving: ContextVar[tuple[InputTracker, ...]] = ContextVar("receiving", defau
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[InputTracker]:
+def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
     """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
     inputs = InputTracker()
     with Undo() as undo:
         undo.callback(lambda: _receiving.set(tuple(each for each in _receiving.get() if each is not inputs)))
         _receiving.set((*_receiving.get(), inputs))
         for name, module in {"": model, **pretrained_models(model)}.items():
-            each = _TrackedModel(name and f"{name}.", module, _parameters_of_forward(module))
+            each = _TrackedModel(name and f"{name}.", module, _forward_signature(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
             undo.hook_before_forward(module, partial(inputs.begin_pass, each), with_kwargs=True, prepend=True)
             undo.hook_after_forward(module, inputs.end_pass, always_call=True)
         yield inputs
 
 
-def _parameters_of_forward(module: nn.Module) -> inspect.Signature:
+def _forward_signature(module: nn.Module) -> inspect.Signature:
     """Return the signature of a module's forward, without self; cached per class, because inspecting takes 0.1 ms."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:

@@ -28,7 +28,7 @@ def find_model(model: str) -> Path | None:
         ModelError: there is no such model, locally or on the hub, or the hub cannot be reached.
         MissingPackageError: the model is not local, and transformers is not installed.
     """
-    file = _find_describing_file(model)
+    file = _find_config_or_gguf(model)
     if file is not None:
         return file
     require("transformers", purpose="Loading a model", extra="hf")
@@ -41,13 +41,13 @@ def find_model(model: str) -> Path | None:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
         found = file_exists(model, "config.json")
     except Exception as error:  # each version of the library has errors of its own
-        raise unknown_model(model) from error
+        raise unknown_model_error(model) from error
     if not found:
-        raise unknown_model(model)
+        raise unknown_model_error(model)
     return None
 
 
-def unknown_model(model: str) -> ModelError:
+def unknown_model_error(model: str) -> ModelError:
     """Return the error for a name that is no model."""
     return ModelError(
         f'"{model}" is neither a folder nor an installed package that contains a model nor a model of the '
@@ -56,7 +56,7 @@ def unknown_model(model: str) -> ModelError:
     )
 
 
-def _find_describing_file(model: str) -> Path | None:
+def _find_config_or_gguf(model: str) -> Path | None:
     """Return the config.json or the GGUF file of a local model, or None.
 
     `model` is a GGUF file, a folder, or the name of an installed package.

@@ -122,7 +122,7 @@ class StatisticsMeasurer:
         probes, parts = possible_probes(self.probes, request, context), call.attended.statistics
         if places.packed:
             missing = parts_of_probes(probes) - parts.keys()
-            parts = {**parts, **_measure_packed(call, places, text[0], missing, context)}
+            parts = {**parts, **_measure_packed_texts(call, places, text[0], missing, context)}
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
         output = None if request.dropout else call.attended.output
@@ -140,7 +140,7 @@ class StatisticsMeasurer:
             probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
         }
 
-    def measure_even_spread(
+    def measure_chance_levels(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
     ) -> dict[str, Tensor]:
         """Measure the chance level of each probe, its value for weights spread evenly over the visible keys.
@@ -160,7 +160,7 @@ class StatisticsMeasurer:
         return {name: each.values for name, each in found.items()}
 
 
-def _measure_packed(
+def _measure_packed_texts(
     call: AttentionCall, places: SampleSpans, text: Tensor, missing: frozenset[Part], context: ProbeContext
 ) -> dict[Part, Tensor]:
     """Measure the weights on the first keys and on the special keys of each query's own text in a packed row."""

@@ -16,7 +16,7 @@ from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
 from multihead.models.packed import run_models_padded
-from multihead.models.pretrained import recorded_inputs
+from multihead.models.pretrained import track_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
@@ -167,7 +167,7 @@ def recording_calls(
     record: Record, layer_filter: LayerFilter | None, keep: Keep, measuring: StatisticsMeasurer, sums: Sums | None
 ) -> Iterator[Recorder]:
     """Add the attention calls that a model makes in this context to a record."""
-    with recorded_inputs(measuring.root) as inputs:
+    with track_inputs(measuring.root) as inputs:
         recorder = Recorder(record, inputs, layer_filter, keep, measuring, sums)
         with listen(recorder):
             yield recorder

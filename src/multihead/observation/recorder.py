@@ -156,8 +156,8 @@ class Recorder:
             return
         module, continued = caller.layer, caller.continued
         self._begin_pass()
-        window = self._is_window(request, module)
-        name = self._number_call(self.names[id(module)], again=window)
+        window = self._is_further_window(request, module)
+        name = self._numbered_layer_name(self.names[id(module)], again=window)
         keys = huggingface.call_key_positions.get()
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
         crosses = pretrained.is_cross_attention_call(caller, self.names[id(module)])
@@ -206,16 +206,16 @@ class Recorder:
             self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
         return self._layers[name]
 
-    def _is_window(self, request: AttentionRequest, module: nn.Module) -> bool:
+    def _is_further_window(self, request: AttentionRequest, module: nn.Module) -> bool:
         """Whether q and k of a call directly follow q and k of the layer's previous call in memory.
 
         A layer makes such calls if it attends within one image or window of a sample at a time.
         """
         newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
         self._newest = module, q, k  # kept alive, so that no other tensor can reuse their memory
-        return newest is not None and newest[0] is module and all(map(_follow_in_memory, newest[1:], (q, k)))
+        return newest is not None and newest[0] is module and all(map(_are_adjacent_in_memory, newest[1:], (q, k)))
 
-    def _number_call(self, name: str, *, again: bool) -> str:
+    def _numbered_layer_name(self, name: str, *, again: bool) -> str:
         """Return "name", or "name#2" and so on for further calls in a forward pass; `again` repeats the last number."""
         self._counts[name] = self._counts.get(name, 0) + (not again)
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
@@ -295,7 +295,7 @@ class Recorder:
         where = (content_key(each) for each in (request.query_start, places.packed_lengths, places.real, ids.queries))
         key = (sizes, *where, *visibility_key(request))
         if key not in self._levels:
-            self._levels[key] = self.measuring.measure_even_spread(call, places, ids, module)
+            self._levels[key] = self.measuring.measure_chance_levels(call, places, ids, module)
         return self._levels[key]
 
     def _add_batch(
@@ -343,7 +343,7 @@ class Recorder:
         request, attended, name = call.request, call.attended, self.names[id(module)]
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         length = sequence.whole_shape(request.shape).query_length
-        bare = self._request_to_keep(request, device)
+        bare = self._request_without_tensors(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         if self._spans is None or not self._spans.fits_call(bare, None, None):
             self._spans = SampleSpans(bare)
@@ -364,7 +364,7 @@ class Recorder:
             if left_out is not None and probe.parts <= shared.keys() and not probe.parts & left_out
         ]
         statistics = {probe.name: statistic_from_parts(probe, shared, attended.logsumexp.detach()) for probe in ready}
-        others = self._probes_over_all_keys([probe for probe in self.probes if probe not in ready])
+        others = self._with_received_probe([probe for probe in self.probes if probe not in ready])
         keys = sequence.gather_tokens(request.k, 2) if others else None
         values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in others) else keys
         samples = []
@@ -411,7 +411,7 @@ class Recorder:
         return self._gathered_ids[1]
 
     @staticmethod
-    def _probes_over_all_keys(probes: list[Probe]) -> list[Probe]:
+    def _with_received_probe(probes: list[Probe]) -> list[Probe]:
         """Add "received" to the probes to measure with the keys of all ranks if a probe is computed from it."""
         if any("pooled_map" in probe.parts for probe in probes):
             raise ProbeError(
@@ -482,7 +482,9 @@ class Recorder:
         if self._spans is None or not self._spans.fits_call(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change the tensor later
-            self._spans = SampleSpans(self._request_to_keep(request, request.shape.device), own_packed, real, padding)
+            self._spans = SampleSpans(
+                self._request_without_tensors(request, request.shape.device), own_packed, real, padding
+            )
         return self._spans
 
     def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> CallTokenIds:
@@ -551,7 +553,7 @@ class Recorder:
         if request.shape.device.type != "cpu":
             parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == places.request.shape.device and request.sinks is None and request.bias is None
-        bare = places.request if shared else self._request_to_keep(request, device)
+        bare = places.request if shared else self._request_without_tensors(request, device)
         batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids, self.probes)
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
@@ -584,7 +586,9 @@ class Recorder:
         probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & TOKEN_MATCH_PARTS)]
         found = statistics_of_call(call, possible_probes(probes, call.request, context), context)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
-        request = replace(self._request_to_keep(call.request, device), query_start=int(call.request.query_start))
+        request = replace(
+            self._request_without_tensors(call.request, device), query_start=int(call.request.query_start)
+        )
         if sample.k is not None:
             append_new_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
@@ -599,7 +603,7 @@ class Recorder:
         if layer.running_summary is not None:
             layer.running_summary.add(target.measured(), samples=int(first and not apart))
 
-    def _request_to_keep(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
+    def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
         bias, keeps = request.bias, self.keep in ("cpu", "device")
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
@@ -689,7 +693,7 @@ def _make_key_starts(
     return starts_in_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
 
 
-def _follow_in_memory(rows: Tensor, later: Tensor) -> bool:
+def _are_adjacent_in_memory(rows: Tensor, later: Tensor) -> bool:
     """Whether `later` directly follows `rows` in the same storage; both are (batch, heads, rows, head_dim)."""
     if rows.shape[:2] != later.shape[:2] or rows.stride() != later.stride() or not later.numel():
         return False

@@ -48,15 +48,15 @@ class TimeSeries:
 
     def __repr__(self) -> str:
         """Return one line: the numbers of steps and layers, and the names of the statistics."""
-        contents = (self._sizes(), ", ".join(self.statistics))
+        contents = (self._describe_sizes(), ", ".join(self.statistics))
         return f"<TimeSeries of {', '.join(filter(None, contents))}>"
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: a table of the last step, one row per head."""
         if not self.steps:
             return html_of_table("TimeSeries", "nothing was observed yet", [], [])
-        rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of(self.steps[-1])]
-        caption = f"{self._sizes()}; at step {self.steps[-1]:,}"
+        rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of_step(self.steps[-1])]
+        caption = f"{self._describe_sizes()}; at step {self.steps[-1]:,}"
         return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="series.rows()")
 
     def append(
@@ -101,12 +101,12 @@ class TimeSeries:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per step and head: step, layer, head, and each statistic."""
-        return [{"step": step} | row for step in self.steps for row in self._rows_of(step)]
+        return [{"step": step} | row for step in self.steps for row in self._rows_of_step(step)]
 
-    def _sizes(self) -> str:
+    def _describe_sizes(self) -> str:
         return f"{number_with_noun(len(self.steps), 'step')}, {number_with_noun(len(self.layers), 'layer')}"
 
-    def _rows_of(self, step: int) -> list[dict[str, Any]]:
+    def _rows_of_step(self, step: int) -> list[dict[str, Any]]:
         """Return one dict per head at one step: layer, head, and each statistic."""
         found = []
         for number in self.layers:

@@ -123,7 +123,7 @@ class Watch:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
         self._stack = ExitStack()
         if self.due:
-            context = observe_with_sums(self.model, layers=self.layers, probes=self.probes, sums=_sums_of_step)
+            context = observe_with_sums(self.model, layers=self.layers, probes=self.probes, sums=_make_running_sums)
             self._record = self._stack.enter_context(context)
         return self
 
@@ -137,7 +137,7 @@ class Watch:
             self.step += 1
         stack.__exit__(kind, error, trace)
         if kind is None and record is not None:
-            self._keep_numbers(record, step)
+            self._store_and_log_numbers(record, step)
 
     def attach(self, trainer: Any) -> None:
         """Observe the steps of a transformers Trainer, and write the numbers to its logs.
@@ -161,7 +161,7 @@ class Watch:
 
         call_around_steps(trainer, begin_step, end_step)
 
-    def _keep_numbers(self, record: Record, step: int) -> None:
+    def _store_and_log_numbers(self, record: Record, step: int) -> None:
         """Add an observed step to `series`, set `numbers`, and log them."""
         self.numbers = {}
         for layer in record.layers:
@@ -185,7 +185,7 @@ class Watch:
                 self.log.add_scalar(name, number, step)
 
 
-def _sums_of_step(_: str, num_heads: int) -> RunningSummary:
+def _make_running_sums(_: str, num_heads: int) -> RunningSummary:
     """Create the running sums of a layer; they include the maximum of `largest_score`."""
     return RunningSummary(num_heads, maxima=(LARGEST_SCORE,))
 

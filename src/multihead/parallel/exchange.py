@@ -105,11 +105,11 @@ def compare_calls(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> 
         dist.all_gather(list(found.unbind()), own, group=ranks.group)
     digests, numbers = found.T.tolist()
     if len(set(digests)) > 1:  # the same on all ranks, so that all of them gather the values
-        raise _error_of_difference(gather_objects(given, ranks, to=None) or [])
+        raise _difference_error(gather_objects(given, ranks, to=None) or [])
     return int(numbers[0])
 
 
-def _error_of_difference(calls: list[dict[str, object]]) -> RankError:
+def _difference_error(calls: list[dict[str, object]]) -> RankError:
     """Return an error with the first value that differs between the calls of the ranks."""
     names = [name for each in calls for name in each]
     name = next(name for name in names if len({repr(each.get(name)) for each in calls}) > 1)
@@ -158,10 +158,10 @@ def gather_objects(value: V, ranks: Ranks, *, to: int | None) -> list[V] | None:
 
 def gather_sequence(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
     """All-gather dimension `dim` of the tokens of all ranks; the gradient of a token is summed over the ranks."""
-    return _Gather.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherSequence.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def heads_for_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+def reshard_tokens_to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     """Convert (batch, heads, tokens of this rank, dim) to (batch, heads of this rank, tokens, dim) by an all-to-all.
 
     The number of heads must be a multiple of the number of ranks. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
@@ -169,12 +169,12 @@ def heads_for_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     return _HeadTokenExchange.apply(x, ranks, layout, _split_heads_gather_tokens, _split_tokens_gather_heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def tokens_for_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+def reshard_heads_to_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     """Convert (batch, heads of this rank, tokens, dim) to (batch, heads, tokens of this rank, dim) by an all-to-all."""
     return _HeadTokenExchange.apply(x, ranks, layout, _split_tokens_gather_heads, _split_heads_gather_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
         ctx.call = ranks, layout, dim

@@ -42,7 +42,7 @@ def measure_over_keys(
     return {part: set_empty_and_bad_queries(known[part], empty, bad) for part in sorted(known, key=str)}
 
 
-class MergedParts:
+class MergedStatistics:
     """Merges statistics of queries that are measured on disjoint subsets of the keys.
 
     Args:

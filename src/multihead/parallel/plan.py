@@ -153,25 +153,25 @@ def _steps_of_rank(
     """Plan the steps with the keys of rank - distance: two, so that sending overlaps computing; one for distance 0."""
     own = layout.chunks(rank, length)
     if distance == 0:
-        needed = _keys_seen(bounds, own, own)
-        return [RingStep(0, _rectangles_of_chunks(mask, bounds, own, needed), _places_on_rank(needed, own), ())]
+        needed = _visible_key_ranges(bounds, own, own)
+        return [RingStep(0, _rectangles_of_chunks(mask, bounds, own, needed), _to_indices_on_rank(needed, own), ())]
     theirs = layout.chunks((rank - distance) % layout.ranks, length)
     following = layout.chunks((rank + distance) % layout.ranks, length)
     most = length // layout.ranks // 4
-    received = _halve_ranges(_keys_seen(bounds, own, theirs), most)
-    sent = _halve_ranges(_keys_seen(bounds, following, own), most)
+    received = _halve_ranges(_visible_key_ranges(bounds, own, theirs), most)
+    sent = _halve_ranges(_visible_key_ranges(bounds, following, own), most)
     return [
         RingStep(
             distance,
             _rectangles_of_chunks(mask, bounds, own, arriving),
-            _places_on_rank(arriving, theirs),
-            _places_on_rank(leaving, own),
+            _to_indices_on_rank(arriving, theirs),
+            _to_indices_on_rank(leaving, own),
         )
         for arriving, leaving in zip(received, sent, strict=True)
     ]
 
 
-def _keys_seen(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]) -> list[Range]:
+def _visible_key_ranges(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]) -> list[Range]:
     """Return, for each chunk of keys, the range from the first to the last key that any row sees; skip empty ones."""
     found = []
     for keys in key_chunks:
@@ -221,7 +221,7 @@ def _rectangles_of_chunks(
     return tuple(found)
 
 
-def _places_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
+def _to_indices_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
     """Convert ranges of positions in the sequence to ranges of indices in a rank's tokens, given its chunks."""
     found = []
     before = 0

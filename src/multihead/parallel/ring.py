@@ -27,7 +27,7 @@ from multihead.kernels.parts import Part
 from multihead.kernels.sequence_split import use_split
 from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_token_major
 from multihead.parallel.layout import Range
-from multihead.parallel.measuring import MergedParts, measure_over_keys
+from multihead.parallel.measuring import MergedStatistics, measure_over_keys
 from multihead.parallel.plan import MapPiece, RingPlan, RingStep
 from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
@@ -80,7 +80,7 @@ class Ring:
         message = (
             ()
             if gradients is None
-            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _packed_ranges(step.received))
+            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _concatenated_ranges(step.received))
         )
         return self._exchange_ranges(message, (k, v), step.sent, -step.distance)
 
@@ -109,7 +109,7 @@ def _lengths_of_ranges(ranges: tuple[Range, ...]) -> tuple[int, ...]:
     return tuple(stop - first for first, stop in ranges)
 
 
-def _packed_ranges(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+def _concatenated_ranges(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
     """Return where each range lies after the tokens of all ranges are concatenated."""
     ends = list(accumulate(_lengths_of_ranges(ranges), initial=0))
     return tuple(pairwise(ends))
@@ -130,7 +130,7 @@ class PieceTensors(NamedTuple):
         """Build the attention request for the piece."""
         q, k, v, bias = self
         shape = AttentionShape.of(q, k, v)
-        part = dropout_of_part(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
+        part = dropout_of_piece(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
         # Only statistics of distances use the position of the queries.
         start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
         return replace(
@@ -148,7 +148,7 @@ class _RingFunction(torch.autograd.Function):
         dtype = working_dtype(q.dtype)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        merged = MergedParts(ring.request.wanted, logsumexp)
+        merged = MergedStatistics(ring.request.wanted, logsumexp)
         transfer = None
         for index, step in enumerate(ring.plan.steps):
             following = ring.start_transfer(index + 1, k, v)  # runs during this step
@@ -232,10 +232,10 @@ class _RingBackward:
             held = self.ring.wait_for_keys(step, transfer, k, v)
             gradients = None if held is None else self.compute_step(step, *held)
             held = None
-            self.add_returned(before, returning)
+            self.add_returned_gradients(before, returning)
             returning, before = self.ring.return_gradients(step, gradients, k, v), step
             transfer, gradients = following, None
-        self.add_returned(before, returning)
+        self.add_returned_gradients(before, returning)
 
     def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradients of q and the bias in one step to their sums, and return the gradients of k and v.
@@ -252,7 +252,7 @@ class _RingBackward:
             dk[:, :, piece.among] += of_k
             dv[:, :, piece.among] += of_v
             if of_bias is not None and self.of_bias is not None:
-                _add_to_bias(self.of_bias, self.ring, piece, of_bias)
+                _add_bias_gradient(self.of_bias, self.ring, piece, of_bias)
             del of_q, of_k, of_v, of_bias  # frees their memory before the next piece is computed
         if own and not at_once:
             self.add_own_gradients(step.received, (dk, dv))
@@ -313,7 +313,7 @@ class _RingBackward:
                 total[:, :, start:stop] += part[:, :, first : first + stop - start]
                 first += stop - start
 
-    def add_returned(self, step: RingStep | None, transfer: Transfer | None) -> None:
+    def add_returned_gradients(self, step: RingStep | None, transfer: Transfer | None) -> None:
         """Wait for the gradients that another rank computed for this rank's keys and values, and add them to `sums`."""
         found = () if transfer is None else transfer.wait()
         if step is not None and found:
@@ -345,12 +345,12 @@ def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bi
     return PieceTensors(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
 
 
-def dropout_of_part(request: AttentionRequest, **place: int) -> DropoutPart | None:
+def dropout_of_piece(request: AttentionRequest, **place: int) -> DropoutPart | None:
     """Return the dropout seed of a call with the offset `place` of a piece (a `DropoutPlace`); None without dropout."""
     return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
 
 
-def _add_to_bias(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
+def _add_bias_gradient(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
     """Add the bias gradient of a piece to the gradient `total` of the whole bias, whose key axis may have size 1."""
     part = with_values(ring.request.bias, total)  # type: ignore[arg-type]
     target = values_of(part_of_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view

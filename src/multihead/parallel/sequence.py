@@ -30,9 +30,15 @@ from multihead.kernels.sequence_split import RankWork, use_split
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.parallel.exchange import Ranks, compare_calls, gather_sequence, heads_for_tokens, tokens_for_heads
+from multihead.parallel.exchange import (
+    Ranks,
+    compare_calls,
+    gather_sequence,
+    reshard_heads_to_tokens,
+    reshard_tokens_to_heads,
+)
 from multihead.parallel.layout import Kind, Layout, Range, check_layout_name
-from multihead.parallel.measuring import MergedParts, measure_over_keys, stack_parts, unstack_parts
+from multihead.parallel.measuring import MergedStatistics, measure_over_keys, stack_parts, unstack_parts
 from multihead.parallel.plan import (
     MapBlockMask,
     RingPlan,
@@ -45,7 +51,7 @@ from multihead.parallel.plan import (
     visible_rectangle,
     work_per_rank,
 )
-from multihead.parallel.ring import Ring, dropout_of_part, slice_piece
+from multihead.parallel.ring import Ring, dropout_of_piece, slice_piece
 from multihead.scores.bias import part_of_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
@@ -308,9 +314,9 @@ class _SplitOverRanks:
             pieces = [piece for step in planned.steps for piece in step.pieces]
             parts = [slice_piece(ring, piece, request.q, k, v, bias).build_request(ring, piece) for piece in pieces]
         elif strategy == "ulysses":
-            parts = [self._call_of_heads(request, *self._placeholder_heads(request, length))]
+            parts = [self._request_of_heads(request, *self._placeholder_heads(request, length))]
         else:
-            parts = [part for part, _ in self._calls_of_chunks(request, planned, k, v)]
+            parts = [part for part, _ in self._requests_of_chunks(request, planned, k, v)]
         shown = work_per_rank(planned.bounds, self.layout)
         own = sum(shown) / ranks if strategy == "ulysses" else shown[rank]
         per_cell = shape.batch * shape.num_heads / len(planned.bounds.start)
@@ -415,10 +421,10 @@ class _SplitOverRanks:
         """Gather all keys and values on every rank, and compute the attention of this rank's queries."""
         k = gather_sequence(request.k, self.ranks, self.layout, 2)
         v = gather_sequence(request.v, self.ranks, self.layout, 2)
-        merged = MergedParts(request.wanted, request.q[..., 0])
+        merged = MergedStatistics(request.wanted, request.q[..., 0])
         outputs: list[Tensor] = []
         logsumexps: list[Tensor] = []
-        for part, (first_key, _) in self._calls_of_chunks(request, planned, k, v):
+        for part, (first_key, _) in self._requests_of_chunks(request, planned, k, v):
             with use_split(None):
                 found = attend(part, kernel=kernel, published=False)
             first = sum(each.shape[2] for each in outputs)
@@ -431,7 +437,7 @@ class _SplitOverRanks:
         logsumexp = torch.cat(logsumexps, 2)
         return AttentionResult(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
 
-    def _calls_of_chunks(
+    def _requests_of_chunks(
         self, request: AttentionRequest, planned: RingPlan, k: Tensor, v: Tensor
     ) -> Iterator[tuple[AttentionRequest, Range]]:
         """Yield a request for each chunk of this rank's queries and the range of keys that they see, and the range."""
@@ -450,7 +456,7 @@ class _SplitOverRanks:
                 shape=AttentionShape.of(q, of_k, of_v),
                 mask=MapBlockMask(request.mask, planned.bounds, rows, keys),
                 bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
-                part=dropout_of_part(request, query_start=rows[0], key_start=keys[0]),
+                part=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
                 query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
             )
             yield part, keys
@@ -461,19 +467,19 @@ class _SplitOverRanks:
         q, k, v = request.q, request.k, request.v
         if copies != 1:  # each of the ranks that use a key/value head gets a copy
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
-        part = self._call_of_heads(request, q, k, v)
+        q, k, v = (reshard_tokens_to_heads(x, self.ranks, self.layout) for x in (q, k, v))
+        part = self._request_of_heads(request, q, k, v)
         with use_split(None):
             found = attend(part, kernel=kernel, published=False)
-        output = tokens_for_heads(found.output, self.ranks, self.layout)
-        logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
+        output = reshard_heads_to_tokens(found.output, self.ranks, self.layout)
+        logsumexp = reshard_heads_to_tokens(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:
             return AttentionResult(output, logsumexp)
         parts = measure_over_keys(part, found, planned.first_keys(request))
-        exchanged = tokens_for_heads(stack_parts(parts), self.ranks, self.layout)
+        exchanged = reshard_heads_to_tokens(stack_parts(parts), self.ranks, self.layout)
         return AttentionResult(output, logsumexp, unstack_parts(exchanged, parts))
 
-    def _call_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
+    def _request_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
         """Return a request for this rank's heads, given q, k and v of these heads for the whole sequence."""
         total = request.shape.num_heads
         count = total // self.ranks.size
@@ -490,7 +496,7 @@ class _SplitOverRanks:
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],
-            part=dropout_of_part(request, head_start=own.start, total_heads=total),
+            part=dropout_of_piece(request, head_start=own.start, total_heads=total),
         )
 
     def _placeholder_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -112,12 +112,12 @@ def blocks(
             if cancelled is not None and cancelled():
                 raise CancelledError
             first = (strip[0] - rows[0]) // block[0]
-            shown = _bounds_within(bounds, strip, columns, without_first_key=without_first_key)
+            shown = _clip_bounds(bounds, strip, columns, without_first_key=without_first_key)
             reached = _columns_seen_by_strip(shown, columns, block[1])
             if reached != columns:
                 # Skip hidden keys: half of the map under a causal mask, and nearly all under a window.
-                shown = _bounds_within(bounds, strip, reached, without_first_key=without_first_key)
-            part = _part_of_call(request, chosen, strip, reached)
+                shown = _clip_bounds(bounds, strip, reached, without_first_key=without_first_key)
+            part = _slice_call(request, chosen, strip, reached)
             cells = None
             if dense:
                 cells = _visible_cells(request, chosen, shown, strip, reached)
@@ -161,7 +161,7 @@ def _strips_of_rows(
         yield first, min(first + height, rows[1])
 
 
-def _bounds_within(
+def _clip_bounds(
     bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *, without_first_key: bool
 ) -> KeyBounds:
     """Slice the intervals of visible keys to some rows and columns, with keys numbered from the first column."""
@@ -182,7 +182,7 @@ def _columns_seen_by_strip(shown: KeyBounds, columns: tuple[int, int], block: in
     return columns[0] + first, min(columns[0] - int(-shown.stop.max() // block) * block, columns[1])
 
 
-def _part_of_call(
+def _slice_call(
     request: AttentionRequest, heads: Tensor, rows: tuple[int, int], columns: tuple[int, int]
 ) -> AttentionRequest:
     """Slice a call to heads, rows and columns, without a mask; the caller applies the bounds."""

@@ -33,7 +33,7 @@ _NAMES_BY_OFFSET = {0: "self_mass", -1: "previous_mass", 1: "next_mass"}
 _OFFSET_SOURCES = {-1: "arXiv:1905.09418, 2209.11895", 1: "arXiv:1906.04341, section 3.1"}
 
 
-def _mass_at_offset(offset: int, name: str, label: str, short_label: str = "") -> Probe:
+def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = "") -> Probe:
     part: Part = ("offset_mass", offset)
     places = {0: "the query's own position", -1: "the position before", 1: "the position after"}
     return Probe(
@@ -50,7 +50,7 @@ def _mass_at_offset(offset: int, name: str, label: str, short_label: str = "") -
     )
 
 
-def _mass_on_first_keys(count: int, name: str, label: str) -> Probe:
+def _first_keys_mass_probe(count: int, name: str, label: str) -> Probe:
     part: Part = ("first_keys_mass", count)
     return Probe(
         name,
@@ -64,7 +64,7 @@ def _mass_on_first_keys(count: int, name: str, label: str) -> Probe:
     )
 
 
-def _mass_on_set(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
+def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
     part: Part = ("tokens_mass", name)
     special = name == "special"
     return Probe(
@@ -126,11 +126,11 @@ _BUILT_IN = (
         default=True,
         about="the standard deviation of that distance; 0 is all weight at one distance",
     ),
-    _mass_at_offset(0, "self_mass", "self"),
-    _mass_at_offset(-1, "previous_mass", "previous", "prev."),
-    _mass_at_offset(1, "next_mass", "next"),
-    _mass_on_first_keys(1, "first_mass", "first"),
-    _mass_on_set("special", "special", "Σ p_ij over the special keys, such as separators"),
+    _offset_mass_probe(0, "self_mass", "self"),
+    _offset_mass_probe(-1, "previous_mass", "previous", "prev."),
+    _offset_mass_probe(1, "next_mass", "next"),
+    _first_keys_mass_probe(1, "first_mass", "first"),
+    _token_set_mass_probe("special", "special", "Σ p_ij over the special keys, such as separators"),
     Probe(
         "largest_weight",
         _part_reader("largest_weight"),
@@ -289,7 +289,7 @@ def offset_mass(offset: int) -> Probe:
         raise ProbeError(f"offset_mass was given {offset!r}.", "Give an integer: -1 is the key before the query.")
     if offset in _NAMES_BY_OFFSET:
         return PROBES[_NAMES_BY_OFFSET[offset]]
-    return _mass_at_offset(
+    return _offset_mass_probe(
         offset, f"offset_{'minus' if offset < 0 else 'plus'}_{abs(offset)}_mass", f"offset {offset:+d}"
     )
 
@@ -305,7 +305,9 @@ def first_keys_mass(count: int) -> Probe:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ProbeError(f"first_keys_mass was given {count!r}.", "Give an integer of at least 1.")
-    return PROBES["first_mass"] if count == 1 else _mass_on_first_keys(count, f"first_{count}_mass", f"first {count}")
+    return (
+        PROBES["first_mass"] if count == 1 else _first_keys_mass_probe(count, f"first_{count}_mass", f"first {count}")
+    )
 
 
 def probe_of_part(part: Part, tokens: Iterable[int] | None = None) -> Probe:
@@ -346,10 +348,10 @@ def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
         raise ProbeError(f"{name}_mass is the name of another statistic.", "Give the set another name.")
     label, about = name.replace("_", " "), f"Σ p_ij over the keys of the set {name}"
     if ids is None:
-        return _mass_on_set(name, label, about)
+        return _token_set_mass_probe(name, label, about)
     counted = frozenset(ids)
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in counted):
         raise ProbeError(
             f"tokens_mass({name!r}) was given ids that are no integers.", "Give token ids, such as [11, 13]."
         )
-    return _mass_on_set(name, label, about, counted)
+    return _token_set_mass_probe(name, label, about, counted)

@@ -72,11 +72,11 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
     if not ONE_PASS.isdisjoint(parts):
         found |= first_pass(call.request, call.bounds, parts, call.context)[1]
     if not SECOND_PASS.isdisjoint(parts):
-        found |= _sum_over_queries(call, mapped="pooled_map" in parts)
+        found |= _measure_received_and_map(call, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
 
 
-def _sum_over_queries(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
+def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
     """Measure "received", the sum of the weights on each key, and "pooled_map" if `mapped`."""
     request, shape = call.request, call.request.shape
 

@@ -58,7 +58,7 @@ class MeasuredCall:
         return MeasuredCall(request, bounds, logsumexp, context, output, base)
 
     @property
-    def whole_logsumexp(self) -> Tensor:
+    def logsumexp_without_base(self) -> Tensor:
         """Logsumexp of the scores without subtraction of `base`: (batch, heads, queries), nats."""
         return self.logsumexp if self.base is None else self.logsumexp + self.base
 

@@ -58,7 +58,7 @@ class DistanceMoments:
         mass, once, twice = parts.sum(-1).double(), (parts @ about).double(), (parts @ about.square()).double()
         middles = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * PART + (PART - 1) / 2
         whole = mass.sum(-1)
-        mean = (mass * middles + once).sum(-1) / _one_where_zero(whole)  # counted from the first key
+        mean = (mass * middles + once).sum(-1) / _zeros_to_ones(whole)  # counted from the first key
         # sum p (c + m - mean)^2 = sum p c^2 + 2 (m - mean) sum p c + (m - mean)^2 sum p, with c about the middle m.
         away = middles - mean[..., None]
         squares = (twice + away * (2 * once + away * mass)).sum(-1).clamp(min=0)
@@ -74,26 +74,26 @@ class DistanceMoments:
         """Add keys on any side of the queries, with the distance of each."""
         distance = (positions[:, None] - torch.arange(*columns, device=weights.device)).abs().to(weights.dtype)
         mass, once = weights.sum(-1), torch.linalg.vecdot(weights, distance)  # (heads, rows)
-        mean = once / _one_where_zero(mass)
+        mean = once / _zeros_to_ones(mass)
         squares = torch.linalg.vecdot((distance - mean[..., None]).square_(), weights)
         self._join_sums(mass.double(), mean.double(), squares.double())
 
     def _join_sums(self, mass: Tensor, mean: Tensor, squares: Tensor) -> None:
         """Merge a tile, given its mass, its mean distance and its squares about this mean; (heads, rows) each."""
-        both = _one_where_zero(self.mass + mass)
-        mean_before = self.distance / _one_where_zero(self.mass)
+        both = _zeros_to_ones(self.mass + mass)
+        mean_before = self.distance / _zeros_to_ones(self.mass)
         self.squares += squares + (mean - mean_before).square() * (self.mass * mass / both)
         self.mass += mass
         self.distance += mean * mass
 
     def mean(self) -> Tensor:
         """Return the mean distance: (heads, rows), 0 for a mass of 0."""
-        return self.distance / _one_where_zero(self.mass)
+        return self.distance / _zeros_to_ones(self.mass)
 
     def spread(self) -> Tensor:
         """Return the standard deviation of the distance: (heads, rows)."""
-        return (self.squares / _one_where_zero(self.mass)).sqrt()
+        return (self.squares / _zeros_to_ones(self.mass)).sqrt()
 
 
-def _one_where_zero(mass: Tensor) -> Tensor:
+def _zeros_to_ones(mass: Tensor) -> Tensor:
     return mass.masked_fill(mass == 0, 1)

@@ -53,7 +53,7 @@ class PooledMap:
         block = torch.arange(*columns, device=weights.device) // self.column_block
         self.sums[:, first : first + by_row_block.shape[1]].index_add_(2, block, by_row_block.double())
 
-    def raise_maxima(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
+    def update_maxima(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
         """Update the largest weight of each block with the weights of a tile.
 
         Args:

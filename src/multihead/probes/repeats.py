@@ -57,7 +57,7 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
             for chunk in _split_group(alike, shape.num_heads):
                 if not bool((chunk.queries >= 0).any()):
                     continue  # only padding
-                chunk = _without_unseen_keys(call, index, chunk)  # noqa: PLW2901
+                chunk = _drop_hidden_keys(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
                     sums = _sum_of_shifted_keys(call, sample, index, chunk, KEY_SHIFTS[part]).flatten(
@@ -110,7 +110,7 @@ def _split_group(alike: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
             yield _TokenGroup(alike.queries[some, row : row + rows], alike.keys[some])
 
 
-def _without_unseen_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> _TokenGroup:
+def _drop_hidden_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> _TokenGroup:
     """Drop keys at or after all queries of a group, and keys before all their visible intervals."""
     queries, row = alike.queries[alike.queries >= 0], 0 if call.bounds.shared else index
     last, first = int(call.positions[index, queries].max()), int(call.bounds.start[row, queries].min())

@@ -87,7 +87,7 @@ def missing_inputs(
     if not probe.needs:
         return ()
     given = _inputs_given(request, context, has_values=has_values)
-    if all(name in context.sets for name in _set_names(probe)):
+    if all(name in context.sets for name in _token_set_names(probe)):
         given |= {"sets"}
     return tuple(need for need in _INPUT_ERRORS if need in probe.needs - given)
 
@@ -298,7 +298,7 @@ def measure_statistics(
         call = MeasuredCall.of(request, logsumexp, context, output=output)
         wanted_parts = parts_of_probes(probes)
         all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
-        all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets(call, probes))
+        all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets_of_parts(call, probes))
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:
@@ -385,9 +385,9 @@ def measure_parts(
             case ("first_keys_mass", int(count)):
                 found[part] = lookups.weight_on_first_keys(call, count)
     if "sink_mass" in parts and call.request.sinks is not None:
-        found["sink_mass"] = sink_mass(call.whole_logsumexp, call.request.sinks)
+        found["sink_mass"] = sink_mass(call.logsumexp_without_base, call.request.sinks)
     if "logsumexp" in parts:
-        found["logsumexp"] = call.whole_logsumexp
+        found["logsumexp"] = call.logsumexp_without_base
     if "position" in parts:
         found["position"] = (
             (call.positions[:, None] + call.context.key_start).to(call.logsumexp).expand_as(call.logsumexp)
@@ -411,7 +411,7 @@ def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
     return weights.masked_fill_(logsumexp == -torch.inf, 0)
 
 
-def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+def _key_sets_of_parts(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
     """Return the set of keys of each `tokens_mass` part: part -> (batch, keys) bool.
 
     Raises:
@@ -430,7 +430,7 @@ def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]
     return found
 
 
-def _set_names(probe: Probe) -> list[str]:
+def _token_set_names(probe: Probe) -> list[str]:
     """Return the names of the sets of keys that a probe needs from the context."""
     return [str(part[1]) for part in probe.parts if part[0] == "tokens_mass" and part[1] != "special"]
 
@@ -440,7 +440,7 @@ def _measure_over_all_keys(
 ) -> dict[Part, Tensor]:
     """Measure parts that need all weights of a query: in tiles, or by an attention call with other values."""
     left = [part for part in sets if part in parts]
-    numbers = [weighted_values.column_of_set(call, sets[part]) for part in left]
+    numbers = [weighted_values.key_set_as_values(call, sets[part]) for part in left]
     weight = call.context.output_weight
     if "contribution" in parts and weight is not None:
         numbers.append(weighted_values.value_norm_columns(call, weight))  # (batch, kv_heads, keys, group)
@@ -455,7 +455,7 @@ def _measure_over_all_keys(
     if weighed is not None:
         found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:
-            found["contribution"] = weighted_values.own_column_of_heads(call, weighed[..., len(left) :])
+            found["contribution"] = weighted_values.select_own_columns(call, weighed[..., len(left) :])
     return found
 
 
@@ -490,9 +490,9 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
         else:
             found |= from_native.measure(measured, [SPECIAL_KEYS])
     if "sink_mass" in parts and request.sinks is not None:
-        found["sink_mass"] = sink_mass(measured.whole_logsumexp, request.sinks)
+        found["sink_mass"] = sink_mass(measured.logsumexp_without_base, request.sinks)
     if "logsumexp" in parts:
-        found["logsumexp"] = measured.whole_logsumexp.to(logsumexp.dtype)
+        found["logsumexp"] = measured.logsumexp_without_base.to(logsumexp.dtype)
     # As the kernel does for the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: set_empty_and_bad_queries(value, empty, bad) for part, value in found.items()}

@@ -66,7 +66,7 @@ class _HeadGroup:
 
 
 @dataclass(eq=False)
-class _TileWalk:
+class _TiledMeasurement:
     """Inputs and accumulated results of a computation over all tiles of a call.
 
     Attributes:
@@ -107,7 +107,7 @@ def measure_in_tiles(
     def zeros_per_query(*more: int) -> Tensor:
         return torch.zeros(*size, *more, dtype=torch.float64, device=shape.device)
 
-    stream = _TileWalk(
+    stream = _TiledMeasurement(
         call,
         frozenset(parts),
         columns,
@@ -127,7 +127,7 @@ def measure_in_tiles(
     return found, stream.weighed
 
 
-def _join_maps(stream: _TileWalk) -> Tensor:
+def _join_maps(stream: _TiledMeasurement) -> Tensor:
     """Concatenate the pooled maps of all groups of heads: (batch, heads, row blocks, column blocks)."""
     shape = stream.call.request.shape
     pooled = [each.maxima() if stream.call.context.map_pool == "max" else each.means() for each in stream.maps]
@@ -178,7 +178,7 @@ def _append_logsumexp(
     return q, torch.cat([k, k.new_ones(*k.shape[:2], 1)], -1)
 
 
-def _measure_group(stream: _TileWalk, group: _HeadGroup) -> None:
+def _measure_group(stream: _TiledMeasurement, group: _HeadGroup) -> None:
     """Measure one group of heads, and add the results to `stream`."""
     call, shape = stream.call, stream.call.request.shape
     pooled = _empty_map(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
@@ -193,7 +193,7 @@ def _measure_group(stream: _TileWalk, group: _HeadGroup) -> None:
             if pooled is not None and call.context.map_pool == "mean":
                 pooled.add(tile.weights, rows, tile.columns)
             elif pooled is not None:
-                pooled.raise_maxima(tile.weights, tile.shown, rows, tile.columns)
+                pooled.update_maxima(tile.weights, tile.shown, rows, tile.columns)
         block.write(stream, group)
     if pooled is not None:
         if call.context.map_pool == "mean":
@@ -201,7 +201,9 @@ def _measure_group(stream: _TileWalk, group: _HeadGroup) -> None:
         stream.maps.append(pooled)
 
 
-def _spans_of_keys(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
+def _spans_of_keys(
+    stream: _TiledMeasurement, group: _HeadGroup, rows: slice
+) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """Split the keys that any of the rows sees into spans; yield (first, stop), whether all cells are visible, side."""
     bounds = stream.call.bounds
     plan_row = 0 if bounds.shared else group.sample
@@ -225,7 +227,7 @@ def _spans_of_keys(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterato
             yield (first, min(first + WIDTH, end)), free <= begin and end <= seen_stop, side
 
 
-def _tiles_of_rows(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
+def _tiles_of_rows(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
     """Yield the tiles of some rows that have visible keys."""
     call, request = stream.call, group.request
     bounds, plan_row = call.bounds, 0 if call.bounds.shared else group.sample
@@ -277,7 +279,7 @@ class _RowSums:
     weighed: Tensor | None
 
     @staticmethod
-    def zero(stream: _TileWalk, group: _HeadGroup, rows: slice) -> _RowSums:
+    def zero(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> _RowSums:
         """Create the sums of some rows before any key is added."""
         size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
         nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
@@ -292,14 +294,14 @@ class _RowSums:
             None if stream.columns is None else nothing.new_zeros(*size, stream.columns.shape[-1]),
         )
 
-    def add(self, tile: _Tile, stream: _TileWalk, group: _HeadGroup) -> None:
+    def add(self, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> None:
         """Add the weights of a tile to all sums."""
         if "entropy" in self.sums:
             self.sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.logs)
         if self.moments is not None:
             self.moments.add(tile.weights, self.positions, tile.columns, tile.side)
         if {"largest_weight", "largest_key"} & stream.parts:
-            self._keep_largest(tile)
+            self._update_largest(tile)
         for part in _TOKEN_MATCH_PARTS:
             if part in self.sums:
                 self.sums[part] += (tile.weights * self._keys_of_same_token(part, tile, stream, group)).sum(-1)
@@ -310,7 +312,7 @@ class _RowSums:
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
             self.weighed += (by_kv @ columns).view(self.weighed.shape)
 
-    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _TileWalk, group: _HeadGroup) -> Tensor:
+    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> Tensor:
         """Return which keys have the query's token earlier, or follow such a key: (rows, columns) bool."""
         assert stream.call.context.ids is not None
         ids = stream.call.context.ids[group.sample].to(self.positions.device)
@@ -320,7 +322,7 @@ class _RowSums:
         alike = (ids[key.clamp(min=0)] == own[:, None]) & (key >= 0)
         return alike & known[:, None] & (key < self.positions[:, None])
 
-    def _keep_largest(self, tile: _Tile) -> None:
+    def _update_largest(self, tile: _Tile) -> None:
         """Update the largest weight and its key; ties go to the first key."""
         logs = tile.logs if tile.shown is None else tile.logs.masked_fill(~tile.shown, -torch.inf)
         value, key = _largest_and_index(logs)
@@ -328,7 +330,7 @@ class _RowSums:
         self.largest = torch.where(larger, value.double(), self.largest)
         self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
 
-    def write(self, stream: _TileWalk, group: _HeadGroup) -> None:
+    def write(self, stream: _TiledMeasurement, group: _HeadGroup) -> None:
         """Write the results of these rows into `stream.found` and `stream.weighed`."""
         place = (group.sample, group.heads, self.rows)
         found: dict[Part, Tensor] = {"largest_weight": self.largest.exp(), "largest_key": self.largest_key, **self.sums}

@@ -100,7 +100,7 @@ def tile(
             parts = []
             for first in range(0, max(len(rows), 1), num_rows):
                 part = _slice_of_range(rows[first : first + num_rows])
-                cells, shown = _scores_less_base(request, some_heads, part, _slice_of_range(columns), base)
+                cells, shown = _scores_minus_base(request, some_heads, part, _slice_of_range(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
                 begin, end = _range_of_seen_keys(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
@@ -109,7 +109,7 @@ def tile(
                     own = totals.of(request, some_heads, part, base)
                 else:
                     own = _logsumexp_block_by_block(request, some_heads, part, base)
-                own = _own_or_recorded(own, row, request, some_heads, part, base)
+                own = _computed_or_recorded_logsumexp(own, row, request, some_heads, part, base)
                 own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
                 logs = (cells - own).to(logsumexp.dtype)
                 weights = (logs.clamp_(max=0) if large else logs).exp_()
@@ -138,7 +138,9 @@ def logsumexp_of_rows(
         base: (batch, heads, queries) from `score_base`, or None.
     """
     with torch.no_grad(), without_autocast(request.shape.device):
-        return _own_or_recorded(totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base)
+        return _computed_or_recorded_logsumexp(
+            totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base
+        )
 
 
 def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
@@ -190,7 +192,7 @@ def request_in_float64(request: AttentionRequest) -> AttentionRequest:
     )
 
 
-def _scores_less_base(
+def _scores_minus_base(
     request: AttentionRequest, heads: Tensor, queries: slice, keys: slice, base: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the scores of a tile in float64 minus `base`, and which of them are visible.
@@ -209,14 +211,14 @@ def _scores_less_base(
         cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
     if base is not None:
         cells = cells - base[:, heads][:, :, queries, None]
-    if _is_all_seen(request, queries, keys):
+    if _all_keys_visible(request, queries, keys):
         return cells, None
     shown = seen(request, queries, keys)
     shown = shown[:, heads] if shown.shape[1] > 1 else shown
     return cells.masked_fill(~shown, -torch.inf), shown  # hidden scores may be NaN or inf
 
 
-def _is_all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
+def _all_keys_visible(request: AttentionRequest, queries: slice, keys: slice) -> bool:
     """Whether each of the queries certainly sees each of the keys, by the intervals of visible keys."""
     if is_traced() or request.bias is not None:
         return False
@@ -265,9 +267,9 @@ def _logsumexp_block_by_block(
         part = _slice_of_range(rows[first : first + num_rows])
         begin, end = _range_of_seen_keys(request, part)
         width = max(WIDTH, CELLS // (of_row * num_rows))
-        total = _logsumexp_of_cells(_scores_less_base(request, heads, part, slice(0, 0))[0], dtype)
+        total = _logsumexp_of_cells(_scores_minus_base(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
-            cells, _ = _scores_less_base(request, heads, part, slice(key, min(key + width, end)), base)
+            cells, _ = _scores_minus_base(request, heads, part, slice(key, min(key + width, end)), base)
             total = total.logaddexp(_logsumexp_of_cells(cells, dtype))
         found.append(total)
     return _add_sinks(torch.cat(found, 2), request, heads, queries, base)
@@ -283,7 +285,7 @@ def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, in
     return (int(start[seeing].min()), int(stop[seeing].max())) if bool(seeing.any()) else (0, 0)
 
 
-def _own_or_recorded(
+def _computed_or_recorded_logsumexp(
     own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
 ) -> Tensor:
     """Return the computed logsumexp `own`, or the recorded one where they differ by more than rounding."""

@@ -14,7 +14,7 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.streaming import measure_in_tiles
 
 
-def column_of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
+def key_set_as_values(call: MeasuredCall, flags: Tensor) -> Tensor:
     """Convert a set of keys, (batch, keys) bool, to values 0 and 1: (batch, kv_heads, keys, 1)."""
     return flags.to(working_dtype(call.request.shape.dtype))[:, None, :, None].expand(
         -1, call.request.shape.num_kv_heads, -1, -1
@@ -36,7 +36,7 @@ def value_norm_columns(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     return torch.stack(found, -1).nan_to_num(nan=most, posinf=most)
 
 
-def own_column_of_heads(call: MeasuredCall, weighed: Tensor) -> Tensor:
+def select_own_columns(call: MeasuredCall, weighed: Tensor) -> Tensor:
     """Select each head's own column: (batch, heads, queries, group) -> (batch, heads, queries)."""
     shape = call.request.shape
     own = torch.arange(shape.num_heads, device=shape.device) % shape.group

@@ -96,7 +96,7 @@ def index_of_heads(head: int | None, num_heads: int) -> int | slice:
     return head
 
 
-def number_per_axis(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
+def number_pair(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
     """Return a pair (for queries, for keys); a single number is used for both.
 
     Raises:

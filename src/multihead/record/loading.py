@@ -204,19 +204,19 @@ def _begins_as_safetensors(target: str) -> bool:
 def _record_of_metadata(
     metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows], version: int
 ) -> RecordContents:
-    data = _checked_kind(json.loads(metadata["record"], parse_constant=_reject_constant), dict, "the record")
+    data = _checked_type(json.loads(metadata["record"], parse_constant=_reject_constant), dict, "the record")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _InvalidValueError("its id is not one")
     texts = [
-        _read_text(_checked_kind(each, dict, "a text"), tensors)
-        for each in _checked_kind(data["texts"], list, "the texts")
+        _read_text(_checked_type(each, dict, "a text"), tensors)
+        for each in _checked_type(data["texts"], list, "the texts")
     ]
     layers: list[LayerRecord] = []
     heads, claimed, numbers = 0, set[str](), set[int]()
-    for place, each in enumerate(_checked_kind(data["layers"], list, "the layers")):
-        name = _checked_kind(_checked_kind(each, dict, "a layer")["name"], str, "a layer's name")
+    for place, each in enumerate(_checked_type(data["layers"], list, "the layers")):
+        name = _checked_type(_checked_type(each, dict, "a layer")["name"], str, "a layer's name")
         samples = []
-        for one in _checked_kind(each["samples"], list, "the samples"):
+        for one in _checked_type(each["samples"], list, "the samples"):
             sample = _SampleReader(one, name, tensors, stored, texts)
             if sample.tensor_name() in claimed:  # otherwise a small file could list one large sample many times
                 raise _InvalidValueError(f"two samples are called {sample.tensor_name()!r}")
@@ -225,7 +225,7 @@ def _record_of_metadata(
         running_summary = (
             None
             if each["summed"] is None
-            else _read_running_summary(_checked_kind(each["summed"], dict, "the sums"), tensors, version)
+            else _read_running_summary(_checked_type(each["summed"], dict, "the sums"), tensors, version)
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
             raise _InvalidValueError(f"the samples of layer {name!r} do not fit each other")
@@ -253,14 +253,14 @@ def _record_of_metadata(
     for layer in layers:
         for sample_record in layer.samples:
             sample_record.counted = {name: each.counted for name, each in statistics.items()}
-    return RecordContents(layers, _checked_kind(data["title"], str, "its title"), metadata["id"], calls, statistics)
+    return RecordContents(layers, _checked_type(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 
 def _read_layer_split(data: Any, heads: int) -> LayerPartOfRank | None:
     """Read which heads and tokens of a layer a rank computed; None if the layer was not split over ranks."""
     if data is None:
         return None
-    numbers = [_checked_count(each, "a part of a layer") for each in _checked_kind(data, list, "the part of a layer")]
+    numbers = [_checked_count(each, "a part of a layer") for each in _checked_type(data, list, "the part of a layer")]
     if len(numbers) != 8:
         raise _InvalidValueError(f"the part of a layer has {len(numbers)} numbers")
     first, stop, count, first_kv, stop_kv, kv_count, rank, ranks = numbers
@@ -273,9 +273,9 @@ def _read_layer_split(data: Any, heads: int) -> LayerPartOfRank | None:
 def _read_ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
     """Read ranges of tokens, and check that they are in order and within a text of `length` tokens."""
     found, place = [], 0
-    for each in _checked_kind(data, list, "the tokens of a rank"):
+    for each in _checked_type(data, list, "the tokens of a rank"):
         first, stop = (
-            _checked_count(end, "a token of a rank") for end in _checked_kind(each, list, "the tokens of a rank")
+            _checked_count(end, "a token of a rank") for end in _checked_type(each, list, "the tokens of a rank")
         )
         if not place <= first < stop <= length:
             raise _InvalidValueError("the tokens of a rank are not in order")
@@ -286,7 +286,7 @@ def _read_ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
 
 def _read_alignment_heads(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
     """Read the indices of a layer's alignment heads; () if the layer has none."""
-    listed = _checked_kind(layer.get("alignment", []), list, "the alignment heads")
+    listed = _checked_type(layer.get("alignment", []), list, "the alignment heads")
     found = tuple(_checked_count(each, "an alignment head", most=heads - 1) for each in listed)
     if sorted(set(found)) != list(found):
         raise _InvalidValueError("the alignment heads of a layer are not in ascending order")
@@ -296,19 +296,19 @@ def _read_alignment_heads(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
 def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
     """Read the statistics that are not built in: name -> statistic."""
     found = {}
-    counted = _checked_kind(data.get("counted", {}), dict, "the queries that count")
-    parts = _checked_kind(data.get("parts", {}), dict, "the parts of statistics")
-    for name, fields in _checked_kind(data.get("statistics", {}), dict, "the labels of statistics").items():
+    counted = _checked_type(data.get("counted", {}), dict, "the queries that count")
+    parts = _checked_type(data.get("parts", {}), dict, "the parts of statistics")
+    for name, fields in _checked_type(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
-            key: _checked_kind(value, str, f"the {key} of a statistic")
-            for key, value in _checked_kind(fields, dict, "the label of a statistic").items()
+            key: _checked_type(value, str, f"the {key} of a statistic")
+            for key, value in _checked_type(fields, dict, "the label of a statistic").items()
         }
         if any(len(text) > MAX_LABEL_LENGTH for text in shown.values()):
             raise _InvalidValueError(f"a label of a statistic has more than {MAX_LABEL_LENGTH} characters")
-        shown["counted"] = _checked_kind(counted.get(name, "all"), str, "the queries that count")
+        shown["counted"] = _checked_type(counted.get(name, "all"), str, "the queries that count")
         found[name] = Statistic(name, **shown)
         if name in parts:
-            family, argument, tokens = _checked_kind(parts[name], list, "the part of a statistic")
+            family, argument, tokens = _checked_type(parts[name], list, "the part of a statistic")
             probe = probe_of_part((family, argument), tokens)
             if probe.name != name:
                 raise _InvalidValueError(f"the part of {name} is that of {probe.name}")
@@ -320,7 +320,7 @@ def _reject_constant(name: str) -> float:
     raise _InvalidValueError(f"{name} is not a number")
 
 
-def _checked_kind(value: Any, kind: type, what: str) -> Any:
+def _checked_type(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _InvalidValueError(
             f"{what} should be {JSON_TYPE_NAMES[kind]}, and is {JSON_TYPE_NAMES.get(type(value), 'nothing')}"
@@ -329,7 +329,7 @@ def _checked_kind(value: Any, kind: type, what: str) -> Any:
 
 
 def _checked_count(value: Any, what: str, *, least: int = 0, most: int = MAX_COUNT) -> int:
-    if not least <= _checked_kind(value, int, what) <= most:
+    if not least <= _checked_type(value, int, what) <= most:
         raise _InvalidValueError(f"{what} is {value}")
     return int(value)
 
@@ -353,7 +353,7 @@ def _checked_tensor(tensor: Tensor, shape: tuple[int | None, ...], what: str, *d
 def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
     heads = _checked_count(data["heads"], "a number of heads", least=1, most=MAX_HEADS)
     found = RunningSummary(heads, _checked_count(data["samples"], "a number of samples"))
-    for name, parts in _checked_kind(data["statistics"], dict, "the statistics").items():
+    for name, parts in _checked_type(data["statistics"], dict, "the statistics").items():
         total, count = (
             _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count")
         )
@@ -369,8 +369,8 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
     shares: dict[str, Tensor] = {}
     levels: dict[str, Tensor] = {}
     for part, found, shape in (("shares", shares, (None, heads)), ("chance", levels, (heads,))):
-        for name, place in _checked_kind(
-            _checked_kind(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
+        for name, place in _checked_type(
+            _checked_type(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
         ).items():
             if name not in REPEATED:
                 raise _InvalidValueError("there is an unknown statistic of repeated tokens")
@@ -385,7 +385,7 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
         _checked_count(data[each], f"the {each} of repeated tokens", least=1, most=MAX_TOKENS)
         for each in ("length", "times")
     )
-    return RepeatedTokens(length, times, _checked_kind(data["start"], bool, "start"), shares, levels)
+    return RepeatedTokens(length, times, _checked_type(data["start"], bool, "start"), shares, levels)
 
 
 def _convert_old_bins(bins: Tensor) -> Tensor:
@@ -399,14 +399,14 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
     ids = None if data["ids"] is None else _checked_tensor(tensors[data["ids"]], (None,), "a text's ids", torch.int64)
     tokens, special = data["tokens"], data["special"]
     if tokens is not None:
-        tokens = [_checked_kind(each, str, "a token") for each in _checked_kind(tokens, list, "the tokens")]
+        tokens = [_checked_type(each, str, "a token") for each in _checked_type(tokens, list, "the tokens")]
     if special is not None:
-        special = [bool(_checked_count(each, "a mark")) for each in _checked_kind(special, list, "the marks")]
+        special = [bool(_checked_count(each, "a mark")) for each in _checked_type(special, list, "the marks")]
     gaps = data.get("gaps")
     if gaps is not None:
         gaps = [
-            None if each is None else _checked_kind(each, str, "a gap")
-            for each in _checked_kind(gaps, list, "the gaps")
+            None if each is None else _checked_type(each, str, "a gap")
+            for each in _checked_type(gaps, list, "the gaps")
         ]
     if len({len(each) for each in (ids, tokens, special, gaps) if each is not None}) != 1:
         raise _InvalidValueError("the tokens of a text are not as many as its ids")
@@ -419,7 +419,7 @@ class _SampleReader:
     def __init__(
         self, data: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
     ) -> None:
-        self.data = _checked_kind(data, dict, "a sample")
+        self.data = _checked_type(data, dict, "a sample")
         self.name, self.tensors, self.stored, self.texts = name, tensors, stored, texts
         self.heads = _checked_count(self.data["heads"], "a number of heads", least=1, most=MAX_HEADS)
         self.kv_heads = _checked_count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MAX_HEADS)
@@ -434,14 +434,14 @@ class _SampleReader:
         if self.data["map_pool"] not in ("mean", "max"):
             raise _InvalidValueError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
-        one.crosses = _checked_kind(self.data["crosses"], bool, "crosses")
-        for each in _checked_kind(self.data["pieces"], list, "the pieces"):
+        one.crosses = _checked_type(self.data["crosses"], bool, "crosses")
+        for each in _checked_type(self.data["pieces"], list, "the pieces"):
             rows = one.segments[-1].row_stop if one.segments else 0
-            one.segments.append(self.read_segment(_checked_kind(each, dict, "a piece"), rows))
+            one.segments.append(self.read_segment(_checked_type(each, dict, "a piece"), rows))
         if not one.segments:
             raise _InvalidValueError("a sample has no calls")
         if self.data.get("split") is not None:
-            both = _checked_kind(self.data["split"], list, "the tokens of a rank")
+            both = _checked_type(self.data["split"], list, "the tokens of a rank")
             lengths = (one.segments[0].num_queries, one.num_keys)
             if len(both) != 2 or len(one.segments) > 1 or one.crosses:
                 raise _InvalidValueError("the tokens of a rank are not those of one call")
@@ -466,7 +466,7 @@ class _SampleReader:
         numbers = [data["scale"], *([] if data["softcap"] is None else [data["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
             raise _InvalidValueError("a scale is not a number")
-        start = _checked_kind(data["query_start"], int, "a query's place")
+        start = _checked_type(data["query_start"], int, "a query's place")
         if abs(start) > MAX_TOKENS:
             raise _InvalidValueError(f"a query's place is {start}")
         blank = torch.empty((), dtype=self.dtype)  # expanded to q, k and v without memory
@@ -484,7 +484,7 @@ class _SampleReader:
         )
         nothing = torch.empty(0)
         key_start = _checked_count(data["key_start"], "a key's place", most=MAX_TOKENS)
-        apart = _checked_kind(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
+        apart = _checked_type(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
         return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
 
     def read_sinks(self, data: dict[str, Any]) -> Tensor | None:
@@ -501,7 +501,7 @@ class _SampleReader:
         one.logsumexp.add(
             _checked_tensor(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row)
         )
-        if _checked_kind(self.data["kept"], bool, "kept"):
+        if _checked_type(self.data["kept"], bool, "kept"):
             one.q = self.read_rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
             one.k = self.read_rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
             held = keys if one.split is None else count_tokens(one.split.keys)
@@ -516,7 +516,7 @@ class _SampleReader:
         return stored
 
     def tensor_name(self) -> str:
-        return str(_checked_kind(self.data["name"], str, "a name"))
+        return str(_checked_type(self.data["name"], str, "a name"))
 
     def read_calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Read the query and key ranges of each call, and check that calls are consecutive and within a segment."""
@@ -539,7 +539,7 @@ class _SampleReader:
 
     def read_statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
-        for name, place in _checked_kind(self.data["statistics"], dict, "the statistics").items():
+        for name, place in _checked_type(self.data["statistics"], dict, "the statistics").items():
             shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
             shape = (self.heads, None, None) if name in PER_MAP else shape
             kinds = (torch.float32, torch.float64, torch.int64)

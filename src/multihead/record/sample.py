@@ -27,7 +27,7 @@ from multihead.record.blocks import (
     checked_slice_ends,
     checked_slice_indices,
     index_of_heads,
-    number_per_axis,
+    number_pair,
     sum_blocks,
 )
 from multihead.record.notebook import number_with_noun
@@ -318,7 +318,7 @@ class SampleRecord:
         Returns:
             (queries, keys) bool; (heads, queries, keys) if heads may see different keys.
         """
-        self._check_all_tokens()
+        self._check_not_split()
         found = [
             seen(segment.request, rows, self._columns_of_segment(segment, keys))[0].cpu()
             for segment, rows in self._segments_of_rows(queries)
@@ -349,7 +349,7 @@ class SampleRecord:
             first key and stop (index after the last key), (queries,) int64 each, equal if a query sees no key; None if
             the keys of some query are not an interval, or differ between heads.
         """
-        self._check_all_tokens()
+        self._check_not_split()
         starts, stops = [], []
         for segment in self.segments:
             bias = segment.request.bias
@@ -394,7 +394,7 @@ class SampleRecord:
             ArgumentError: the head does not exist, a slice has another step than 1, or the block is empty.
         """
         self._check_weights_kept()
-        size = number_per_axis("block", block)
+        size = number_pair("block", block)
         for length in size:
             check_integer("block", length)
         return sum_blocks(
@@ -431,7 +431,7 @@ class SampleRecord:
             ProbeError: only statistics were kept.
             ArgumentError: the head does not exist, a slice has another step than 1, or there are no bins.
         """
-        most = number_per_axis("bins", bins)
+        most = number_pair("bins", bins)
         for each in most:
             check_integer("bins", each)
         rows, columns = (
@@ -458,7 +458,7 @@ class SampleRecord:
         request = replace(segment.request, q=self.q.between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(segment.row_start, segment.row_stop)
 
-    def _check_all_tokens(self) -> None:
+    def _check_not_split(self) -> None:
         if self.split is not None:
             raise ProbeError(
                 f"{self.name} was observed on one of several ranks, which has "
@@ -468,7 +468,7 @@ class SampleRecord:
             )
 
     def _check_weights_kept(self) -> None:
-        self._check_all_tokens()
+        self._check_not_split()
         if not self.keeps_weights:
             raise ProbeError(
                 f'{self.name} was observed with keep="statistics", so its weights cannot be computed.',

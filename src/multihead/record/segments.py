@@ -169,7 +169,7 @@ def _shared_mask(segment: Segment, later: Segment) -> Mask | None:
     within = all(
         int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (segment, later)
     )
-    return masks[0] if within and masks[0] == masks[1] and _holds_across_calls(masks[0]) else None
+    return masks[0] if within and masks[0] == masks[1] and _is_valid_across_calls(masks[0]) else None
 
 
 def _canonical_mask(request: AttentionRequest) -> Mask:
@@ -178,6 +178,6 @@ def _canonical_mask(request: AttentionRequest) -> Mask:
     return Causal() if at_end and request.mask.hides_nothing else request.mask
 
 
-def _holds_across_calls(mask: Mask) -> bool:
+def _is_valid_across_calls(mask: Mask) -> bool:
     """Whether a mask stays valid when later calls are merged: it depends only on distances and hides later keys."""
     return mask.translation_invariant and mask.sees_no_later_key

@@ -262,13 +262,13 @@ def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkey
 
 def test_samples_that_see_the_same_keys_share_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, ...]] = []
-    measured = module._measure_even_spread
+    measured = module._measure_chance_levels_of_sample
 
     def noted(sample: SampleRecord, probes: Any, *rest: Any) -> dict[str, Tensor]:
         calls.append(tuple(each.name for each in probes))
         return measured(sample, probes, *rest)
 
-    monkeypatch.setattr(module, "_measure_even_spread", noted)
+    monkeypatch.setattr(module, "_measure_chance_levels_of_sample", noted)
     wanted, known = (PROBES["previous_mass"], PROBES["duplicate_mass"]), ChanceCache()
     first, again = (masked(masks.Keep(some(LENGTH, LENGTH), "queries keys"))[0] for _ in range(2))
     other = masked(CAUSAL)[0]

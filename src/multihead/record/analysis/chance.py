@@ -101,7 +101,7 @@ def chance_of_probes(
     keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
     missing = [each for each in wanted if keys[each] not in known]
     if missing:
-        found = _measure_even_spread(sample, missing, marks, progress)
+        found = _measure_chance_levels_of_sample(sample, missing, marks, progress)
         known |= {keys[each]: found[each.name] for each in missing if each.name in found}
     return {each.name: known[keys[each]] for each in wanted if keys[each] in known}
 
@@ -170,7 +170,7 @@ def _masked_standard_error(units: Tensor, full: Tensor) -> Tensor:
     return error_of_mean(count, (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1))
 
 
-def _measure_even_spread(
+def _measure_chance_levels_of_sample(
     sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
 ) -> dict[str, Tensor]:
     """Measure probes with all scores 0: name -> (heads or 1, queries) float64; skip probes that lack an input."""

@@ -73,10 +73,10 @@ def find(
             "find has no condition.", "Give the range of a statistic, for example find(previous=(0.8, 1))."
         )
     ranges = {name: _checked_range(name, limits) for name, limits in wanted.items()}
-    numbers = [_wanted_numbers(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
+    numbers = [_wanted_values(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
     for name in wanted:
         if layers and not any(name in each for each in numbers):
-            raise _error_of_missing_number(layers, name, by_name)
+            raise _missing_value_error(layers, name, by_name)
     found = []
     for layer, each in zip(layers, numbers, strict=True):
         if not all(name in each for name in wanted):
@@ -101,7 +101,7 @@ def _format_of_kind(kind: Kind) -> Statistic:
     return Statistic(kind.name, label=kind.label("en"), number_format=number_format)
 
 
-def _wanted_numbers(
+def _wanted_values(
     layer: LayerRecord,
     wanted: tuple[str, ...],
     of: Of,
@@ -124,7 +124,7 @@ def _wanted_numbers(
     return found
 
 
-def _error_of_missing_number(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
+def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
     """Return the error for a name for which no layer has a value, with how to get one."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
     kind = by_name.get(name)

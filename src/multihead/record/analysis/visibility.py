@@ -116,12 +116,12 @@ def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
         (heads, queries) float64, shares from 0 to 1.
     """
     try:
-        return _band_mass(sample, visibility)
+        return _exact_near_mass(sample, visibility)
     except (ProbeError, MaskError):
-        return _band_mass_bound(sample)
+        return _near_mass_lower_bound(sample)
 
 
-def _band_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
+def _exact_near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     # Under a causal mask keys after the query have no weight.
     last = 0 if visibility.pattern in ("causal", "causal window") else LOCAL_REACH
     found = sample.statistics
@@ -132,7 +132,7 @@ def _band_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     return total
 
 
-def _band_mass_bound(sample: SampleRecord) -> Tensor:
+def _near_mass_lower_bound(sample: SampleRecord) -> Tensor:
     found = sample.statistics
     bound = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
     if all(f"{name}_mass" in found for name in ("self", "previous", "next")):
