@@ -103,7 +103,7 @@ def differences(case: Case, dtype: torch.dtype, *, map_size: int = 5) -> dict[st
     A weight is exp(s - L): what is rounded of a score is a share of the weight.
     """
     batch, _, queries, keys = case.sizes
-    q, k, v = (random(*size, seed=seed) for seed, size in enumerate(_describe_sizes(case)))
+    q, k, v = (random(*size, seed=seed) for seed, size in enumerate(_sizes(case)))
     ids = torch.randint(0, 12, (batch, keys), generator=torch.Generator().manual_seed(8))
     special, given_ = random(batch, keys) < -0.6, random(batch, keys) > 0.3
     weight = random(13, 4 * 6)
@@ -149,7 +149,7 @@ def differences(case: Case, dtype: torch.dtype, *, map_size: int = 5) -> dict[st
     return apart
 
 
-def _describe_sizes(case: Case) -> tuple[tuple[int, int, int, int], ...]:
+def _sizes(case: Case) -> tuple[tuple[int, int, int, int], ...]:
     batch, kv_heads, queries, keys = case.sizes
     return (batch, 4, queries, 8), (batch, kv_heads, keys, 8), (batch, kv_heads, keys, 6)
 
@@ -198,7 +198,7 @@ def test_every_statistic_is_what_it_says_in_float32_without_the_native_kernel(
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_a_map_of_maxima_holds_the_largest_weight_of_each_block(name: str, size: int) -> None:
     case = CASES[name]
-    q, k = (random(*sizes, seed=seed) for seed, sizes in enumerate(_describe_sizes(case)[:2]))
+    q, k = (random(*sizes, seed=seed) for seed, sizes in enumerate(_sizes(case)[:2]))
     found = statistics(
         q,
         k,
