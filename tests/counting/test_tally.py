@@ -190,7 +190,7 @@ def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None
     given = {"input_ids": batch.ids, "attention_mask": batch.mask.long(), "decoder_input_ids": batch.ids}
     sentence = (
         "decoder.block.0.layer.1.EncDecAttention attends from 9 queries to 9 keys, which are not the tokens of the "
-        "texts. Give a model whose layers read each token of a text once, or choose others of its layers."
+        "texts. Give a model whose layers read each token of a text once, or choose other layers."
     )
     with replace_attention(model), Tally.measure_model(model, PROBES, (), 1) as tally:
         tally.reading.batch = batch

@@ -161,11 +161,11 @@ def test_what_is_no_rectangle_is_refused() -> None:
     with pytest.raises(ArgumentError) as raised:
         blocks(request, logsumexp, queries=slice(0, 9, 2), block=(4, 4))
     assert str(raised.value) == (
-        "queries is slice(0, 9, 2), with steps. Give a slice of neighbours, such as slice(0, 512)."
+        "queries is slice(0, 9, 2), with steps. Give a slice of step 1, such as slice(0, 512)."
     )
     with pytest.raises(ArgumentError) as raised:
         blocks(request, logsumexp, block=(0, 4))
-    assert str(raised.value) == "block is (0, 4). Give queries and keys a block, at least 1 each."
+    assert str(raised.value) == "block is (0, 4). Give the numbers of queries and keys per block, at least 1 each."
     with pytest.raises(ArgumentError) as raised:
         blocks(request, logsumexp, heads=4, block=(4, 4))
     assert str(raised.value) == "There is no head 4. Give heads from 0 to 3."

@@ -202,7 +202,7 @@ def _join_ranks(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]
         return records
     if len(parts) < len(records):
         raise InputError(
-            "Some of the records are those of single ranks, and others are whole.",
+            "Some of the records are from single ranks, and others are complete.",
             'Give the ranks of one run as a pattern: multihead view "run.*.safetensors" other.safetensors.',
         )
     return [(records[0][0], Record.joined(parts))]

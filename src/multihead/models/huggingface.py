@@ -347,7 +347,8 @@ def _check_mask_of_rank(mask: Mask | None, padding: Tensor | None) -> None:
         )
     if mask is None or mask.holds_tensors:  # made from document positions, chunks or an unknown mask function
         raise ModelError(
-            f"The model's mask of this rank's tokens is {mask!r}, which does not say what the whole sequence shows.",
+            f"The model's mask of this rank's tokens is {mask!r}, which does not determine the mask of the whole "
+            "sequence.",
             "Give attention_mask=torch.ones_like(input_ids), so that the model reads no documents from positions, and "
             "the documents to context_parallel(..., mask=masks.Documents(lengths)).",
         )

@@ -110,7 +110,7 @@ class StatisticsMeasurer:
             raise ModelError(
                 f"{self.names[id(layer)]} attends from {shape.query_length} queries to {shape.key_length} keys, which "
                 "are not the tokens of the texts.",
-                "Give a model whose layers read each token of a text once, or choose others of its layers.",
+                "Give a model whose layers read each token of a text once, or choose other layers.",
             )
         real, positions, num_keys = places.query_properties
         read = read.masked_fill(~real[:, 0], -1)

@@ -101,7 +101,7 @@ class Record:
             if layer == (each.name if isinstance(layer, str) else each.number):
                 return each
         known = ", ".join(each.name if isinstance(layer, str) else str(each.number) for each in self.layers) or "none"
-        raise ModelError(f"There is no layer {layer!r} in the record.", f"The layers seen are: {known}.")
+        raise ModelError(f"There is no layer {layer!r} in the record.", f"The recorded layers are: {known}.")
 
     @property
     def _record_parts(self) -> RecordContents:

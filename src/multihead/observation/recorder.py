@@ -415,7 +415,7 @@ class Recorder:
         """Add "received" to the probes to measure with the keys of all ranks if a probe is computed from it."""
         if any("pooled_map" in probe.parts for probe in probes):
             raise ProbeError(
-                "pooled_map is a part of the whole map, and this rank has some of its queries.",
+                "pooled_map needs the whole attention map, and this rank has only some of the queries.",
                 "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
             )
         if any("received" in probe.parts for probe in probes) and PROBES["received"] not in probes:

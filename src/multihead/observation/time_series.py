@@ -208,13 +208,15 @@ class TimeSeries:
             with safe_open(target, framework="numpy") as opened:
                 header = opened.metadata() or {}
                 if header.get("format") != FORMAT or header.get("version") != str(VERSION):
-                    raise InputError(f"{target!r} is not a time series of heads.", "Give a file of TimeSeries.save().")
+                    raise InputError(
+                        f"{target!r} is not a time series of heads.", "Give a file that TimeSeries.save wrote."
+                    )
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - `opened` is not a dict
             return _series_of_file(header, tensors)
         except FileNotFoundError:
             raise InputError(f"There is no file {target!r}.", "Check its name.") from None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{target!r} is damaged: {error}.", "Give a file of TimeSeries.save().") from None
+            raise InputError(f"{target!r} is damaged: {error}.", "Give a file that TimeSeries.save wrote.") from None
 
 
 def _series_of_file(header: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> TimeSeries:

@@ -240,7 +240,7 @@ def context_parallel(
     check_is_mask(mask)
     ranks = Ranks.of_mesh(mesh)
     if sequence_split.active is not None:
-        raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
+        raise ArgumentError("This is inside another context_parallel.", "Leave the outer one first.")
     with use_split(_SplitOverRanks(ranks, Layout(check_layout_name(layout), ranks.size), strategy, mask, check)):
         yield
 
@@ -276,8 +276,8 @@ class _SplitOverRanks:
         if shape.query_length != shape.key_length:
             raise ArgumentError(
                 f"The call has {shape.query_length} queries and {shape.key_length} keys, and context_parallel splits "
-                "sequences that attend to themselves.",
-                "Compute cross-attention and decoding with a cache outside of it.",
+                "sequences only in self-attention.",
+                "Compute cross-attention and decoding with a cache outside of this context.",
             )
         length = shape.query_length * self.ranks.size
         return shape._replace(query_length=length, key_length=length)

@@ -95,7 +95,7 @@ def blocks(
         _checked_slice_ends("keys", keys, request.shape.key_length),
     )
     if min(block) < 1:
-        raise ArgumentError(f"block is {block}.", "Give queries and keys a block, at least 1 each.")
+        raise ArgumentError(f"block is {block}.", "Give the numbers of queries and keys per block, at least 1 each.")
     chosen = head_indices(heads, request.shape.num_heads).to(request.shape.device)
     size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
     sums = torch.zeros(len(chosen), *size, dtype=torch.float64, device=request.shape.device)
@@ -140,7 +140,7 @@ def blocks(
 def _checked_slice_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
     first, stop, step = chosen.indices(length)
     if step != 1:
-        raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of neighbours, such as slice(0, 512).")
+        raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of step 1, such as slice(0, 512).")
     return first, max(first, stop)
 
 

@@ -63,7 +63,7 @@ def divergence(
     if rows.step < 0:
         raise ArgumentError(f"queries runs backwards by {-rows.step}.", "Give a slice whose step is positive.")
     if not rows:
-        raise ArgumentError(f"queries is {queries!r}, and that is none of them.", "Give a slice that keeps some.")
+        raise ArgumentError(f"queries is {queries!r}, which selects no query.", "Give a slice that selects some.")
     total = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
     count = torch.zeros_like(total)
     step = max(1, CELLS // (request.shape.key_length * (len(first) + len(second))))
@@ -121,9 +121,7 @@ def entropy_of(weights: Tensor) -> Tensor:
 def _check_same_lengths(request: AttentionRequest, other: AttentionRequest) -> None:
     for each in (request, other):
         if each.shape.batch != 1:
-            raise ArgumentError(
-                f"A call of {each.shape.batch} samples was given.", "Give one sample of it: their queries differ."
-            )
+            raise ArgumentError(f"A call of {each.shape.batch} samples was given.", "Give a call of one sample.")
     sizes = [(each.shape.query_length, each.shape.key_length) for each in (request, other)]
     if sizes[0] != sizes[1]:
         raise ShapeError(

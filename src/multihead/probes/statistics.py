@@ -351,7 +351,7 @@ def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
         )
         raise ProbeError(
             f"The function of {probe.name} returned {returned}.",
-            f"Return a tensor of the shape of its parts, {tuple(expected)}: one number for each of theirs.",
+            f"Return a tensor with the shape of its parts, {tuple(expected)}.",
         )
     return value.float() if value.dtype == torch.bool else value
 

@@ -102,7 +102,7 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordContents
     except MultiheadError as error:
         raise _damage_error(target, error.finding.rstrip(".")) from error
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
-        raise _damage_error(target, "its parts do not fit together") from error
+        raise _damage_error(target, "its contents are inconsistent") from error
 
 
 def matching_files(file: str | os.PathLike[str]) -> list[str]:
@@ -186,7 +186,7 @@ def _read_without_mapping(target: str) -> tuple[dict[str, str], dict[str, Tensor
         if dtype is None:
             continue  # a dtype that no record has
         if stop - first != math.prod(shape) * dtype.itemsize or begin + stop > parts.size:
-            raise ValueError(f"{name} is not where the header has it.")
+            raise ValueError(f"{name} is not at the offset in the header.")
         if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
             stored[name] = StoredRows(held, begin + first, shape, dtype)
         else:
@@ -206,7 +206,7 @@ def _record_of_metadata(
 ) -> RecordContents:
     data = _checked_type(json.loads(metadata["record"], parse_constant=_reject_constant), dict, "the record")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
-        raise _InvalidValueError("its id is not one")
+        raise _InvalidValueError("its id is not 32 hexadecimal digits")
     texts = [
         _read_text(_checked_type(each, dict, "a text"), tensors)
         for each in _checked_type(data["texts"], list, "the texts")
@@ -228,17 +228,17 @@ def _record_of_metadata(
             else _read_running_summary(_checked_type(each["summed"], dict, "the sums"), tensors, version)
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
-            raise _InvalidValueError(f"the samples of layer {name!r} do not fit each other")
+            raise _InvalidValueError(f"the samples of layer {name!r} are inconsistent")
         # Records of earlier versions have no numbers; a layer's number was its index in the file.
         number = _checked_count(each.get("number", place), "a layer's number")
         if number in numbers:
-            raise _InvalidValueError("two layers have one number")
+            raise _InvalidValueError("two layers have the same number")
         numbers.add(number)
         layers.append(LayerRecord(name, samples, running_summary, number))
         layers[-1].alignment_heads = _read_alignment_heads(each, layers[-1].num_heads)
         layers[-1].split = _read_layer_split(each.get("split"), layers[-1].num_heads)
         if any(one.split is not None and layers[-1].split is None for one in samples):
-            raise _InvalidValueError("a sample of a layer that is no part is one")
+            raise _InvalidValueError("a sample is split over ranks, but its layer is not")
         layers[-1].repeated = _read_repeated_tokens(each.get("repeated"), tensors, layers[-1].num_heads)
         heads += layers[-1].num_heads
         if heads > MAX_HEADS:
@@ -262,11 +262,11 @@ def _read_layer_split(data: Any, heads: int) -> LayerPartOfRank | None:
         return None
     numbers = [_checked_count(each, "a part of a layer") for each in _checked_type(data, list, "the part of a layer")]
     if len(numbers) != 8:
-        raise _InvalidValueError(f"the part of a layer has {len(numbers)} numbers")
+        raise _InvalidValueError(f"the split of a layer has {len(numbers)} numbers")
     first, stop, count, first_kv, stop_kv, kv_count, rank, ranks = numbers
     within = 0 <= first < stop <= count <= MAX_HEADS and 0 <= first_kv < stop_kv <= kv_count <= count
     if not within or stop - first != heads or not 0 <= rank < ranks:
-        raise _InvalidValueError("the part of a layer is not one")
+        raise _InvalidValueError("the heads of a rank are not a valid range")
     return LayerPartOfRank((first, stop), count, (first_kv, stop_kv), kv_count, rank, ranks)
 
 
@@ -311,7 +311,7 @@ def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
             family, argument, tokens = _checked_type(parts[name], list, "the part of a statistic")
             probe = probe_of_part((family, argument), tokens)
             if probe.name != name:
-                raise _InvalidValueError(f"the part of {name} is that of {probe.name}")
+                raise _InvalidValueError(f"the part of {name} belongs to {probe.name}")
             found[name] = replace(probe, **shown)
     return found
 
@@ -378,7 +378,7 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
             if not bool(((found[name] >= 0) & (found[name] <= _MAX_SHARE) | found[name].isnan()).all()):
                 raise _InvalidValueError(f"{name} is not a share")
     if len({each.shape for each in shares.values()}) > 1 or not levels.keys() <= shares.keys():
-        raise _InvalidValueError("the statistics of repeated tokens do not fit each other")
+        raise _InvalidValueError("the statistics of repeated tokens are inconsistent")
     if any(not each.shape[0] for each in shares.values()):
         raise _InvalidValueError("no text of repeated tokens was read")
     length, times = (
@@ -444,7 +444,7 @@ class _SampleReader:
             both = _checked_type(self.data["split"], list, "the tokens of a rank")
             lengths = (one.segments[0].num_queries, one.num_keys)
             if len(both) != 2 or len(one.segments) > 1 or one.crosses:
-                raise _InvalidValueError("the tokens of a rank are not those of one call")
+                raise _InvalidValueError("the tokens of a rank do not belong to one call")
             one.split = TokensOfRank(*(_read_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
         queries, keys = one.num_queries, one.num_keys
         self.read_tensors(one, queries, keys)
@@ -456,7 +456,7 @@ class _SampleReader:
             one.queries_read = GrowingText.from_text(text)
         held = one.k is not None or self.data["text"] is not None or not PER_KEY.isdisjoint(one.statistics)
         if keys > MAX_KEYS_WITHOUT_DATA and not held:
-            raise _InvalidValueError(f"it holds none of the {keys:,} keys of a sample")
+            raise _InvalidValueError(f"it stores no data for the {keys:,} keys of a sample")
         return one
 
     def read_segment(self, data: dict[str, Any], row_start: int) -> Segment:
@@ -466,9 +466,9 @@ class _SampleReader:
         numbers = [data["scale"], *([] if data["softcap"] is None else [data["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
             raise _InvalidValueError("a scale is not a number")
-        start = _checked_type(data["query_start"], int, "a query's place")
+        start = _checked_type(data["query_start"], int, "the position of a query")
         if abs(start) > MAX_TOKENS:
-            raise _InvalidValueError(f"a query's place is {start}")
+            raise _InvalidValueError(f"the position of a query is {start}")
         blank = torch.empty((), dtype=self.dtype)  # expanded to q, k and v without memory
         request = request_of(
             blank.expand(1, self.heads, queries, self.head_dim),
@@ -483,7 +483,7 @@ class _SampleReader:
             start,
         )
         nothing = torch.empty(0)
-        key_start = _checked_count(data["key_start"], "a key's place", most=MAX_TOKENS)
+        key_start = _checked_count(data["key_start"], "the index of a key", most=MAX_TOKENS)
         apart = _checked_type(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
         return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
 

@@ -68,14 +68,14 @@ def merge_all_ranks(records: Sequence[RecordContents]) -> RecordContents:
 def _mismatch_error(reason: str) -> ArgumentError:
     return ArgumentError(
         f"The records of the ranks do not belong together: {reason}.",
-        "Give those of one run, one of each rank, whose layers and options are equal.",
+        "Give the records of one run, one from each rank, with equal layers and options.",
     )
 
 
 def _merge_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
     splits = [layer.split for layer in layers]
     if any(split is None for split in splits):
-        raise _mismatch_error(f"{layers[0].name} of one of them is not a part")
+        raise _mismatch_error(f"{layers[0].name} of one of them was not split over ranks")
     of_heads: dict[Range, list[tuple[LayerPartOfRank, LayerRecord]]] = {}
     for split, layer in zip(splits, layers, strict=True):
         assert split is not None
@@ -167,7 +167,7 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
     for name, places, length in (("queries", of_queries, shape.query_length), ("keys", of_keys, shape.key_length)):
         ends = [0, *(stop for _, (_, stop), _ in places)]
         if [start for _, (start, _), _ in places] != ends[:-1] or ends[-1] != length:
-            raise _mismatch_error(f"their {name} are not those of a text with {length}")
+            raise _mismatch_error(f"their {name} do not add up to a text with {length}")
 
     def concatenate_in_order(tensors: Sequence[Tensor], dim: int) -> Tensor:
         parts = [tensors[rank].narrow(dim, at, stop - start) for rank, (start, stop), at in of_queries]

@@ -112,7 +112,7 @@ class JoinedRows(Rows):
 
     def add(self, chunk: Tensor) -> None:
         """Raise TypeError, because nothing can be appended to a joined tensor."""
-        raise TypeError("Joined rows do not grow.")
+        raise TypeError("Rows cannot be appended to a joined tensor.")
 
     def whole(self) -> Tensor:
         """Return all heads and rows as one tensor."""

@@ -58,7 +58,7 @@ class StoredRows(Rows):
 
     def add(self, chunk: Tensor) -> None:
         """Raise TypeError, because nothing can be appended to a tensor in a file."""
-        raise TypeError("The rows of a file do not grow.")
+        raise TypeError("Rows cannot be appended to a tensor in a file.")
 
     def whole(self) -> Tensor:
         """Return the tensor with all heads.
