@@ -103,7 +103,7 @@ def shard(
     ignore_index: int = -100,
     **tensors: Tensor,
 ) -> Shard:
-    """Return the tokens of this rank. Every rank passes the same tensors of the whole sequence, which is checked.
+    """Slice tensors of a whole sequence to the tokens of this rank. All ranks pass equal tensors, which is checked.
 
     Args:
         mesh: the ranks that split a sequence: a process group, or a DeviceMesh of one dimension.

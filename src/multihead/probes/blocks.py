@@ -214,7 +214,7 @@ def _slice_call(
 
 
 def _subtract_base_from_bias(part: AttentionRequest, base: Tensor) -> AttentionRequest:
-    """Subtract `base`, (1, heads, rows) from `score_base`, from the bias of a sliced call in float64."""
+    """Return a sliced call in float64 with `base`, (1, heads, rows), see `score_base`, subtracted from its bias."""
     assert part.bias is not None
     bias = bias_tile(part.bias, part.shape, slice(None), slice(None)) - base[..., None]
     return replace(part, q=part.q.masked_fill(base[..., None].abs() > VANISHING, 0), bias=bias)
