@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from multihead.models.pretrained import InputTracker, TokenInputs, is_within, pretrained_models, track_inputs
+from multihead.models.pretrained import InputTracker, TokenInputs, is_submodule_of, pretrained_models, track_inputs
 from tests.families import batch_of, family
 
 
@@ -26,10 +26,10 @@ def test_models_are_found_at_any_depth_by_their_qualified_names() -> None:
 
 
 def test_a_module_is_within_itself_and_those_around_it_and_not_within_one_with_a_longer_name() -> None:
-    assert is_within("encoder.layers.1", "encoder.layers.1")
-    assert is_within("encoder.layers.1.mlp", "encoder.layers.1")
-    assert not is_within("encoder.layers.10", "encoder.layers.1")
-    assert is_within("anything", "")
+    assert is_submodule_of("encoder.layers.1", "encoder.layers.1")
+    assert is_submodule_of("encoder.layers.1.mlp", "encoder.layers.1")
+    assert not is_submodule_of("encoder.layers.10", "encoder.layers.1")
+    assert is_submodule_of("anything", "")
 
 
 def ask_within(model: Any, module: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[TokenInputs, TokenInputs]:

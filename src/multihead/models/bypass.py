@@ -21,7 +21,7 @@ from torch import nn
 from multihead.errors import ModelError
 from multihead.models.coverage import any_base_uses_interface, multiplies_matrices
 from multihead.models.lazy_mask import mask_reads
-from multihead.models.pretrained import innermost_model, is_within
+from multihead.models.pretrained import innermost_model, is_submodule_of
 from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
 from multihead.tensors.undo import Undo
 
@@ -64,7 +64,7 @@ def report_bypassing_modules(
         if kind.__module__.split(".")[0] == "multihead":  # a forward pass of this library's own layers counts as a call
             undo.hook_after_forward(module, partial(_count_call))
         # Submodules of an attention layer, such as the indexer of sparse attention, may read the mask only.
-        reads = _may_attend_with_mask(kind) and not any(is_within(name, each) for each in attending)
+        reads = _may_attend_with_mask(kind) and not any(is_submodule_of(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.hook_before_forward(module, _begin_forward)

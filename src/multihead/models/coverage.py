@@ -55,7 +55,7 @@ def attention_outside_interface(model: nn.Module) -> dict[str, str]:
 
 def uses_attention_interface(kind: Any) -> bool:
     """Whether the forward of a class looks attention up in transformers' AttentionInterface."""
-    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _names_use_interface(
+    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _interface_is_named(
         _read_class_forward(kind).names
     )
 
@@ -193,7 +193,7 @@ def _reason_code_unsupported(kind: Any, code: _ForwardCode, bases: tuple[Any, ..
     """
     if code.calls:
         return f"{kind.__name__} calls {min(code.calls)} itself."
-    if _names_use_interface(code.names) or _NOT_TOKEN_ATTENTION.search(kind.__name__):
+    if _interface_is_named(code.names) or _NOT_TOKEN_ATTENTION.search(kind.__name__):
         return None
     if fused := code.names & _FUSED_FUNCTIONS:
         return f"{kind.__name__} calls torch's {min(fused)} itself."
@@ -213,7 +213,7 @@ def _first_base_using_interface(bases: tuple[Any, ...]) -> Any:
     return next((base for base in bases if "forward" in vars(base) and uses_attention_interface(base)), None)
 
 
-def _names_use_interface(names: frozenset[str]) -> bool:
+def _interface_is_named(names: frozenset[str]) -> bool:
     # `getattr(ALL_ATTENTION_FUNCTIONS, name, eager)` always returns the default: the names are keys, not attributes.
     return "ALL_ATTENTION_FUNCTIONS" in names and ("getattr" not in names or "get_interface" in names)
 

@@ -145,7 +145,7 @@ def _union_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
     return None if parts is None else reduce(lambda left, right: left | right, parts)
 
 
-def _window_of_earlier_keys(closure: dict[str, Any], extent: MaskExtent) -> Mask:
+def _lookback_window(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     """Convert `key > query - w` to a window: the query, the w - 1 keys before it, and all keys after it."""
     return Window(int(closure["sliding_window"]), after=_later_keys_limit(extent))
 
@@ -224,7 +224,7 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], MaskExtent], Mask | None]] = {
     "bidirectional_mask_function": lambda closure, extent: Full(),
     "and_masks.<locals>.and_mask": _intersection_mask,
     "or_masks.<locals>.or_mask": _union_mask,
-    "sliding_window_overlay.<locals>.inner_mask": _window_of_earlier_keys,
+    "sliding_window_overlay.<locals>.inner_mask": _lookback_window,
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": _two_sided_window_mask,
     "chunked_overlay.<locals>.inner_mask": _documents_of_chunks,
     "padding_mask_function.<locals>.inner_mask": _mask_of_padding,

@@ -27,7 +27,7 @@ from multihead.layer.packing import Packing
 from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.models.huggingface import IMPLEMENTATION_NAME, install
 from multihead.models.lazy_mask import LazyMask
-from multihead.models.pretrained import is_within, pretrained_models
+from multihead.models.pretrained import is_submodule_of, pretrained_models
 from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import distance_buckets
 from multihead.tensors.tracing import is_traced
@@ -178,7 +178,7 @@ def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, PackedFamily]]:
     models = pretrained_models(model)
     found = {name: family for name, module in models.items() if (family := _family_of_class(type(module))) is not None}
     for name, module in models.items():
-        if not any(is_within(name, other) or is_within(other, name) for other in found):
+        if not any(is_submodule_of(name, other) or is_submodule_of(other, name) for other in found):
             raise _unsupported_error(f"{type(module).__name__} cannot leave out padding.")
     if not found:
         raise _unsupported_error(f"{type(model).__name__} contains no model of transformers.")

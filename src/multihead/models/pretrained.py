@@ -30,10 +30,14 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
 
-def is_within(name: str, other: str) -> bool:
+def is_submodule_of(name: str, other: str) -> bool:
     """Whether the module with qualified name `name` is the module `other` or a submodule of it.
 
-    >>> is_within("encoder.layer.0", "encoder"), is_within("encoder2", "encoder"), is_within("encoder", "")
+    >>> (
+    ...     is_submodule_of("encoder.layer.0", "encoder"),
+    ...     is_submodule_of("encoder2", "encoder"),
+    ...     is_submodule_of("encoder", ""),
+    ... )
     (True, False, True)
     """
     return not other or f"{name}.".startswith(f"{other}.")
@@ -41,7 +45,7 @@ def is_within(name: str, other: str) -> bool:
 
 def innermost_model(name: str, models: Iterable[str]) -> str | None:
     """Return the name of the innermost model that contains (or is) the module `name`; None if none does."""
-    return max((each for each in models if is_within(name, each)), key=len, default=None)
+    return max((each for each in models if is_submodule_of(name, each)), key=len, default=None)
 
 
 def is_cross_attention_call(origin: CallOrigin, name: str) -> bool:

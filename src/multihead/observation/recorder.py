@@ -202,7 +202,7 @@ class Recorder:
             summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
-            split = _split_of_layer(module, request, sequence_split.active) if grouped else None
+            split = _rank_part_of_layer(module, request, sequence_split.active) if grouped else None
             self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
         return self._layers[name]
 
@@ -734,7 +734,7 @@ def _slice_rows(tensor: Tensor, span: SampleSpan, rows: list[slice]) -> Tensor:
     return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]
 
 
-def _split_of_layer(
+def _rank_part_of_layer(
     module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None
 ) -> LayerPartOfRank | None:
     """Return which heads and tokens of a layer this process computes; None if it computes all."""

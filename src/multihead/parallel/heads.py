@@ -55,7 +55,7 @@ def parallelize(module: M, mesh: Any) -> M:
     for name, each in module.named_modules():
         if isinstance(each, MultiHeadAttention):
             plans[name] = _plan_of_projections(name, each, ranks.size)
-        elif (found := _as_transformers_layer(name, each)) is not None:
+        elif (found := _splittable_transformers_layer(name, each)) is not None:
             plans[name] = found.plan(ranks.size)
     if not plans:
         raise ArgumentError(
@@ -138,7 +138,7 @@ class _TransformersLayer(NamedTuple):
         return plan
 
 
-def _as_transformers_layer(name: str, module: nn.Module) -> _TransformersLayer | None:
+def _splittable_transformers_layer(name: str, module: nn.Module) -> _TransformersLayer | None:
     """Describe an attention layer of transformers that can be split; None for other modules.
 
     Raises an ArgumentError if the layer has a fused q/k/v projection whose columns are not ordered by head.

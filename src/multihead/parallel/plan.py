@@ -158,8 +158,8 @@ def _steps_of_rank(
     theirs = layout.chunks((rank - distance) % layout.ranks, length)
     following = layout.chunks((rank + distance) % layout.ranks, length)
     most = length // layout.ranks // 4
-    received = _halve_ranges(_visible_key_ranges(bounds, own, theirs), most)
-    sent = _halve_ranges(_visible_key_ranges(bounds, following, own), most)
+    received = _split_ranges_in_halves(_visible_key_ranges(bounds, own, theirs), most)
+    sent = _split_ranges_in_halves(_visible_key_ranges(bounds, following, own), most)
     return [
         RingStep(
             distance,
@@ -182,7 +182,7 @@ def _visible_key_ranges(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_ch
     return found
 
 
-def _halve_ranges(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
+def _split_ranges_in_halves(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
     """Split ranges of keys into two halves; the second half is empty if there are at most `most` keys.
 
     A rank stores the keys that it computes with, the keys being received, and the gradients of both. With half of the

@@ -60,7 +60,7 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
                 chunk = _drop_hidden_keys(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
-                    sums = _sum_of_shifted_keys(call, sample, index, chunk, KEY_SHIFTS[part]).flatten(
+                    sums = _sum_weights_at_shift(call, sample, index, chunk, KEY_SHIFTS[part]).flatten(
                         1
                     )  # (heads, tokens * n)
                     total[index].index_add_(1, queries.clamp(min=0), sums.to(total.dtype))
@@ -120,7 +120,7 @@ def _drop_hidden_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> _To
     return _TokenGroup(alike.queries, keys[:, min(before, stop) : stop])
 
 
-def _sum_of_shifted_keys(
+def _sum_weights_at_shift(
     call: MeasuredCall, sample: AttentionRequest, index: int, alike: _TokenGroup, shift: int
 ) -> Tensor:
     """Sum each query's weights on the keys `shift` after an earlier occurrence of its token: (heads, tokens, n)."""

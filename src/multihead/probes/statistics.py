@@ -443,7 +443,7 @@ def _measure_over_all_keys(
     numbers = [weighted_values.key_set_as_values(call, sets[part]) for part in left]
     weight = call.context.output_weight
     if "contribution" in parts and weight is not None:
-        numbers.append(weighted_values.value_norm_columns(call, weight))  # (batch, kv_heads, keys, group)
+        numbers.append(weighted_values.projected_value_norms(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
     walk = [part for part in parts if part in STREAMED]
     found: dict[Part, Tensor] = {}
@@ -451,7 +451,7 @@ def _measure_over_all_keys(
     if walk:
         found, weighed = measure_in_tiles(call, walk, stacked)
     elif stacked is not None:
-        weighed = weighted_values.weigh_values(call, stacked)
+        weighed = weighted_values.attention_weighted_sums(call, stacked)
     if weighed is not None:
         found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:

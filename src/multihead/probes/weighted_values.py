@@ -21,7 +21,7 @@ def key_set_as_values(call: MeasuredCall, flags: Tensor) -> Tensor:
     )
 
 
-def value_norm_columns(call: MeasuredCall, output_weight: Tensor) -> Tensor:
+def projected_value_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return ||W_O^h v_j|| for each head h that uses a key/value head: (batch, kv_heads, keys, group).
 
     Infinite norms are replaced by finite numbers, because 0 * inf would be NaN for queries that do not see the key.
@@ -48,11 +48,11 @@ def output_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     factors = _factors_of_projection(call, output_weight)
     output = call.output
     if output is None:
-        output = weigh_values(call, call.request_without_nonfinite.v.detach())
+        output = attention_weighted_sums(call, call.request_without_nonfinite.v.detach())
     return _norm_of_vectors(output.detach().to(factors.dtype) @ factors.mT)
 
 
-def weigh_values(call: MeasuredCall, columns: Tensor) -> Tensor:
+def attention_weighted_sums(call: MeasuredCall, columns: Tensor) -> Tensor:
     """Compute attention-weighted sums of numbers per key: (P c)_i = sum_j p_ij c_j.
 
     Args:

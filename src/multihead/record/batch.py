@@ -427,25 +427,25 @@ def spans_of_call(
     bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
     stop, seeing = (each.expand(batch, -1) for each in (bounds.stop, ~bounds.sees_nothing))  # (batch, queries)
     if queries is not None:
-        first, end = _range_of_true_per_row(queries)
+        first, end = _true_range_per_row(queries)
     else:
-        end = _range_of_true_per_row(seeing)[1]
+        end = _true_range_per_row(seeing)[1]
         end = torch.where(end > 0, end, shape.query_length)
         first = torch.zeros_like(end)
     row = torch.arange(shape.query_length, device=shape.device)
     counted = seeing & (row >= first[:, None]) & (row < end[:, None])
     none = columns if queries is None else torch.where(queries.any(1), columns, 0)  # an empty text has no keys
-    last = torch.where(counted.any(1), _largest_counted(stop, counted), none)
+    last = torch.where(counted.any(1), _largest_where_counted(stop, counted), none)
     first_key, end_key = torch.zeros_like(last), last
     if keys is not None:
-        first_key, end_key = _range_of_true_per_row(keys)
+        first_key, end_key = _true_range_per_row(keys)
         end_key = first_key.maximum(end_key.minimum(last))
     # A row's statistics are valid for its sample if the row sees only keys of that sample.
     real = counted if queries is None else counted & queries
     start = first_key_of_queries(request, bounds).expand(batch, -1)
-    earliest = columns - _largest_counted(columns - start, real)  # the number of keys if no query counts
-    holds_all = (earliest >= first_key) & (_largest_counted(stop, real) <= end_key)
-    holds_first = (earliest == columns - _largest_counted(columns - start, seeing)) | ~real.any(1)
+    earliest = columns - _largest_where_counted(columns - start, real)  # the number of keys if no query counts
+    holds_all = (earliest >= first_key) & (_largest_where_counted(stop, real) <= end_key)
+    holds_first = (earliest == columns - _largest_where_counted(columns - start, seeing)) | ~real.any(1)
     found = torch.stack((first, end, first_key, end_key, holds_all, holds_first)).tolist()
     return [
         SampleSpan(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
@@ -468,19 +468,19 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _range_of_true_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
+def _true_range_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
     """Return per row the index of the first True and the index after the last True; (0, 0) if all are False.
 
     Args:
         flags: (rows, n) bool.
     """
-    end = _largest_counted(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
+    end = _largest_where_counted(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
     count = flags.shape[1]
-    first = count - _largest_counted(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
+    first = count - _largest_where_counted(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
     return first.masked_fill(end == 0, 0), end
 
 
-def _largest_counted(values: Tensor, counted: Tensor) -> Tensor:
+def _largest_where_counted(values: Tensor, counted: Tensor) -> Tensor:
     """Return per row the largest of the non-negative values where `counted`; 0 if there are none."""
     padded = torch.nn.functional.pad(values.masked_fill(~counted, 0), (1, 0))  # so that no row is empty
     return padded.amax(1)

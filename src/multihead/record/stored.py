@@ -32,7 +32,7 @@ class HeadCache:
         self.lock = threading.Lock()
         self.newest_last: OrderedDict[StoredRows, None] = OrderedDict()
 
-    def make_room(self, more: int) -> None:
+    def evict_until_fits(self, more: int) -> None:
         """Drop the least recently used tensors until `more` bytes fit into the cache."""
         while self.newest_last and sum(each.num_bytes for each in self.newest_last) + more > self.max_bytes:
             self.newest_last.popitem(last=False)[0].forget()
@@ -82,7 +82,7 @@ class StoredRows(Rows):
         with self.cache.lock:
             self.cache.newest_last[self] = None
             self.cache.newest_last.move_to_end(self)
-            self.cache.make_room(self._size * len(set(heads) - self._heads))
+            self.cache.evict_until_fits(self._size * len(set(heads) - self._heads))
             if self._numbers is None:
                 # Heads that are never read take no memory, because memory pages are allocated when they are written.
                 self._numbers = torch.empty(self.shape, dtype=self.dtype)
