@@ -261,7 +261,7 @@ MUTANTS = (
            "if layer.is_initialized and", "if False and",
            ("tests/models/test_packed.py", "-k", "test_the_cache_of_a_prompt")),
     Mutant("packed models", "an observed batch is one text", "models/packed.py",
-           "        _padded.get()\n", "        False\n",
+           "        _padded_contexts.get()\n", "        False\n",
            ("tests/models/test_packed.py", "-k", "observed and bert-left")),
     Mutant("chance", "a bias of -inf hides nothing", "record/analysis/chance.py",
            ".masked_fill_(hides, -torch.inf)", ".masked_fill_(hides, 0)",

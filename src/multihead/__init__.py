@@ -1,8 +1,8 @@
 """Multi-head attention for PyTorch that is fast on any mask, and whose every head can be inspected.
 
 Nothing is imported until it is used, so that `import multihead` takes a few milliseconds (PEP 562); `__init__.pyi` has
-the same names for type checkers and editors. Only the operators are registered as soon as torch is imported, so that
-programs and traces that contain them can be loaded.
+the same names for type checkers and editors. The exception: the torch operators
+of the library are registered as soon as torch is imported, so that saved programs that call them can be loaded.
 """
 
 import sys
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_MODULES = {  # name -> the module that defines it
+_MODULES = {  # public name -> the module that defines it
     "Census": "multihead.counting.result",
     "KeyValueCache": "multihead.layer.cache",
     "MultiHeadAttention": "multihead.layer",
@@ -90,7 +90,7 @@ def __dir__() -> list[str]:
 
 
 class _RegisterOperatorsWithTorch(MetaPathFinder):
-    """Registers the operators of the library when torch has been imported."""
+    """Import hook that registers this library's torch operators right after torch itself is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -111,7 +111,7 @@ class _RegisterOperatorsWithTorch(MetaPathFinder):
 
 
 class _FinderOfMovedModules(MetaPathFinder):
-    """Raises an error with the present name when a module is imported by its former name."""
+    """Raises an error that gives the new name of a module when it is imported by its old name."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname.startswith("multihead."):

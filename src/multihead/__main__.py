@@ -1,4 +1,4 @@
-"""Run the command line, or list the packages it needs: `multihead` and `python -m multihead`."""
+"""Entry point of `multihead` and `python -m multihead`; names the missing packages if the command line needs some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multihead.errors.optional import require
 
 
 def main() -> None:
-    """Run the command line; exit with 1 if the packages that it is built on are not installed."""
+    """Run the command line; exit with status 1 if click or rich is not installed."""
     try:
         require("click", "rich", purpose="The command line", extra="cli")
     except MissingPackageError as error:

@@ -37,7 +37,7 @@ from multihead.masks.place import CallSize
 from multihead.probes import Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
-from multihead.probes.statistics import NOTHING
+from multihead.probes.statistics import NO_CONTEXT
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.terms import check_sinks_fit, check_softcap
 from multihead.tensors.shapes import FURTHEST, AttentionShape, resolve_query_start
@@ -214,7 +214,7 @@ def statistics(
     logsumexp: Tensor | None = None,
     v: Tensor | None = None,
     probes: str | Probe | Iterable[str | Probe] | None = None,
-    context: ProbeContext = NOTHING,
+    context: ProbeContext = NO_CONTEXT,
     **unknown: Never,
 ) -> dict[str, Tensor]:
     """Measure every head exactly, in memory that grows with the length and not with its square.
@@ -249,7 +249,7 @@ def statistics(
     tensor([4., 4., 4., 4.])
     """
     terms = (mask, bias, softcap, sinks, scale, 0.0, query_start)
-    if probes is None and logsumexp is None and v is None and context is NOTHING and not unknown:
+    if probes is None and logsumexp is None and v is None and context is NO_CONTEXT and not unknown:
         found = measuring.measured_without_plan(q, k, terms)
         if found is not None:
             return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels.parts import Part
 from multihead.probes.catalogue import PROBES, SEPARATOR
-from multihead.probes.probe import SHARE, TEN_PERCENT, Parts, Probe, Statistic
+from multihead.probes.probe import NO_DECIMAL_FROM, SHARE, Parts, Probe, Statistic
 
 __all__ = ["KINDS", "Kind"]
 
@@ -189,7 +189,7 @@ def percent(share: float) -> str:
     >>> percent(0.673), percent(0.0132)
     ('67\xa0%', '1.3\xa0%')
     """
-    return f"{share * 100:.{1 if share < TEN_PERCENT else 0}f}\u00a0%"
+    return f"{share * 100:.{1 if share < NO_DECIMAL_FROM else 0}f}\u00a0%"
 
 
 def _in_language(words: Words, lang: str) -> str:

@@ -12,7 +12,7 @@ from multihead.cli.diagnosis import diagnose, openmp_runtimes
 from multihead.kernels.choose import KERNELS
 from multihead.kernels.native import library
 
-MAPS = """\
+MEMORY_MAP = """\
 55d0c0000000-55d0c0001000 r--p 00000000 08:01 131 /usr/bin/python3.11
 7f00a0000000-7f00a0010000 r-xp 00000000 08:01 132 /opt/my libs/torch/lib/libgomp.so.1
 7f00a0010000-7f00a0020000 rw-p 00010000 08:01 132 /opt/my libs/torch/lib/libgomp.so.1
@@ -25,7 +25,7 @@ MAPS = """\
 
 
 def test_every_openmp_runtime_is_listed_once(tmp_path: Path) -> None:
-    (tmp_path / "maps").write_text(MAPS)
+    (tmp_path / "maps").write_text(MEMORY_MAP)
     assert openmp_runtimes(tmp_path / "maps") == (
         Path("/opt/my libs/torch/lib/libgomp.so.1"),
         Path("/opt/sklearn/libgomp-a34b3233.so.1.0.0"),

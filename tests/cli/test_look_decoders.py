@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from multihead.cli import main
-from multihead.models.loading import GENERATED
+from multihead.models.loading import MAX_GENERATED_TOKENS
 from multihead.observation.record import Record
 
 PROMPT = "the quick brown fox"
@@ -154,7 +154,7 @@ def test_the_decoder_reads_what_the_model_generates_greedily(saved: dict[str, st
     assert ids is not None
     model = hf.T5ForConditionalGeneration.from_pretrained(saved["t5"])
     source = hf.AutoTokenizer.from_pretrained(saved["t5"])(PROMPT, return_tensors="pt")["input_ids"]
-    expected = model.generate(source, do_sample=False, max_new_tokens=GENERATED)[0].tolist()
+    expected = model.generate(source, do_sample=False, max_new_tokens=MAX_GENERATED_TOKENS)[0].tolist()
     assert ids.tolist() == (expected[:-1] if expected[-1] == 2 else expected)
 
 

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from multihead.cli.look_output import (
+    COLUMN_DROP_ORDER,
     COLUMNS,
-    FIRST_LEFT_OUT,
     REPEATED_COLUMNS,
     _table_of_heads,
     print_memory_and_files,
@@ -150,5 +150,5 @@ def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_me
 
 def test_the_table_shows_the_default_statistics_that_every_head_has() -> None:
     assert set(COLUMNS) == set(DEFAULT) - {"largest_key", "sink_mass"}  # an index has no mean; few heads have sinks
-    assert set(FIRST_LEFT_OUT) == set(COLUMNS)
+    assert set(COLUMN_DROP_ORDER) == set(COLUMNS)
     assert set(REPEATED_COLUMNS) == set(REPEATED)

@@ -262,4 +262,4 @@ def test_the_files_of_ranks_are_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert "together they hold heads 2 to 3 of 4" in alone.output
     watch(4).save(tmp_path / "whole.safetensors")
     mixed = run(str(files[1]), str(tmp_path / "whole.safetensors"))
-    assert "Some of the records are those of single ranks, and others are whole." in mixed.output
+    assert "Some of the records are from single ranks, and others are complete." in mixed.output

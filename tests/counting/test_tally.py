@@ -115,13 +115,13 @@ def test_chance_in_single_precision_agrees_with_double() -> None:
 
 def test_chance_is_measured_once_for_layers_whose_queries_see_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    measure = StatisticsMeasurer.measure_even_spread
+    measure = StatisticsMeasurer.measure_chance_levels
 
     def counted(self: StatisticsMeasurer, *given: Any) -> Any:
         calls.append(given[-1])
         return measure(self, *given)
 
-    monkeypatch.setattr(StatisticsMeasurer, "measure_even_spread", counted)
+    monkeypatch.setattr(StatisticsMeasurer, "measure_chance_levels", counted)
     alternating = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
     torch.manual_seed(0)
     options = {**DECODER, **TEXT, "num_hidden_layers": 4, "use_sliding_window": True, **alternating}
@@ -190,7 +190,7 @@ def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None
     given = {"input_ids": batch.ids, "attention_mask": batch.mask.long(), "decoder_input_ids": batch.ids}
     sentence = (
         "decoder.block.0.layer.1.EncDecAttention attends from 9 queries to 9 keys, which are not the tokens of the "
-        "texts. Give a model whose layers read each token of a text once, or choose others of its layers."
+        "texts. Give a model whose layers read each token of a text once, or choose other layers."
     )
     with replace_attention(model), Tally.measure_model(model, PROBES, (), 1) as tally:
         tally.reading.batch = batch

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import multihead as mh
 from multihead.errors import ModelError
-from multihead.models.coverage import attention_outside_interface, require_coverage
+from multihead.models.coverage import attention_outside_interface, require_attention_interface
 from tests.families import FAMILIES, TEXT, family
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
@@ -154,7 +154,7 @@ def test_eager_attention_of_ones_own_is_compared_with_ours(
 
 def test_the_error_names_the_first_module_and_its_reason() -> None:
     with pytest.raises(ModelError) as raised:
-        require_coverage(mpt())
+        require_attention_interface(mpt())
     assert str(raised.value) == (
         "MptModel computes attention where it cannot be replaced: blocks.0.attn (and 1 more). MptAttention computes "
         "its weights itself, without transformers' AttentionInterface. Use a family that supports transformers' "

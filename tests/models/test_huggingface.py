@@ -66,7 +66,7 @@ def test_without_a_mask_only_the_argument_of_the_call_hides_later_keys(asked: bo
     module = nn.Module()
     module.is_causal = True
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
-    output, _ = huggingface.attend_for(module, q, k, v, None, is_causal=asked)
+    output, _ = huggingface.transformers_attention(module, q, k, v, None, is_causal=asked)
     expected = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=asked is True
     )
@@ -250,7 +250,7 @@ def test_a_model_inside_a_module_of_ones_own_is_observed() -> None:
 def test_pages_of_continuous_batching_are_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ModelError) as caught:
-        huggingface.attend_for(nn.Module(), q, q, q, None, cache=object())
+        huggingface.transformers_attention(nn.Module(), q, q, q, None, cache=object())
     assert str(caught.value) == (
         "The model runs with continuous batching, which this library does not support. "
         "Call model(...) or model.generate(...)."

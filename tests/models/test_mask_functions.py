@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import masking_utils as library
 
 from multihead import masks
-from multihead.models.huggingface import mask_for
+from multihead.models.huggingface import transformers_mask
 from multihead.models.lazy_mask import LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function
 
@@ -76,7 +76,7 @@ def test_a_mask_equals_that_of_transformers(
         "mask_function": FUNCTIONS[name][0],
         "attention_mask": padding if padded else None,
     }
-    assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
+    assert_alike(transformers_mask(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 
 
 def assert_alike(found: Tensor, expected: Tensor | None) -> None:
@@ -95,7 +95,7 @@ def test_packed_sequences_become_documents(inner: Callable[..., Any]) -> None:
     assert mask is not None
     assert "Documents" in repr(mask)
     call = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": function}
-    assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
+    assert_alike(transformers_mask(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 
 
 @given(size=st.integers(1, 7), length=st.integers(1, 20), left=st.integers(0, 6))
@@ -103,7 +103,7 @@ def test_chunks_become_documents_that_start_at_the_first_token(size: int, length
     function = library.chunked_causal_mask_function(size, torch.tensor([0, min(left, length)]))
     assert mask_of_function(function, extent(queries=length, keys=length)) is not None
     call = {"batch_size": 2, "q_length": length, "kv_length": length, "mask_function": function}
-    assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
+    assert_alike(transformers_mask(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 
 
 def test_a_function_with_the_name_of_a_known_one_is_not_recognised() -> None:
@@ -113,7 +113,7 @@ def test_a_function_with_the_name_of_a_known_one_is_not_recognised() -> None:
     impostor.__qualname__ = "causal_mask_function"
     assert mask_of_function(impostor, extent()) is None
     call = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": impostor}
-    assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
+    assert_alike(transformers_mask(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 
 
 def test_a_function_of_single_indices_is_made_dense() -> None:
@@ -124,14 +124,14 @@ def test_a_function_of_single_indices_is_made_dense() -> None:
 
     function = library.and_masks(library.causal_mask_function, by_index)
     call = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": function, "use_vmap": True}
-    assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
+    assert_alike(transformers_mask(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 
 
 def test_a_long_mask_holds_no_tensor_of_queries_x_keys() -> None:
     length = 200_000  # 40 GB, were it written down
     padding = torch.ones(1, length, dtype=torch.bool)
     padding[:, -7:] = False
-    mask = mask_for(
+    mask = transformers_mask(
         batch_size=1,
         q_length=length,
         kv_length=length,
@@ -144,6 +144,6 @@ def test_a_long_mask_holds_no_tensor_of_queries_x_keys() -> None:
 
 
 def test_a_batch_without_padding_has_no_padding_in_its_mask() -> None:
-    mask = mask_for(batch_size=2, q_length=4, kv_length=4, attention_mask=torch.ones(2, 4, dtype=torch.bool))
+    mask = transformers_mask(batch_size=2, q_length=4, kv_length=4, attention_mask=torch.ones(2, 4, dtype=torch.bool))
     assert isinstance(mask, LazyMask)
     assert mask.mask == masks.Causal()

@@ -182,7 +182,7 @@ class TestLargeMaps:
 
     @pytest.fixture(autouse=True)
     def _small_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(output_attentions, "LARGEST", 1000)
+        monkeypatch.setattr(output_attentions, "MAX_WEIGHTS", 1000)
 
     def test_reading_all_raises_an_error_that_names_tiles_and_statistics(self) -> None:
         with pytest.raises(ArgumentError) as caught:
@@ -209,7 +209,7 @@ class TestLargeMaps:
     def test_a_tile_is_that_of_the_whole_map(self, index: Any) -> None:
         found = weights()
         with pytest.MonkeyPatch.context() as large:
-            large.setattr(output_attentions, "LARGEST", 1 << 28)
+            large.setattr(output_attentions, "MAX_WEIGHTS", 1 << 28)
             expected = weights().read()[index]
         assert found[index].shape == expected.shape
         torch.testing.assert_close(found[index], expected, atol=1e-6, rtol=0)
@@ -220,7 +220,7 @@ class TestLargeMaps:
     def test_an_index_that_is_no_tile_or_too_large_raises(self, index: Any) -> None:
         found = weights()
         with pytest.MonkeyPatch.context() as small:
-            small.setattr(output_attentions, "LARGEST", 500)
+            small.setattr(output_attentions, "MAX_WEIGHTS", 500)
             with pytest.raises(ArgumentError, match="would be computed at once"):
                 found[index]
 

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from multihead.models.pretrained import InputTracker, TokenInputs, is_within, pretrained_models, recorded_inputs
+from multihead.models.pretrained import InputTracker, TokenInputs, is_submodule_of, pretrained_models, track_inputs
 from tests.families import batch_of, family
 
 
@@ -26,16 +26,16 @@ def test_models_are_found_at_any_depth_by_their_qualified_names() -> None:
 
 
 def test_a_module_is_within_itself_and_those_around_it_and_not_within_one_with_a_longer_name() -> None:
-    assert is_within("encoder.layers.1", "encoder.layers.1")
-    assert is_within("encoder.layers.1.mlp", "encoder.layers.1")
-    assert not is_within("encoder.layers.10", "encoder.layers.1")
-    assert is_within("anything", "")
+    assert is_submodule_of("encoder.layers.1", "encoder.layers.1")
+    assert is_submodule_of("encoder.layers.1.mlp", "encoder.layers.1")
+    assert not is_submodule_of("encoder.layers.10", "encoder.layers.1")
+    assert is_submodule_of("anything", "")
 
 
 def ask_within(model: Any, module: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[TokenInputs, TokenInputs]:
     """Run a model and return the inputs of the queries and of the memory while one of its layers runs."""
     found: list[tuple[TokenInputs, TokenInputs]] = []
-    with torch.no_grad(), recorded_inputs(model) as inputs:
+    with torch.no_grad(), track_inputs(model) as inputs:
 
         def ask(*_: object) -> None:
             assert inputs.is_running
@@ -83,7 +83,7 @@ def test_a_decoder_that_is_given_no_padding_does_not_take_the_encoders() -> None
 
 def test_positional_arguments_are_understood() -> None:
     model, ids = family("bert"), batch_of("bert")["input_ids"]
-    with torch.no_grad(), recorded_inputs(model) as inputs:
+    with torch.no_grad(), track_inputs(model) as inputs:
         model(ids, torch.ones_like(ids))
     found = inputs.inputs_of_queries("encoder.layer.0.attention.self")
     assert found.ids is not None
@@ -94,7 +94,7 @@ def test_positional_arguments_are_understood() -> None:
 
 def test_passes_are_counted_and_an_exception_ends_one() -> None:
     model, batch = family("bert"), batch_of("bert")
-    with torch.no_grad(), recorded_inputs(model) as inputs:
+    with torch.no_grad(), track_inputs(model) as inputs:
         model(**batch)
         with pytest.raises(IndexError):
             model(input_ids=batch["input_ids"] + 1000)
@@ -105,7 +105,7 @@ def test_passes_are_counted_and_an_exception_ends_one() -> None:
 
 def test_no_hook_is_left() -> None:
     model = family("t5")
-    with recorded_inputs(model):
+    with track_inputs(model):
         assert model._forward_hooks
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
@@ -116,7 +116,7 @@ def test_a_module_of_ones_own_tells_its_ids_where_it_calls_them_so() -> None:
             return input_ids
 
     model, ids = Reader(), torch.tensor([[4, 5]])
-    with recorded_inputs(model) as inputs:
+    with track_inputs(model) as inputs:
         model(ids)
     assert torch.equal(inputs.inputs_of_queries("attention").ids, ids)
 

@@ -171,7 +171,7 @@ def test_a_table_has_a_row_a_head_with_its_means() -> None:
 def test_a_layer_that_is_none_is_refused_with_those_that_are() -> None:
     with pytest.raises(ModelError) as caught:
         _ = seen_in(lambda model: model(slice(0, LENGTH)))["encoder"]
-    assert str(caught.value) == "There is no layer 'encoder' in the record. The layers seen are: Asking."
+    assert str(caught.value) == "There is no layer 'encoder' in the record. The recorded layers are: Asking."
 
 
 @pytest.mark.parametrize("columns", [slice(1, 3), slice(None, None, 2), slice(-2, None), slice(3, 1), slice(4, 99)])
@@ -254,7 +254,7 @@ def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
 def test_a_layer_number_that_was_not_watched_is_refused_with_those_that_were() -> None:
     with pytest.raises(ModelError) as caught:
         read(ids(1, 12), layers=[1])[0]
-    assert str(caught.value) == "There is no layer 0 in the record. The layers seen are: 1."
+    assert str(caught.value) == "There is no layer 0 in the record. The recorded layers are: 1."
 
 
 def test_layers_of_two_stacks_are_numbered_in_the_order_they_run() -> None:

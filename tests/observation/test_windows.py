@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 import multihead as mh
 from multihead.observation.record import Record
-from multihead.observation.recorder import _follow_in_memory
+from multihead.observation.recorder import _are_adjacent_in_memory
 from multihead.probes import Probe
 from multihead.record.notebook import CHANCE
 
@@ -133,11 +133,11 @@ def test_the_chance_of_windows_is_that_of_each_alone(run: Any) -> None:
 
 def test_only_the_next_rows_of_the_same_tensor_follow() -> None:
     for whole in (torch.zeros(1, 4, 6, 8), torch.zeros(1, 6, 4, 8).transpose(1, 2)):
-        assert _follow_in_memory(whole[:, :, :2], whole[:, :, 2:5])
-        assert not _follow_in_memory(whole[:, :, :2], whole[:, :, 3:5])
-        assert not _follow_in_memory(whole[:, :, 2:4], whole[:, :, :2])
-        assert not _follow_in_memory(whole[:, :2], whole[:, 2:])
-        assert not _follow_in_memory(whole[:, :, :2], whole.clone()[:, :, 2:4])
+        assert _are_adjacent_in_memory(whole[:, :, :2], whole[:, :, 2:5])
+        assert not _are_adjacent_in_memory(whole[:, :, :2], whole[:, :, 3:5])
+        assert not _are_adjacent_in_memory(whole[:, :, 2:4], whole[:, :, :2])
+        assert not _are_adjacent_in_memory(whole[:, :2], whole[:, 2:])
+        assert not _are_adjacent_in_memory(whole[:, :, :2], whole.clone()[:, :, 2:4])
 
 
 @pytest.mark.parametrize(("texts", "pictures"), [(1, 3), (4, 2)])

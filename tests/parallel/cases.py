@@ -301,8 +301,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         lambda group: _call(group, 4, 6),
         ArgumentError,
         (
-            "The call has 4 queries and 6 keys, and context_parallel splits sequences that attend to themselves. "
-            "Compute cross-attention and decoding with a cache outside of it."
+            "The call has 4 queries and 6 keys, and context_parallel splits sequences only in self-attention. "
+            "Compute cross-attention and decoding with a cache outside of this context."
         ),
     ),
     "dropout in float64": (
@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
             "dimensions, each of that size or 1."
         ),
     ),
-    "two contexts": (_nested, ArgumentError, "This is inside of another context_parallel. Leave that one first."),
+    "two contexts": (_nested, ArgumentError, "This is inside another context_parallel. Leave the outer one first."),
     "an unknown strategy": (
         lambda group: _call(group, strategy="rings"),
         ArgumentError,

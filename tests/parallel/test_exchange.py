@@ -20,10 +20,10 @@ from multihead.parallel.exchange import (
     Ranks,
     comparable_value,
     gather_sequence,
-    heads_for_tokens,
+    reshard_heads_to_tokens,
+    reshard_tokens_to_heads,
     slice_ranges,
     slice_token_major,
-    tokens_for_heads,
 )
 from multihead.parallel.layout import Layout
 from tests.parallel.processes import Processes, processes
@@ -35,11 +35,11 @@ def exchanged(group: Any, rank: int, layout: Layout) -> dict[str, Tensor]:
     whole = torch.randn(2, 4, 16, 3, dtype=torch.float64)
     own = layout.take(whole, rank, 2).requires_grad_()
     joined = gather_sequence(own, ranks, layout, 2)
-    heads = heads_for_tokens(own, ranks, layout)
+    heads = reshard_tokens_to_heads(own, ranks, layout)
     count = 4 // ranks.size
     torch.testing.assert_close(joined, whole)
     torch.testing.assert_close(heads, whole[:, rank * count : (rank + 1) * count])
-    torch.testing.assert_close(tokens_for_heads(heads, ranks, layout), own)
+    torch.testing.assert_close(reshard_heads_to_tokens(heads, ranks, layout), own)
     (of_joined,) = torch.autograd.grad((joined * whole).sum(), own)
     (of_heads,) = torch.autograd.grad((heads * heads.detach()).sum(), own)
     return {"gathered": of_joined / ranks.size - own.detach(), "heads": of_heads - own.detach()}

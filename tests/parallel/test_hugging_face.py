@@ -120,8 +120,8 @@ def test_documents_that_a_model_reads_from_positions_are_rejected(four: Processe
         assert type(found) is ModelError
         parts = ("Documents(<int64 tensor (2, 2)>)", "Causal()")  # in an order that depends on transformers
         assert str(found) in [
-            f"The model's mask of this rank's tokens is {' & '.join(mask)}, which does not say what the whole sequence "
-            "shows. Give attention_mask=torch.ones_like(input_ids), so that the model reads no documents from "
+            f"The model's mask of this rank's tokens is {' & '.join(mask)}, which does not determine the mask of the "
+            "whole sequence. Give attention_mask=torch.ones_like(input_ids), so that the model reads no documents from "
             "positions, and the documents to context_parallel(..., mask=masks.Documents(lengths))."
             for mask in (parts, parts[::-1])
         ]

@@ -174,7 +174,7 @@ def test_the_files_of_the_ranks_open_as_one_record(four: Processes, tmp_path: Pa
         Record.load(tmp_path / "run.*.safetensors")
     assert str(error.value) == (
         "The records of the ranks do not belong together: the sequence is split over 2 ranks, and these are 0, 0, 1. "
-        "Give those of one run, one of each rank, whose layers and options are equal."
+        "Give the records of one run, one from each rank, with equal layers and options."
     )
 
 
@@ -223,8 +223,8 @@ def test_a_map_of_blocks_is_made_of_the_joined_record(four: Processes) -> None:
     for found in four.run(with_map):
         assert type(found) is ProbeError
         assert str(found) == (
-            "pooled_map is a part of the whole map, and this rank has some of its queries. Leave it out, join the "
-            "records with seen.reduce(group), and call seen.layers[0].map()."
+            "pooled_map needs the whole attention map, and this rank has only some of the queries. Leave it out, join "
+            "the records with seen.reduce(group), and call seen.layers[0].map()."
         )
 
 

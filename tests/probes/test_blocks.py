@@ -89,7 +89,7 @@ def compare(found: BlockSums, wanted: BlockSums, tolerance: float) -> None:
 @pytest.fixture(params=[1 << 18, 0], ids=["in PyTorch", "by the native kernel"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make regions of this size go to PyTorch or to the native kernel, in strips of a few rows of blocks."""
-    monkeypatch.setattr(module, "SMALL", request.param)
+    monkeypatch.setattr(module, "MIN_NATIVE_SCORES", request.param)
     monkeypatch.setattr(module, "STRIP", 4000)
     monkeypatch.setattr(module, "DENSE_STRIP", 4000)
 
@@ -161,11 +161,11 @@ def test_what_is_no_rectangle_is_refused() -> None:
     with pytest.raises(ArgumentError) as raised:
         blocks(request, logsumexp, queries=slice(0, 9, 2), block=(4, 4))
     assert str(raised.value) == (
-        "queries is slice(0, 9, 2), with steps. Give a slice of neighbours, such as slice(0, 512)."
+        "queries is slice(0, 9, 2), with steps. Give a slice of step 1, such as slice(0, 512)."
     )
     with pytest.raises(ArgumentError) as raised:
         blocks(request, logsumexp, block=(0, 4))
-    assert str(raised.value) == "block is (0, 4). Give queries and keys a block, at least 1 each."
+    assert str(raised.value) == "block is (0, 4). Give the numbers of queries and keys per block, at least 1 each."
     with pytest.raises(ArgumentError) as raised:
         blocks(request, logsumexp, heads=4, block=(4, 4))
     assert str(raised.value) == "There is no head 4. Give heads from 0 to 3."

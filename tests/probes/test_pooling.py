@@ -27,7 +27,7 @@ def test_tiles_that_cut_through_blocks_add_up() -> None:
         pooled.count_cells(shown[:, rows], rows)
         for left, right in ((0, 4), (4, 9)):
             pooled.add(cells[:, rows, left:right], rows, (left, right))
-            pooled.raise_maxima(cells[:, rows, left:right], shown[:, rows, left:right], rows, (left, right))
+            pooled.update_maxima(cells[:, rows, left:right], shown[:, rows, left:right], rows, (left, right))
     for row in range(3):
         for column in range(3):
             block = (slice(None), slice(3 * row, 3 * row + 3), slice(3 * column, 3 * column + 3))
@@ -46,5 +46,5 @@ def test_where_nothing_is_hidden_every_cell_counts() -> None:
 def test_a_block_in_which_no_cell_may_be_seen_has_no_largest_weight() -> None:
     pooled = PooledMap.zero(1, 2, 2, size=2, device=torch.device("cpu"))
     shown = torch.tensor([[[True, False], [True, True]]])
-    pooled.raise_maxima(torch.tensor([[[1.0, 0.0], [0.0, 0.25]]]), shown, slice(0, 2), (0, 2))
+    pooled.update_maxima(torch.tensor([[[1.0, 0.0], [0.0, 0.25]]]), shown, slice(0, 2), (0, 2))
     assert str(pooled.maxima().tolist()) == "[[[1.0, nan], [0.0, 0.25]]]"

@@ -111,8 +111,8 @@ def test_calls_over_other_texts_are_refused() -> None:
 @pytest.mark.parametrize(
     ("batch", "queries", "said"),
     [
-        (2, slice(None), "A call of 2 samples was given. Give one sample of it: their queries differ."),
-        (1, slice(5, 5), "queries is slice(5, 5, None), and that is none of them. Give a slice that keeps some."),
+        (2, slice(None), "A call of 2 samples was given. Give a call of one sample."),
+        (1, slice(5, 5), "queries is slice(5, 5, None), which selects no query. Give a slice that selects some."),
         (1, slice(None, None, -2), "queries runs backwards by 2. Give a slice whose step is positive."),
     ],
     ids=["batch", "no query", "backwards"],

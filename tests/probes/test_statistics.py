@@ -508,8 +508,7 @@ def test_a_function_that_returns_another_shape_is_refused(of: Any, returned: str
     with pytest.raises(ProbeError) as refusal:
         statistics(q, q, probes=(late_mass(of=of),))
     assert str(refusal.value) == (
-        f"The function of late_mass returned {returned}. Return a tensor of the shape of its parts, (1, 2, 3): one "
-        "number for each of theirs."
+        f"The function of late_mass returned {returned}. Return a tensor with the shape of its parts, (1, 2, 3)."
     )
 
 

@@ -13,7 +13,12 @@ from multihead.kernels import sdpa
 from multihead.kernels.native import kernel as native_kernel
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.weighted_values import output_norms, own_column_of_heads, value_norm_columns, weigh_values
+from multihead.probes.weighted_values import (
+    attention_weighted_sums,
+    output_norms,
+    projected_value_norms,
+    select_own_columns,
+)
 from tests import oracle
 from tests.kernels.test_sdpa import LargestTensor
 
@@ -45,7 +50,7 @@ def test_numbers_of_the_keys_are_weighed_by_every_kernel(
     subject, p = subject_of(dtype, **CASES[case])
     columns = torch.randn(2, 2, 30, count, dtype=dtype)
     expected = p @ columns.repeat_interleave(2, 1)
-    assert oracle.difference(weigh_values(subject, columns), expected.double()) <= most
+    assert oracle.difference(attention_weighted_sums(subject, columns), expected.double()) <= most
 
 
 @pytest.mark.parametrize("embed_dim", [3, 50], ids=["few outputs", "many outputs"])
@@ -57,7 +62,7 @@ def test_norms_are_those_of_each_transformed_value(case: str, embed_dim: int) ->
         [subject.request.v[:, head // 2] @ weight[:, 6 * head : 6 * head + 6].mT for head in range(4)], 1
     )  # (batch, heads, keys, embed_dim)
     expected = (p @ transformed.norm(dim=-1, keepdim=True))[..., 0]
-    found = own_column_of_heads(subject, weigh_values(subject, value_norm_columns(subject, weight)))
+    found = select_own_columns(subject, attention_weighted_sums(subject, projected_value_norms(subject, weight)))
     assert oracle.difference(found, expected) <= 1e-12
     assert oracle.difference(output_norms(subject, weight), (p @ transformed).norm(dim=-1)) <= 1e-12
 
@@ -68,7 +73,7 @@ def test_where_only_the_reference_kernel_would_do_it_tiles_do(monkeypatch: pytes
     q = torch.randn(1, 1, 3000, 4)
     subject = MeasuredCall.of(request_of(q, q, q), torch.zeros(1, 1, 3000), ProbeContext())
     with LargestTensor() as largest:
-        weigh_values(subject, torch.ones(1, 1, 3000, 5))
+        attention_weighted_sums(subject, torch.ones(1, 1, 3000, 5))
     assert 0 < largest.elements < 3000 * 3000 // 8
 
 
@@ -87,7 +92,7 @@ def test_half_precision_is_weighed_in_float32() -> None:
     _, logsumexp = attention_with_logsumexp(q.float(), k.float(), v.float(), kernel="reference")
     subject = MeasuredCall.of(request_of(q, k, v), logsumexp, ProbeContext())
     columns = torch.randn(1, 2, 40, 3)
-    found = weigh_values(subject, columns)
+    found = attention_weighted_sums(subject, columns)
     assert found.dtype == torch.float32
     p = (q.double() @ k.double().mT / 4).softmax(-1)
     assert oracle.difference(found, p @ columns.double()) <= 1e-5
@@ -109,4 +114,4 @@ def test_a_hidden_key_near_the_largest_number_leaves_norms_as_they_are() -> None
 def test_what_is_weighed_is_weighed_before_dropout() -> None:
     q = torch.randn(1, 1, 50, 8)
     subject = MeasuredCall.of(request_of(q, q, q, dropout=0.5), torch.zeros(1, 1, 50), ProbeContext())
-    torch.testing.assert_close(weigh_values(subject, torch.ones(1, 1, 50, 1)), torch.ones(1, 1, 50, 1))
+    torch.testing.assert_close(attention_weighted_sums(subject, torch.ones(1, 1, 50, 1)), torch.ones(1, 1, 50, 1))

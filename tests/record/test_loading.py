@@ -102,14 +102,17 @@ class TestRefusals:
     def test_an_id_that_could_be_a_path(self, good: Path, tmp_path: Path) -> None:
         metadata, tensors = opened(good)
         save_file(tensors, file := tmp_path / "id.safetensors", metadata | {"id": "../../etc"})
-        assert refusal(file) == "FILE is damaged: its id is not one. Save the record again."
+        assert refusal(file) == "FILE is damaged: its id is not 32 hexadecimal digits. Save the record again."
 
     @pytest.mark.parametrize(
         ("change", "finding"),
         [
             (lambda said, tensors: said.update(title=3), "its title should be a text, and is an integer"),
             (lambda said, tensors: said.update(layers={}), "the layers should be a list, and is an object"),
-            (lambda said, tensors: said["layers"][0].update(samples=[]), "the samples of layer 'layers.0' do not fit"),
+            (
+                lambda said, tensors: said["layers"][0].update(samples=[]),
+                "the samples of layer 'layers.0' are inconsis",
+            ),
             (lambda said, tensors: sample(said).update(dtype="object"), "there is no dtype 'object'"),
             (lambda said, tensors: sample(said).update(heads=0), "a number of heads is 0"),
             (
@@ -124,12 +127,12 @@ class TestRefusals:
             (lambda said, tensors: segment(said).update(queries=7), "logsumexp is a torch.float32 tensor of shape"),
             (lambda said, tensors: segment(said).update(keys=7), "k has 6 keys of 7"),
             (lambda said, tensors: segment(said).update(scale="1"), "a scale is not a number"),
-            (lambda said, tensors: segment(said).update(query_start=1 << 50), f"a query's place is {1 << 50}"),
+            (lambda said, tensors: segment(said).update(query_start=1 << 50), f"the position of a query is {1 << 50}"),
             (lambda said, tensors: segment(said).update(mask={"kind": 3}), "3 is not the name of a mask"),
             (lambda said, tensors: segment(said).update(mask=nested(99)), "it is nested too deep"),
             (lambda said, tensors: segment(said).update(mask=joining(1000)), "it combines more than 1,000 masks"),
             (lambda said, tensors: segment(said).update(keys=1 << 29), f"a number of keys is {1 << 29}"),
-            (lambda said, tensors: segment(said).update(key_start=1 << 29), f"a key's place is {1 << 29}"),
+            (lambda said, tensors: segment(said).update(key_start=1 << 29), f"the index of a key is {1 << 29}"),
             (lambda said, tensors: sample(said).update(head_dim=1 << 21), f"a width is {1 << 21}"),
             (lambda said, tensors: sample(said).update(dtype="x" * 999), "there is no dtype 'xxxxx"),
             (lambda said, tensors: segment(said).update(mask={"kind": "Window"}), "A mask of the file cannot be read"),
@@ -138,9 +141,9 @@ class TestRefusals:
                 "A bias of the",
             ),
             (lambda said, tensors: segment(said).update(sinks="0.0.calls"), "sinks is a torch.int64 tensor of shape"),
-            (lambda said, tensors: segment(said).update(sinks=3), "its parts do not fit together"),
+            (lambda said, tensors: segment(said).update(sinks=3), "its contents are inconsistent"),
             (lambda said, tensors: tensors.update({"0.0.q": tensors["0.0.q"].double()}), "q is a torch.float64 tensor"),
-            (lambda said, tensors: tensors.pop("0.0.k"), "its parts do not fit together"),
+            (lambda said, tensors: tensors.pop("0.0.k"), "its contents are inconsistent"),
             (
                 lambda said, tensors: tensors.update({"0.0.calls": torch.tensor([[0, 5, 0, 6]])}),
                 "the calls of a sample",
@@ -234,7 +237,9 @@ def test_keys_of_which_a_file_holds_nothing_are_limited(good: Path, tmp_path: Pa
                 one["pieces"][0]["keys"] = 1 << 23
 
     file = changed(good, tmp_path, claim)
-    assert refusal(file) == ("FILE is damaged: it holds none of the 8,388,608 keys of a sample. Save the record again.")
+    assert refusal(file) == (
+        "FILE is damaged: it stores no data for the 8,388,608 keys of a sample. Save the record again."
+    )
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
@@ -377,7 +382,7 @@ def test_layers_of_a_record_without_numbers_are_numbered_by_their_place(good: Pa
 @pytest.mark.parametrize(
     ("number", "sentence"),
     [
-        (1, "FILE is damaged: two layers have one number. Save the record again."),
+        (1, "FILE is damaged: two layers have the same number. Save the record again."),
         (-1, "FILE is damaged: a layer's number is -1. Save the record again."),
         ("0", "FILE is damaged: a layer's number should be an integer, and is a text. Save the record again."),
     ],
@@ -397,7 +402,7 @@ def test_a_number_that_is_none_is_refused(good: Path, tmp_path: Path, number: ob
         ({"late": {"label": 3}}, "the label of a statistic should be a text, and is an integer"),
         ({"late": {"label": "a" * 101}}, "a label of a statistic has more than 100 characters"),
         ({"late": {"number_format": ".99f"}}, "The number format of late is '.99f'"),
-        ({"late": {"of": "os.system"}}, "its parts do not fit together"),
+        ({"late": {"of": "os.system"}}, "its contents are inconsistent"),
     ],
 )
 def test_a_label_of_a_statistic_that_is_none_is_refused(
@@ -415,10 +420,10 @@ def test_queries_that_count_by_an_unknown_rule_are_refused(good: Path, tmp_path:
 @pytest.mark.parametrize(
     ("part", "what"),
     [
-        (["offset_mass", -4, None], "the part of offset_minus_5_mass is that of offset_minus_4_mass"),
+        (["offset_mass", -4, None], "the part of offset_minus_5_mass belongs to offset_minus_4_mass"),
         (["offset_mass", "a", None], "There is no part ('offset_mass', 'a')"),
         (["entropy", 1, None], "There is no part ('entropy', 1)"),
-        (["offset_mass"], "its parts do not fit together"),
+        (["offset_mass"], "its contents are inconsistent"),
         ({}, "the part of a statistic should be a list, and is an object"),
     ],
 )

@@ -62,18 +62,18 @@ def test_two_ranks_hold_the_heads_of_one() -> None:
         torch.testing.assert_close(found.weights(head), parts[head < 2].layers[0].weights(head % 2))
 
 
-ALONE = "Give those of one run, one of each rank, whose layers and options are equal."
+ALONE = "Give the records of one run, one from each rank, with equal layers and options."
 
 
 @pytest.mark.parametrize(
     ("records", "reason"),
     [
         (lambda: [of_tokens(0), of_tokens(0)], "the sequence is split over 2 ranks, and these are 0, 0"),
-        (lambda: [of_tokens(0), whole()], "MultiHeadAttention of one of them is not a part"),
+        (lambda: [of_tokens(0), whole()], "MultiHeadAttention of one of them was not split over ranks"),
         (lambda: [of_tokens(0), of_tokens(1, tokens=6)], "the sizes of MultiHeadAttention differ"),
         (
             lambda: [of_tokens(0), of_tokens(1, rows=(1, 3))],
-            "their queries are not those of a text with 4",
+            "their queries do not add up to a text with 4",
         ),
         (lambda: [of_heads(0), of_heads(0)], "several of them hold the same heads"),
         (

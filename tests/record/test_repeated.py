@@ -69,11 +69,11 @@ def test_a_file_without_it_still_opens(tmp_path: Path) -> None:
         ),
         (
             lambda one, tensors: one["chance"].pop("repeated_first") and one["shares"].pop("repeated_induction"),
-            "the statistics of repeated tokens do not fit each other",
+            "the statistics of repeated tokens are inconsistent",
         ),
         (
             lambda one, tensors: tensors.update({"0.repeated_first.shares": torch.zeros(3, 2).double()}),
-            "the statistics of repeated tokens do not fit each other",
+            "the statistics of repeated tokens are inconsistent",
         ),
         (
             lambda one, tensors: tensors.update({f"0.{name}.shares": torch.zeros(0, 2).double() for name in NAMES}),
@@ -95,7 +95,7 @@ def test_a_file_without_it_still_opens(tmp_path: Path) -> None:
             lambda one, tensors: tensors.update({"0.repeated_first.chance": torch.full((2,), -0.1).double()}),
             "repeated_first is not a share",
         ),
-        (lambda one, tensors: one["shares"].update(repeated_first="nowhere"), "its parts do not fit together"),
+        (lambda one, tensors: one["shares"].update(repeated_first="nowhere"), "its contents are inconsistent"),
     ],
 )
 def test_what_does_not_hold_together_is_refused(change: Any, finding: str, tmp_path: Path) -> None:

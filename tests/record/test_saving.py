@@ -268,7 +268,7 @@ class TestMasksThatNoFileHolds:
 def test_a_dtype_that_no_file_holds_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(saving.STORED, torch.bool)
+    monkeypatch.delitem(saving.SAFETENSORS_NAMES, torch.bool)
     with pytest.raises(DtypeError) as caught:
         asked(mask=MASKS["keep"]).save(tmp_path / "run.safetensors")
     assert str(caught.value) == (
@@ -330,7 +330,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_samples_than_a_header_can_list_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "HEADER", 100)
+    monkeypatch.setattr(saving, "MAX_HEADER_BYTES", 100)
     with pytest.raises(InputError) as caught:
         read(ids(3, 6)).save(tmp_path / "run.safetensors")
     assert str(caught.value) == (

@@ -36,7 +36,7 @@ def test_joined_rows_read_each_part_from_its_tensor() -> None:
 
 
 def test_joined_rows_do_not_grow() -> None:
-    with pytest.raises(TypeError, match="Joined rows do not grow"):
+    with pytest.raises(TypeError, match="Rows cannot be appended"):
         joined()[0].add(torch.zeros(1, 4, 1, 3))
 
 

@@ -70,8 +70,8 @@ def test_only_the_heads_that_are_looked_at_are_read(file: Path) -> None:
 def test_what_was_read_longest_ago_makes_room(most: int, file: Path) -> None:
     record, expected = Record.load(file, mapped=False), Record.load(file)
     rows = stored(record)
-    held = rows[0].held
-    held.most = most
+    held = rows[0].cache
+    held.max_bytes = most
     for head in (0, 1, 2, 3, 0):
         for layer, other in zip(record.layers, expected.layers, strict=True):
             for sample in range(2):

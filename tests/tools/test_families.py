@@ -151,8 +151,8 @@ def test_attention_that_bypasses_the_interface_is_rejected_or_a_difference_in_th
             return original(self, hidden, *args, **options)
         return hidden, None
 
-    monkeypatch.setattr("tools.families.comparison.require_coverage", lambda model: None)
-    monkeypatch.setattr("multihead.models.huggingface.require_coverage", lambda model: None)
+    monkeypatch.setattr("tools.families.comparison.require_attention_interface", lambda model: None)
+    monkeypatch.setattr("multihead.models.huggingface.require_attention_interface", lambda model: None)
     if not watched:
         monkeypatch.setattr("multihead.models.huggingface.report_bypassing_modules", lambda *_: None)
     monkeypatch.setattr("tools.families.comparison.uses_attention_interface", lambda each: each is type(attention))

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 import multihead as mh
 from multihead.errors import ModelError
 from multihead.models import huggingface
-from multihead.models.coverage import attention_outside_interface, require_coverage, uses_attention_interface
+from multihead.models.coverage import attention_outside_interface, require_attention_interface, uses_attention_interface
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.detours import DETOURS, detour
@@ -144,7 +144,7 @@ def _judge_by_structure(kind: Any, result: Result) -> None:
             uses_attention_interface(type(each)) for each in model.modules()
         ) and not attention_outside_interface(model):
             result.outcome, result.reason = "no attention", ""
-        require_coverage(model)
+        require_attention_interface(model)
     except ModelError as error:
         result.outcome, result.reason = "rejected", _refusal(model, error)
     except Exception:  # noqa: BLE001 - then the first error stands
@@ -338,14 +338,14 @@ def _ours(model: Any, trace: Trace, mutation: str | None) -> Iterator[None]:
         trace.features |= parts_of_call(query, attention_mask, options)
         if mutation is not None:
             attention_mask, options = without(mutation, attention_mask, options)
-        return huggingface.attend_for(module, query, key, value, attention_mask, **options)
+        return huggingface.transformers_attention(module, query, key, value, attention_mask, **options)
 
     with huggingface.install(model):
-        AttentionInterface.register(huggingface.NAME, attend)
+        AttentionInterface.register(huggingface.IMPLEMENTATION_NAME, attend)
         try:
             yield
         finally:
-            AttentionInterface.register(huggingface.NAME, huggingface.attend_for)
+            AttentionInterface.register(huggingface.IMPLEMENTATION_NAME, huggingface.transformers_attention)
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:

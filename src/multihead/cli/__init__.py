@@ -1,6 +1,6 @@
 """The command line `multihead`: one file per command, imported only when the command runs.
 
-Packages beside the library add commands by entry points of the group `multihead.commands`.
+Other packages add commands through the entry point group `multihead.commands`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multihead.locale.escaping import visible
 
 __all__ = ["COMMANDS", "Commands", "main"]
 
-# A new command is a file of this folder with a click command of the same name, and one line here.
+# Name of a command -> its line in `multihead --help`. A file of the same name in this folder defines the command.
 COMMANDS = {
     "look": "Every head of a model on a text: a table, highlights, and one page.",
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
@@ -32,47 +32,47 @@ COMMANDS = {
     "doctor": "Which kernels run here, and why the others do not.",
 }
 
-BAD_INPUT = 2
-INTERRUPTED = 130
-STREAM_ENDED = (errno.EPIPE, errno.ENOSPC, errno.EIO)
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+OUTPUT_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 class Commands(click.Group):
     """A command group that imports a command when it runs and prints an error as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands: those of COMMANDS, then those of other packages."""
-        return [*COMMANDS, *_added_commands()]
+        """Return the names of all commands: the built-in COMMANDS, then the commands added by other packages."""
+        return [*COMMANDS, *_plugin_commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None if there is no such command.
+        """Import a command and return it; None if there is no such command.
 
         Raises:
-            click.UsageError: there is no such command, and the name resembles that of another.
+            click.UsageError: there is no such command, but one with a similar name.
         """
         if cmd_name in COMMANDS:
             command: click.Command = getattr(import_module(f"multihead.cli.{cmd_name}"), cmd_name)
             return command
-        added = _added_commands()
+        added = _plugin_commands()
         if cmd_name not in added and (similar := get_close_matches(cmd_name, [*COMMANDS, *added], n=1)):
             raise click.UsageError(f"No such command {cmd_name!r}. Did you mean {similar[0]!r}?", ctx)
         return added.get(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands; those of the library are not imported for it."""
-        added = {name: command.get_short_help_str(limit=200) for name, command in _added_commands().items()}
+        """Write the list of commands for `multihead --help`, without importing the built-in ones."""
+        added = {name: command.get_short_help_str(limit=200) for name, command in _plugin_commands().items()}
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items(), *added.items()])
 
-    def main(  # type: ignore[override]  # click overloads it on standalone_mode, and this one exits anyway
+    def main(  # type: ignore[override]  # click returns if standalone_mode is False; this method always exits
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
         complete_var: str | None = None,
         **extra: Any,
     ) -> NoReturn:
-        """Run the command line; any error is one line on stderr and exit status 2."""
-        _open_closed_streams()
+        """Run the command line and exit; a wrong argument or input is one line on stderr and exit status 2."""
+        _connect_closed_streams_to_null()
         for stream in (sys.stdout, sys.stderr):
             _replace_unencodable_characters(stream)
         extra["standalone_mode"] = False
@@ -81,14 +81,14 @@ class Commands(click.Group):
         except MultiheadError as error:
             _exit_with_error(str(error))
         except click.Abort:
-            sys.exit(INTERRUPTED)
+            sys.exit(EXIT_INTERRUPTED)
         except click.UsageError as error:
             help_command = f"{error.ctx.command_path} --help" if error.ctx else "multihead --help"
             _exit_with_error(f"{error.format_message()} See `{help_command}`.")
         except click.ClickException as error:
             _exit_with_error(error.format_message())
         except OSError as error:
-            if error.errno not in STREAM_ENDED:
+            if error.errno not in OUTPUT_ERRNOS:
                 raise
             _exit_on_output_error(error)
         try:
@@ -99,8 +99,8 @@ class Commands(click.Group):
 
 
 @cache
-def _added_commands() -> dict[str, click.Command]:
-    """Return the commands of packages beside the library, by name; those of a package that is gone are left out."""
+def _plugin_commands() -> dict[str, click.Command]:
+    """Return the commands that other packages add, by name; entry points of uninstalled packages are skipped."""
     found: dict[str, click.Command] = {}
     for entry in sorted(entry_points(group="multihead.commands")):
         if find_spec(entry.module.partition(".")[0]) is not None:
@@ -111,11 +111,11 @@ def _added_commands() -> dict[str, click.Command]:
 def _exit_with_error(sentence: str) -> NoReturn:
     """Print an error as one line and exit with status 2."""
     click.echo(f"error: {visible(' '.join(sentence.split()))}", err=True)
-    sys.exit(BAD_INPUT)
+    sys.exit(EXIT_BAD_INPUT)
 
 
-def _open_closed_streams() -> None:
-    """Connect standard streams that are closed to the null device.
+def _connect_closed_streams_to_null() -> None:
+    """Open the null device in place of each standard stream that is closed.
 
     Otherwise the next opened file gets the file descriptor of the closed stream, and the output of a library is written
     into that file.

@@ -1,4 +1,4 @@
-"""Read the samples of an audio file: WAV of 8, 16, 24 or 32 bits, or an array of NumPy."""
+"""Read the samples of an audio file: PCM WAV with 8, 16, 24 or 32 bits per sample, or a .npy file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from multihead.files import check_file_name
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ARRAY_RATE = 16_000
-"""Samples per second of an array, because a .npy file does not store a rate; speech models of Hugging Face use it."""
+NPY_SAMPLE_RATE = 16_000
+"""Samples per second assumed for a .npy file, which stores no rate; the rate of Hugging Face's speech models."""
 
 
 def read_audio(file: str) -> tuple[NDArray[np.float32], int]:
     """Return the samples of an audio file, (samples,) from -1 to 1, and their rate in samples per second.
 
-    Several channels are averaged.
+    The channels of a file are averaged.
 
     Raises:
-        InputError: the file does not exist, or is neither a PCM WAV file nor an array of one dimension.
+        InputError: the file does not exist, or is neither a PCM WAV file nor a one-dimensional .npy array.
     """
     check_file_name(file)
     try:
@@ -64,4 +64,4 @@ def _read_array(file: str) -> tuple[NDArray[np.float32], int]:
     found = np.load(file, allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind != "f":
         raise ValueError("it is not an array of floating-point samples in one dimension")
-    return found.astype(np.float32), ARRAY_RATE
+    return found.astype(np.float32), NPY_SAMPLE_RATE

@@ -75,9 +75,10 @@ def compare(
 ) -> None:
     """Rank the heads of two runs by how much their attention changed.
 
-    Heads are ranked by the Jensen-Shannon divergence of their weights, the mean over the queries: 0 is the same
-    attention, 0.693 no key in common. The table shows the kinds of each head in both runs and the share that changed
-    most; --json and --csv have every statistic. `multihead view BEFORE AFTER` shows the maps side by side.
+    Heads are ranked by the Jensen-Shannon divergence of their attention weights in nats, averaged over the queries: 0
+    for identical weights, 0.693 (log 2) for no key in common. The table shows the kinds of each head in both runs and
+    the statistic that changed most; --json and --csv have every statistic. `multihead view BEFORE AFTER` shows the maps
+    side by side.
     """
     check_writable(table_files(json_file, csv_file))
     require("safetensors", purpose="Opening a record", extra="view")

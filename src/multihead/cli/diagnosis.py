@@ -1,4 +1,4 @@
-"""Report which kernels run on this machine, with which instruction sets, and why the others refuse."""
+"""Find which kernels run on this machine, with which instruction sets, and why the others cannot run."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from multihead.kernels.native import library
 from multihead.kernels.native.library import InstructionSet
 from multihead.kernels.plan.bounds import bounds_of
 
-# The capabilities of a CPU, as torch names them, that speed up an attention kernel.
-FEATURES = (
+# CPU capabilities, by torch's names, that make an attention kernel faster.
+CPU_FEATURES = (
     *("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_bf16"),
     *("neon", "sve", "bf16"),  # Arm
 )
 
-MAPS = Path("/proc/self/maps")  # on Linux: every file this process has loaded
+MEMORY_MAP = Path("/proc/self/maps")  # on Linux, lists every file that this process has loaded
 
 
 @dataclass(frozen=True)
 class KernelDiagnosis:
-    """Which kinds of calls one kernel refuses.
+    """Which kinds of attention calls one kernel cannot compute.
 
     Attributes:
-        name: its name.
-        refusals: the kind of call that the kernel refuses -> the reason, in one sentence.
+        name: name of the kernel.
+        refusals: kind of call, such as "dropout" -> why the kernel cannot compute it, in one sentence.
     """
 
     name: str
@@ -49,18 +49,18 @@ class Diagnosis:
     Attributes:
         system: operating system and processor family.
         cpu: the processor's name.
-        features: its vector instructions, as torch sees them.
-        torch_version: the version of torch.
-        threads: threads of one operator of torch, which the native kernel follows.
-        library: file of the native kernel, or None.
-        absence: why there is none, or None.
-        sets: the native kernel's instruction sets.
-        requested: the set that the environment variable MULTIHEAD_CPU requests, or None.
-        chosen: the set that is used, or None.
-        refusal: why the requested set cannot be used, or None.
-        lacking: a sentence if this build lacks a faster set, or None.
-        runtimes: the OpenMP runtimes loaded; None where the system does not list them.
-        kernels: every kernel, the fastest first.
+        features: the processor's vector instruction sets, by torch's names.
+        torch_version: version of torch.
+        threads: number of threads that torch and the native kernel use per operator.
+        library: shared library of the native kernel, or None.
+        absence: why there is no native kernel, or None.
+        sets: instruction sets that the native kernel knows.
+        requested: instruction set named by the environment variable MULTIHEAD_CPU, or None.
+        chosen: instruction set that is used, or None.
+        refusal: why the requested instruction set cannot be used, or None.
+        lacking: warning that the processor has a faster instruction set that was not compiled, or None.
+        runtimes: files of the loaded OpenMP runtimes; None where the operating system does not list them.
+        kernels: the diagnosis of each kernel, the fastest kernel first.
     """
 
     system: str
@@ -80,7 +80,7 @@ class Diagnosis:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The problems of this machine, each with its remedy; empty where there are none."""
+        """One sentence for each problem of this machine and how to fix it."""
         problems = []
         if self.absence is not None:
             problems.append(
@@ -116,7 +116,7 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         system=f"{platform.system()} {platform.machine()}",
         cpu=str(capabilities.get("cpu_name") or platform.processor() or "unknown"),
-        features=tuple(name for name in FEATURES if capabilities.get(name)),
+        features=tuple(name for name in CPU_FEATURES if capabilities.get(name)),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
         library=library.path_of_library(),
@@ -131,11 +131,11 @@ def diagnose() -> Diagnosis:
     )
 
 
-def openmp_runtimes(maps: Path = MAPS) -> tuple[Path, ...] | None:
-    """Return the OpenMP runtimes that this process has loaded, or None where the system does not list them.
+def openmp_runtimes(maps: Path = MEMORY_MAP) -> tuple[Path, ...] | None:
+    """Return the OpenMP runtimes that this process has loaded; None where the operating system does not list them.
 
     Args:
-        maps: the memory map of the process, in the format of Linux.
+        maps: file with the memory map of the process, in the format of Linux.
     """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -152,7 +152,7 @@ def _cpu_capabilities() -> dict[str, object]:
 
 
 def _diagnose_kernel(name: str) -> KernelDiagnosis:
-    """Return which kinds of calls a kernel refuses."""
+    """Try a small call of each kind on a kernel, and return the kinds that it cannot compute."""
     refusals = {}
     calls = _small_calls_by_kind()
     for kind, request in calls.items():
@@ -165,7 +165,7 @@ def _diagnose_kernel(name: str) -> KernelDiagnosis:
 
 
 def _small_calls_by_kind() -> dict[str, AttentionRequest]:
-    """Return a small attention call for each kind of call that some kernel may refuse, by the kind's name."""
+    """Return small attention calls that some kernel may not support, by what is special in them, such as "softcap"."""
 
     def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(1, 1, 2, 8, dtype=dtype)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from multihead.cli.console import print_sentence, width_of, wrap_words
+from multihead.cli.console import print_sentence, text_width, wrap_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from multihead.cli.diagnosis import Diagnosis
     from multihead.kernels.native.library import InstructionSet
 
-LABEL = 14  # width of the labels; the longest is "emulated_amx"
+LABEL_WIDTH = 14  # columns reserved for the labels; the longest label is "emulated_amx"
 EXAMPLES = """
 \b
 Examples:
@@ -28,8 +28,8 @@ Examples:
 def doctor() -> None:
     """Show which kernels run here, and why the others do not.
 
-    Reports the processor and the threads that torch uses, the native kernel and its instruction sets, the loaded
-    OpenMP runtimes, and for each kernel which of several kinds of calls it supports.
+    Reports the processor, the number of threads that torch uses, the native kernel and its instruction sets, the
+    loaded OpenMP runtimes, and for each kernel the kinds of attention calls that it cannot compute.
     """
     # Imported here, so that --help does not load torch.
     from rich.console import Console
@@ -77,7 +77,7 @@ def _print_native_kernel(console: Console, found: Diagnosis) -> None:
 
 
 def _state_of_instruction_set(each: InstructionSet, found: Diagnosis) -> str:
-    """Return whether an instruction set is used, runs here, or why it does not."""
+    """Return a phrase: whether an instruction set is used or could run here, else why it cannot."""
     if each.name == found.chosen:
         return "used: set by MULTIHEAD_CPU" if found.requested else "used: the fastest that runs here"
     if not each.compiled:
@@ -103,7 +103,7 @@ def _print_kernels(console: Console, found: Diagnosis) -> None:
 
 
 def _print_entry(console: Console, label: str, text: str) -> None:
-    """Print a label and its text, wrapped next to the label."""
-    for number, line in enumerate(wrap_words(text, width_of(console) - 3 - LABEL)):
-        console.print(f"   {'' if number else label:<{LABEL}}", style="dim", end="", markup=False)
+    """Print a label and, in the column next to it, its text."""
+    for number, line in enumerate(wrap_words(text, text_width(console) - 3 - LABEL_WIDTH)):
+        console.print(f"   {'' if number else label:<{LABEL_WIDTH}}", style="dim", end="", markup=False)
         console.print(line, markup=False)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
 
-# The statistics in the terminal.
+# Statistics that are columns of the table in the terminal, in this order.
 COLUMNS = (
     "entropy",
     "effective_keys",
@@ -35,8 +35,8 @@ COLUMNS = (
     "special_mass",
     "largest_weight",
 )
-# Where the terminal has no room for all, and a head's kind is shown whole.
-FIRST_LEFT_OUT = (
+# In a narrow terminal columns are dropped in this order, so that the kind of a head is not cut off.
+COLUMN_DROP_ORDER = (
     "distance_spread",
     "mean_distance",
     "special_mass",
@@ -48,12 +48,12 @@ FIRST_LEFT_OUT = (
     "previous_mass",
     "entropy",
 )
-# Measured by --textbook; the table shows the one that it is sorted by.
+# Statistics measured by --textbook; the table has a column for one of them only if it is sorted by that one.
 REPEATED_COLUMNS = ("repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first")
-NARROW = 90
-NAMED = 4  # textbook heads listed per kind
-MOST_LEVELS = 4  # rows at the end of the table with chance levels
-HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
+NARROW_WIDTH = 90
+MAX_LISTED_HEADS = 4  # maximum number of textbook heads listed per kind
+MAX_CHANCE_ROWS = 4  # maximum number of rows with chance levels at the end of the table
+MEMORY_REPORT_THRESHOLD = 1_000_000_000  # bytes of attention weights from which memory use is reported
 
 
 def print_heads(
@@ -65,7 +65,7 @@ def print_heads(
     sort: str,
     lang: str,
 ) -> None:
-    """Print a line about the model and its text, the table of heads, and the highlights."""
+    """Print a sentence about the model and its input, the table of heads, and the highlights."""
     from rich.console import Console
 
     from multihead.record.analysis.highlights import findings
@@ -76,7 +76,7 @@ def print_heads(
     repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
     if sort in repeats or any(repeats.intersection(row["kind"].split("+")) for row in rows):
         console.print(text("look.on repeats", lang), markup=False)
-    # With two texts, "the first token" is not one token.
+    # With two texts (encoder and decoder) "the first token" would be ambiguous.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
     found = findings(
         record.layers, tokens=tokens, special=run.texts[0].special, lang=lang, profiles=profiles, among=record.all_kinds
@@ -87,7 +87,7 @@ def print_heads(
 
 
 def _sentence_on_input(record: Record, run: ModelInputs, lang: str) -> str:
-    """Return the sentence on the model, its heads, and the tokens that it read."""
+    """Return a sentence with the model's name, its number of layers and heads, and the number of tokens it read."""
 
     def count_tokens(encoded: EncodedText) -> str:
         number = len(encoded.tokens)
@@ -102,7 +102,7 @@ def _sentence_on_input(record: Record, run: ModelInputs, lang: str) -> str:
 
 
 def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
-    """Print the strongest heads of each kind that was measured on repeated random tokens."""
+    """Print the strongest heads of each kind (such as induction heads) that is measured on repeated random tokens."""
     from rich.cells import cell_len
 
     from multihead.kinds import KINDS, percent
@@ -120,9 +120,9 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
             for head, kinds in enumerate(one.kinds)
             if kind in kinds
         )
-        named = ", ".join(f"L{layer} H{head} {percent(-share)}" for share, _, layer, head in heads[:NAMED])
+        named = ", ".join(f"L{layer} H{head} {percent(-share)}" for share, _, layer, head in heads[:MAX_LISTED_HEADS])
         if heads:
-            more = ", …" if len(heads) > NAMED else ""
+            more = ", …" if len(heads) > MAX_LISTED_HEADS else ""
             chance = text("look.chance of", lang, chance=percent(max(level for _, level, _, _ in heads)))
             named = f"{named}{more}{section(lang, 'common')['join.sentences']}{chance}"
         if kind == "repeated_first" and heads:
@@ -134,7 +134,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
 
 def print_memory_and_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
     """Print the memory used, the files written, and how to see more."""
-    if memory.weights >= HEAVY and memory.peak is not None:
+    if memory.weights >= MEMORY_REPORT_THRESHOLD and memory.peak is not None:
         sizes = {name: _readable_size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
         click.echo("\n" + text("look.memory", lang, **sizes))
     click.echo("\n" + text("look.page", lang, page=page))
@@ -160,7 +160,7 @@ def _readable_size(num_bytes: int) -> str:
 def _table_of_heads(
     rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str, *, sort: str = "layer"
 ) -> Any:
-    """Lay out the table: one row per head, with its kind and as many of its means as the width has room for."""
+    """Return a rich table: one row per head, with its kind and the mean of each statistic that fits into `width`."""
     from rich import box
     from rich.cells import cell_len
     from rich.table import Table
@@ -176,7 +176,7 @@ def _table_of_heads(
         role = [_name_of_role(row["role"], lang)] if has_roles else []
         words.append([f"L{row['layer']} H{row['head']}", *role, named])
     headings = [text(f"look.{name}", lang) for name in (("head", "role", "kind") if has_roles else ("head", "kind"))]
-    padding = 0 if width < NARROW else 1
+    padding = 0 if width < NARROW_WIDTH else 1
     *fixed, kind = [max(map(cell_len, cells)) for cells in zip(headings, *words, strict=True)]
     fixed[0] = max(fixed[0], cell_len(text("look.chance", lang)))
     taken = sum(fixed) + min(kind, width // 3) + len(fixed) * (1 + padding)
@@ -188,13 +188,13 @@ def _table_of_heads(
         drawn.add_column(_column_heading(each, lang), justify="right", no_wrap=True)
     for row, cells in zip(rows, words, strict=True):
         drawn.add_row(*cells, *[each.number(row[each.name]) if each.name in row else "" for each in shown])
-    chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different levels of chance
+    chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different chance levels
     for row in rows:
         numbers = [each.number(row.get(each.name + CHANCE)) for each in shown]
         level = tuple("" if number == "-" else number for number in numbers)
         chances.setdefault(level, set()).add(row.get("role", ""))
     drawn.add_section()
-    for level, roles in [*chances.items()][:MOST_LEVELS]:
+    for level, roles in [*chances.items()][:MAX_CHANCE_ROWS]:
         role = [_name_of_role("".join(roles) if len(roles) == 1 else "", lang)] if has_roles else []
         drawn.add_row(text("look.chance", lang), *role, "", *level)
     return drawn
@@ -203,7 +203,7 @@ def _table_of_heads(
 def _fitting_statistics(
     rows: Sequence[Mapping[str, Any]], width: int, gap: int, lang: str, sort: str
 ) -> list[Statistic]:
-    """Return the statistics whose columns fit into a width, a gap before each; that of the sort order is always one."""
+    """Return the statistics whose columns fit into `width`, a `gap` before each; the sort column is never dropped."""
     from rich.cells import cell_len
 
     from multihead.probes.catalogue import statistic
@@ -219,7 +219,7 @@ def _fitting_statistics(
         )
         for each in shown
     }
-    for name in FIRST_LEFT_OUT:
+    for name in COLUMN_DROP_ORDER:
         if sum(widths.values()) > width and name != sort:
             widths.pop(name, None)
     return [each for each in shown if each.name in widths]
@@ -230,7 +230,7 @@ def _name_of_role(role: str, lang: str) -> str:
 
 
 def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> str:
-    """Return a head's first kind, with "*" if it was measured on repeated random tokens, and the number of others."""
+    """Return e.g. "induction* +1": the first kind, "*" if measured on repeated tokens, and how many more kinds."""
     from multihead.kinds import kinds_by_name
 
     first = kinds_by_name(kinds)[names[0]]
@@ -241,7 +241,7 @@ def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> st
 
 
 def _column_heading(shown: Statistic, lang: str) -> str:
-    """Return the two lines above a column: the short label and the unit, or a label of two words."""
+    """Return the heading of a column in two lines: the short label and the unit, or the label split into two."""
     from multihead.probes.catalogue import PROBES, REPEATED
 
     on_repeats = shown.name in REPEATED

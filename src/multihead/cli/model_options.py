@@ -1,4 +1,4 @@
-"""The options of commands that run a model: its layers, its device and its dtype."""
+"""Options shared by commands that run a model: --layers, --device and --dtype."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parse_layers(layers: str) -> list[int]:
-    """Parse "0,3-5" as [0, 3, 4, 5].
+    """Parse layer numbers and ranges, such as "0,3-5".
 
     >>> parse_layers("0,3-5")
     [0, 3, 4, 5]
 
     Raises:
-        UsageError: `layers` does not have this form.
+        UsageError: `layers` is not a list of numbers and ranges.
     """
     found: list[int] = []
     for part in layers.replace("，", ",").split(","):

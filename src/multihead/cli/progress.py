@@ -1,4 +1,4 @@
-"""Show the progress of slow steps on stderr: a bar on a terminal, plain lines at intervals anywhere else."""
+"""Show the progress of slow steps on stderr: a bar on a terminal, else a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from multihead.locale.texts import text
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-FIRST = 2.0
-"""Seconds after which a step that is still running gets its first line."""
+FIRST_LINE_AFTER = 2.0
+"""Seconds that a step must run before its first line is printed."""
 
-INTERVAL = 10.0
-"""Seconds between the later lines of a step."""
+LINE_INTERVAL = 10.0
+"""Seconds between further lines of a running step."""
 
 
 class Steps:
-    """The steps of a command, one after the other; a context manager.
+    """Context manager that shows the progress of a command's steps, which run one after the other.
 
-    Without a terminal (output redirected to a file or another program), a step that takes less than `FIRST` seconds
-    prints nothing. A thread prints the lines, because a step may compute for minutes without a call.
+    Without a terminal (output redirected to a file or another program), a step that takes less than `FIRST_LINE_AFTER`
+    seconds prints nothing. A thread prints the lines, because a step may run for minutes without calling `show`.
 
     Args:
         lang: language of the lines, "en" or "zh".
@@ -55,10 +55,10 @@ class Steps:
         """Show how much of a step is done; a step with a new name ends the previous step.
 
         Args:
-            step: its name, in the language of the command.
-            done: the number of parts that are done.
-            total: the number of all its parts, or None where that is unknown.
-            detail: what else changes while it runs, such as a rate.
+            step: name of the step, in the language of the command.
+            done: number of its parts that are done.
+            total: number of its parts, or None where unknown.
+            detail: text printed after the name, such as a rate.
         """
         self._shown.show(step, done, total, detail)
 
@@ -101,7 +101,7 @@ class _ProgressBars:
 
 
 class _ProgressLines:
-    """Prints the current step as plain lines, from `show` or from a thread, whichever first finds a line due."""
+    """Prints a plain line about the current step every `LINE_INTERVAL` seconds, from `show` or a background thread."""
 
     def __init__(self, lang: str) -> None:
         self._lang = lang
@@ -120,7 +120,7 @@ class _ProgressLines:
             if step != self._step:
                 self._end_step()
                 self._step, self._began = step, time.monotonic()
-                self._due = self._began + FIRST
+                self._due = self._began + FIRST_LINE_AFTER
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._print_periodically, daemon=True)
                     self._thread.start()
@@ -140,7 +140,7 @@ class _ProgressLines:
             self._thread.join()
 
     def _end_step(self) -> None:
-        if self._printed:  # a step that was announced is also reported as finished
+        if self._printed:  # a step with a line of progress also gets a line at its end
             self._print_line(finished=True)
         self._step, self._printed = None, False
 
@@ -165,5 +165,5 @@ class _ProgressLines:
             line = text("progress.counted", self._lang, done=f"{int(self._done):,}", total=f"{self._total:,}", **values)
         else:
             line = text("progress.running", self._lang, **values)
-        self._printed, self._due = True, now + INTERVAL
+        self._printed, self._due = True, now + LINE_INTERVAL
         click.echo(line, err=True)

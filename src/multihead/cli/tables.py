@@ -1,4 +1,4 @@
-"""Write the rows of a command as JSON and CSV files, or print one of them."""
+"""Write the table of a command as JSON and CSV files, or print one of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from multihead.files import write_atomically
 
 
 def table_files(json_file: str | None, csv_file: str | None) -> list[str]:
-    """Return the files that a command writes its rows to; "-" is standard output, which has room for one form.
+    """Return which of the two output files are real files; "-" is standard output and can be given once.
 
     Raises:
-        UsageError: both forms were chosen for standard output.
+        UsageError: both files are "-".
     """
     if json_file == csv_file == "-":
         raise click.UsageError(
@@ -25,7 +25,7 @@ def table_files(json_file: str | None, csv_file: str | None) -> list[str]:
 
 
 def write_tables(rows: Sequence[Mapping[str, Any]], *, json_file: str | None, csv_file: str | None) -> None:
-    """Write rows to a JSON and a CSV file; the name "-" prints them, None skips the format."""
+    """Write rows as JSON and as CSV; the file "-" prints them, None skips the format."""
     # Imported here, so that --help does not load torch.
     from multihead.viewer.downloads import table_csv, table_json
 

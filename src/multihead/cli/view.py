@@ -42,7 +42,7 @@ RECORD is a file written by `seen.save("run.safetensors")`, after `with multihea
 Coarse levels of long texts are built once and stored next to it, in RECORD.levels.
 """
 
-NEEDED = ("jinja2", "starlette", "uvicorn", "safetensors")
+REQUIRED_PACKAGES = ("jinja2", "starlette", "uvicorn", "safetensors")
 
 
 @click.command(epilog=EXAMPLES)
@@ -69,10 +69,10 @@ def view(
 ) -> None:
     """Show every head of one or more saved records in the browser.
 
-    The page has the grid and the table of all heads and each head's map, from the whole text to single weights;
-    two heads or two runs side by side, and their difference. It is served to this machine alone.
+    The page has a grid and a table of all heads, the attention map of each head, from the whole text to single
+    weights, and comparisons of two heads or two runs. Only this machine can open it.
     """
-    require(*NEEDED, purpose="The viewer", extra="view")
+    require(*REQUIRED_PACKAGES, purpose="The viewer", extra="view")
     # Imported here, so that --help does not load the server.
     from rich.console import Console
 
@@ -110,7 +110,7 @@ def view(
     with _exit_on_sigterm(), _redirecting_page() as redirect, Steps(lang) as steps:
 
         def show_progress(done: float, total: int) -> None:
-            """Show how many heads have coarse levels, until all of them are built."""
+            """Show for how many heads the coarse attention maps of long texts have been built."""
             if done < total:
                 steps.show(text("view.bar", lang), done, total)
             else:
@@ -127,7 +127,7 @@ def view(
 
 
 def import_user_module(module: str) -> None:
-    """Import a module of the user, from the current folder too, as `python -m` does.
+    """Import a module by name from the environment or the current folder.
 
     Raises:
         InputError: the module does not exist.
@@ -145,12 +145,12 @@ def import_user_module(module: str) -> None:
 
 @contextmanager
 def _redirecting_page() -> Iterator[Callable[[str], str]]:
-    """Yield a function that writes a page redirecting to an address, and returns the URL of that page.
+    """Yield a function that writes an HTML page redirecting to an address, and returns the file:// URL of the page.
 
-    Every user of the machine can read the command line of the browser, and the viewer's address contains its token.
-    So the browser opens a file that only this user can read. The file and its folder are removed at the end.
+    Every user of the machine can read the command line of the browser, and the viewer's address contains its access
+    token. So the browser opens a file that only this user can read, which is deleted when the context exits.
     """
-    with tempfile.TemporaryDirectory(prefix="multihead-") as folder:  # for this user alone (mode 700)
+    with tempfile.TemporaryDirectory(prefix="multihead-") as folder:  # only this user can open it (mode 700)
 
         def write_redirect(address: str) -> str:
             place = Path(folder) / "open.html"
@@ -168,7 +168,7 @@ def _redirecting_page() -> Iterator[Callable[[str], str]]:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception within the block, so that temporary files are removed."""
+    """Raise SystemExit on SIGTERM within the context, so that temporary files are deleted."""
 
     def exit_with_signal_status(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -187,14 +187,14 @@ def _load_records(files: Sequence[str]) -> list[RecordedRun]:
     groups = _join_ranks([(Path(file), Record.load(file, mapped=False)) for file in files])
     names = [path.name for path, _ in groups]
     return [
-        # Files with the same name are shown with their folders.
-        RecordedRun(path.name if names.count(path.name) == 1 else str(path), record, _folder_of_levels(path, record))
+        # Records whose files have the same name are shown with the full path.
+        RecordedRun(path.name if names.count(path.name) == 1 else str(path), record, _levels_cache_folder(path, record))
         for path, record in groups
     ]
 
 
 def _join_ranks(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
-    """Join records of single ranks to one record; records that are whole are returned as they are."""
+    """Join the records of single ranks (sequence or tensor parallelism) to one; return complete records unchanged."""
     from multihead.observation.record import Record
 
     parts = [record for _, record in records if record.is_part]
@@ -202,13 +202,13 @@ def _join_ranks(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]
         return records
     if len(parts) < len(records):
         raise InputError(
-            "Some of the records are those of single ranks, and others are whole.",
+            "Some of the records are from single ranks, and others are complete.",
             'Give the ranks of one run as a pattern: multihead view "run.*.safetensors" other.safetensors.',
         )
     return [(records[0][0], Record.joined(parts))]
 
 
-def _folder_of_levels(path: Path, record: Record) -> Path:
-    """Return the folder of the coarse levels: next to the file, or to the first of the files that a pattern matches."""
+def _levels_cache_folder(path: Path, record: Record) -> Path:
+    """Return the folder that caches the coarse attention maps of a record: next to its file, or its first file."""
     name = path.name if path.exists() else f"{record.id}.safetensors"
     return path.with_name(f"{name}.levels")

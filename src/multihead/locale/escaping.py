@@ -12,7 +12,7 @@ ACTING = re.compile(
 
 
 def visible(text: object) -> str:
-    r"""Replace control and direction characters by escapes, so that a name from a file cannot move the cursor or hide.
+    r"""Replace control and direction characters by escapes, so that untrusted text cannot act on the terminal.
 
     >>> print(visible("a\x1b[31mb\n\u202ec"))
     a\x1b[31mb\n\u202ec

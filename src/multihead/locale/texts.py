@@ -1,10 +1,10 @@
 """Look up the texts of pages and commands by language and key.
 
-`en.json` and `zh.json` next to this file have the same keys with the same placeholders; a package beside the library
-has a store of its own, such as `multihead_lab.locale`. Their first level is the page
-or the command that uses a text; `common` is for all of them, and `page` for the report and the viewer. A key joins the
-names of the levels with dots: `look.doing.watching`. Labels and units of statistics are only in `zh.json`: the English
-ones come from their definitions (`probes.catalogue`).
+`en.json` and `zh.json` next to this file have the same keys with the same placeholders; another package may have such
+files too, such as `multihead_lab.locale`. The first level of a file is the page or the command that uses a text;
+`common` is for all of them, and `page` for the report and the viewer. A key joins the names of the levels with dots:
+`look.doing.watching`. Labels and units of statistics are only in `zh.json`: the English ones come from their
+definitions (`probes.catalogue`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_language(lang: str) -> None:
 def text(key: str, lang: str, /, **values: object) -> str:
     """Return a text with its placeholders filled in.
 
-    `key` is the page or command and the name of the text, joined by dots. Raises KeyError if a text or a placeholder
-    is missing.
+    `key` is the page or command and the name of the text, joined by dots. Raises KeyError if there is no such text, or
+    a value for a placeholder is missing.
 
     >>> text("look.tokens", "en", n=3), text("look.tokens", "zh", n=3)
     ('3 tokens', '3 个词元')
@@ -43,12 +43,12 @@ def text(key: str, lang: str, /, **values: object) -> str:
 
 @cache
 def section(lang: str, *names: str, store: str = __package__) -> Mapping[str, str]:
-    """Return all texts of the named pages or commands; keys are without the name of the page.
+    """Return all texts of some pages or commands by key, without the page's name in the key.
 
     Args:
         lang: "en" or "zh".
-        names: those of the pages or commands.
-        store: the package with the files of texts.
+        names: names of the pages or commands.
+        store: package that contains `en.json` and `zh.json`.
 
     >>> section("en", "common", "look")["audio"]
     'audio'
@@ -62,7 +62,7 @@ def section(lang: str, *names: str, store: str = __package__) -> Mapping[str, st
 
 
 def statistic_label(name: str, lang: str, default: str) -> str:
-    """Return the label of a statistic; in English, or for a user-defined statistic, the one of its definition.
+    """Return the translated label of a statistic; `default` in English and for a user-defined statistic.
 
     >>> statistic_label("entropy", "zh", "entropy"), statistic_label("late_mass", "zh", "late")
     ('熵', 'late')
@@ -71,7 +71,7 @@ def statistic_label(name: str, lang: str, default: str) -> str:
 
 
 def short_statistic_label(name: str, lang: str, default: str) -> str:
-    """Return the short label of a statistic for a narrow column; see `statistic_label`."""
+    """Return the translated short label of a statistic, for a narrow column; `default` where there is none."""
     return _texts_in_language(lang).get(f"common.short statistic.{name}", default)
 
 

@@ -11,10 +11,10 @@ from multihead.models.pretrained import pretrained_models
 
 
 def alignment_heads(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the alignment heads of the models in a module, by the qualified name of their cross-attention layer.
+    """Return the alignment heads of the models in a module: qualified name of a cross-attention layer -> its heads.
 
-    Whisper's generation config lists them as [decoder layer, head]; its word timestamps are computed from them
-    (https://github.com/openai/whisper). An entry that names no layer or head of the model is left out.
+    Whisper's generation config lists these heads as [decoder layer, head], and Whisper computes word timestamps from
+    them (https://github.com/openai/whisper). An entry that names no layer or head of the model is left out.
     """
     found: dict[str, set[int]] = {}
     names = {id(module): name for name, module in model.named_modules()}

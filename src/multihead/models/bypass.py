@@ -1,8 +1,9 @@
-"""Find the modules of a running model whose attention bypasses ours.
+"""Find modules of a running Hugging Face model that compute attention without calling this library.
 
-Which code of a forward runs is known only at run time: a layer may compute its own attention for one index, or read
-the mask and ignore transformers' AttentionInterface. So modules that look attention up in the interface, and modules
-that read the mask of `mask_for`, are watched: each must make a call of ours, itself or in its submodules.
+This can only be detected at run time: a layer may compute its own attention at one layer index, or read the mask and
+ignore transformers' AttentionInterface. So hooks watch the modules that look attention up in the interface, and the
+modules that read the mask of `transformers_mask`. During its forward pass each of them must call this library's
+attention at least once.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from torch import nn
 
 from multihead.errors import ModelError
 from multihead.models.coverage import any_base_uses_interface, multiplies_matrices
-from multihead.models.lazy_mask import uses
-from multihead.models.pretrained import innermost_model, is_within
-from multihead.models.rejection import CHOICE
+from multihead.models.lazy_mask import mask_reads
+from multihead.models.pretrained import innermost_model, is_submodule_of
+from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
 from multihead.tensors.undo import Undo
 
 Report = Callable[[str], object]
 
 
 class CallCounts(threading.local):
-    """How many attention calls this thread has made.
+    """Number of calls of this library's attention in this thread.
 
     Attributes:
         count: number of calls so far.
-        before: per id of a module, `count` and how often masks had been read when it began its newest forward pass.
+        before: id of a module -> `count`, and the number of mask reads, when its newest forward pass began.
     """
 
     def __init__(self) -> None:
@@ -46,24 +47,24 @@ calls = CallCounts()
 def report_bypassing_modules(
     undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: Report
 ) -> None:
-    """Report modules that run without a call of ours, though they compute attention or read our mask.
+    """Add hooks that report modules that compute attention or read its mask, but never call this library's attention.
 
     Args:
         undo: receives the steps that remove the hooks.
         model: a module that contains models of transformers.
-        models: these models, by qualified name.
-        implementation: the name of our attention; while a model runs another one, nothing is reported.
-        report: receives a sentence that names the module.
+        models: the models of transformers in `model`, by qualified name.
+        implementation: name of this library's attention in transformers; models that use another one are not checked.
+        report: called with a sentence that names the module.
     """
     attending = [name for name, module in model.named_modules() if any_base_uses_interface(type(module))]
     for name, module in model.named_modules():
         around = innermost_model(name, models)
         attends = name in attending
         kind: Any = type(module)
-        if kind.__module__.split(".")[0] == "multihead":  # a layer of this library counts as a call
+        if kind.__module__.split(".")[0] == "multihead":  # a forward pass of this library's own layers counts as a call
             undo.hook_after_forward(module, partial(_count_call))
-        # Parts of an attention layer, such as the indexer of sparse attention, may read the mask without attending.
-        reads = _may_use_mask(kind) and not any(is_within(name, each) for each in attending)
+        # Submodules of an attention layer, such as the indexer of sparse attention, may read the mask only.
+        reads = _may_attend_with_mask(kind) and not any(is_submodule_of(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.hook_before_forward(module, _begin_forward)
@@ -72,7 +73,7 @@ def report_bypassing_modules(
             )
 
 
-def raise_rejection(sentence: str) -> None:
+def raise_bypass_error(sentence: str) -> None:
     """Raise the error for a module that ran without calling the attention of this library.
 
     Raises:
@@ -92,7 +93,7 @@ def _count_call(*_: object) -> None:
 
 def _begin_forward(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():
-        calls.before[id(module)] = calls.count, uses.count
+        calls.before[id(module)] = calls.count, mask_reads.count
 
 
 def _report_if_bypassed(
@@ -101,15 +102,15 @@ def _report_if_bypassed(
     if torch.compiler.is_compiling():
         return
     before = calls.before.pop(id(module), None)
-    if before is None or before[0] != calls.count or not (attends or before[1] != uses.count):
+    if before is None or before[0] != calls.count or not (attends or before[1] != mask_reads.count):
         return
-    if getattr(config, CHOICE, None) == implementation and not _is_compiled(module):
+    if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation and not _is_compiled(module):
         read = "" if attends else "read the attention mask, and "
         report(f"{name} ({type(module).__name__}) {read}ran without a call of this library's attention.")
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a part of a module, or the code that runs it, is compiled: then its calls cannot be counted."""
+    """Whether a module, a submodule of it, or its caller is compiled, so that its calls cannot be counted."""
     if "torch._dynamo" not in sys.modules:
         return False
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -120,8 +121,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 @cache
-def _may_use_mask(kind: Any) -> bool:
-    """Whether modules of a class can compute attention with a mask: its forward multiplies and has a mask argument."""
+def _may_attend_with_mask(kind: Any) -> bool:
+    """Whether the forward of a class multiplies matrices and takes a mask, and so may compute attention."""
     if kind.__module__.split(".")[0] in ("multihead", "torch"):
         return False
     parameters = inspect.signature(kind.forward).parameters.values()

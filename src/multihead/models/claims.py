@@ -10,16 +10,16 @@ from typing import Any, BinaryIO
 
 from multihead.errors import ModelError
 
-MOST_LAYERS = 4096
-"""Maximum number of layers in a configuration; the deepest transformers have 1,000, and building each takes a
-millisecond or more, whether the file has weights for it or not."""
+MAX_LAYERS = 4096
+"""Maximum number of layers in a configuration; the deepest published models have 1,000. Without a limit, a broken file
+could make transformers build layers for hours: a millisecond or more for each."""
 
-MOST_LABELS = 10_000_000
-"""Maximum number of classes in a configuration; transformers creates a name for each."""
+MAX_LABELS = 10_000_000
+"""Maximum number of classes (`num_labels`) in a configuration; transformers creates a string for each class."""
 
-# Matches num_hidden_layers, n_layer, encoder_layers, depths, num_hidden_groups and inner_group_num of ALBERT ...
-_COUNTED = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
-_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # type of a number -> its bytes
+# Matches entries such as num_hidden_layers, n_layer, encoder_layers, depths, and inner_group_num of ALBERT.
+_LAYER_COUNT = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
+_GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # number type -> bytes
 _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _GGUF_INTEGERS = {4: "I", 5: "i", 10: "Q", 11: "q"}
 
@@ -29,13 +29,13 @@ def check_configured_sizes(model: str, config: Any) -> None:
 
     Args:
         model: name of the model for the error message.
-        config: its configuration, parsed from JSON.
+        config: the configuration, parsed from JSON.
 
     Raises:
-        ModelError: a number is above the maximum.
+        ModelError: a number is above MAX_LAYERS or MAX_LABELS.
     """
     for name, number in _configured_sizes(config):
-        most = MOST_LABELS if name == "num_labels" else MOST_LAYERS
+        most = MAX_LABELS if name == "num_labels" else MAX_LAYERS
         if number > most:
             raise ModelError(
                 f"{model} cannot be read: {name} is {number:,} in its configuration.",
@@ -44,19 +44,19 @@ def check_configured_sizes(model: str, config: Any) -> None:
 
 
 def _configured_sizes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield the name and value of each number of layers or classes in a configuration, nested ones included."""
+    """Yield the name and value of each entry that counts layers or classes, in nested configurations too."""
     left = [("", config)]
-    for name, value in left:  # the loop appends to this list
+    for name, value in left:  # the body appends nested values to this list
         if isinstance(value, dict):
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list):
             left += [(name, each) for each in value]
-        elif isinstance(value, int) and (name == "num_labels" or _COUNTED.search(name)):
+        elif isinstance(value, int) and (name == "num_labels" or _LAYER_COUNT.search(name)):
             yield name, value
 
 
 def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:
-    """Read the number of layers, {"num_layers": n}, from the header of a GGUF file; {} where it is not stated."""
+    """Read {"num_layers": n} from the header of a GGUF file; {} if the header has no number of layers."""
 
     def read_number(form: str) -> int:
         return int(struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0])
@@ -66,13 +66,13 @@ def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:
             file.seek(read_number("Q"), os.SEEK_CUR)
         elif kind == _GGUF_ARRAY:
             of, length = read_number("I"), read_number("Q")
-            if of in _GGUF_SIZES:
-                file.seek(_GGUF_SIZES[of] * length, os.SEEK_CUR)
+            if of in _GGUF_BYTES:
+                file.seek(_GGUF_BYTES[of] * length, os.SEEK_CUR)
             else:
-                for _ in range(length):  # a read past the end of the file raises, which ends the loop
+                for _ in range(length):  # a wrong length ends with an error at the end of the file
                     skip_value(of)
         else:
-            file.seek(_GGUF_SIZES[kind], os.SEEK_CUR)
+            file.seek(_GGUF_BYTES[kind], os.SEEK_CUR)
 
     file.seek(16)  # skip the format, its version and the number of tensors
     for _ in range(read_number("Q")):

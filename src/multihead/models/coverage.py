@@ -1,9 +1,9 @@
 """Find attention that a model computes without transformers' AttentionInterface, where our kernels would not run.
 
-transformers accepts the name of an attention for every model, but only layers that look the name up in
-`ALL_ATTENTION_FUNCTIONS` call the function of that name. Other layers compute attention themselves. Some of them also
-misread the mask, which is made for the function of that name. Whether a class looks the name up is read from the code
-of its forward, once per class.
+transformers accepts `attn_implementation="multihead"` for every model, but only layers that look this name up in
+`ALL_ATTENTION_FUNCTIONS` call our function. Other layers compute attention themselves, and some of them also misread
+the mask that was made for our function. Whether a class looks the name up is found by reading the bytecode of its
+forward, once per class.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from torch import nn
 
 from multihead.errors import ModelError
 
-_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR"})
-_FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
-_SOFTMAX = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
-_PRODUCT = re.compile(r"matmul|bmm|einsum|irfft|natten|mra2_attention")  # irfft: the autocorrelation of Autoformer
-_ATTENTION = re.compile(r"atten|attn", re.IGNORECASE)
-# Classes whose weights are over layers, over a map without values, or without queries: no attention between tokens.
-_OF_SOMETHING_ELSE = re.compile(r"AttentionMap$|AttentionResidual$|AttentionGRUCell$|RowAttentionPooling$")
+_LOAD_OPCODES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR"})
+_FUSED_FUNCTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+_SOFTMAX_NAME = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
+_MATRIX_PRODUCT_NAME = re.compile(
+    r"matmul|bmm|einsum|irfft|natten|mra2_attention"
+)  # irfft: the autocorrelation of Autoformer
+_ATTENTION_NAME = re.compile(r"atten|attn", re.IGNORECASE)
+# Classes named after attention that do not attend from tokens to tokens, but for example to layers.
+_NOT_TOKEN_ATTENTION = re.compile(r"AttentionMap$|AttentionResidual$|AttentionGRUCell$|RowAttentionPooling$")
 
 
 def attention_outside_interface(model: nn.Module) -> dict[str, str]:
     """Find the submodules that compute attention without transformers' AttentionInterface.
 
     Attention here means softmax weights between queries and keys. Linear attention, state-space layers and deformable
-    attention, whose weights are no function of the keys, are not reported: no kernel of ours could compute them.
+    attention, whose weights do not depend on the keys, are not reported: none of our kernels could compute them.
 
     Args:
         model: any module; usually a Hugging Face model.
 
     Returns:
-        one sentence with the reason per qualified name; empty if all attention goes through the interface.
+        qualified name of a submodule -> the reason, in one sentence; empty if all attention uses the interface.
     """
     return {
         name: reason
@@ -52,35 +54,35 @@ def attention_outside_interface(model: nn.Module) -> dict[str, str]:
 
 
 def uses_attention_interface(kind: Any) -> bool:
-    """Whether modules of a class look their attention up in transformers' AttentionInterface."""
-    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _names_use_interface(
+    """Whether the forward of a class looks attention up in transformers' AttentionInterface."""
+    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _interface_is_named(
         _read_class_forward(kind).names
     )
 
 
 def any_base_uses_interface(kind: Any) -> bool:
-    """Whether a class, or one that it is derived from, looks attention up in transformers' AttentionInterface."""
+    """Whether the forward of a class, or of one of its base classes, uses transformers' AttentionInterface."""
     return _first_base_using_interface(kind.__mro__) is not None
 
 
 def multiplies_matrices(kind: Any) -> bool:
     """Whether the forward of a class multiplies matrices, as attention does."""
-    return any(_PRODUCT.search(name) for name in _read_class_forward(kind).names)
+    return any(_MATRIX_PRODUCT_NAME.search(name) for name in _read_class_forward(kind).names)
 
 
 @cache
 def names_in_eager_attention(kind: Any) -> frozenset[str] | None:
-    """Return the names in the code of the eager attention of a class; None if it is unknown."""
+    """Return the variables and string constants in a class's eager attention function; None if that is unknown."""
     functions = _read_class_forward(kind).defaults
     names = [{*each.__code__.co_varnames, *map(str, each.__code__.co_consts)} for each in functions]
     return frozenset().union(*names) if names else None
 
 
-def require_coverage(model: nn.Module) -> None:
+def require_attention_interface(model: nn.Module) -> None:
     """Check that all attention of a model goes through transformers' AttentionInterface.
 
     Raises:
-        ModelError: some does not; the error names the first such module.
+        ModelError: a module computes attention without it; the error names the first one.
     """
     elsewhere = attention_outside_interface(model)
     if elsewhere:
@@ -92,7 +94,7 @@ def unsupported_model_error(kind: type[nn.Module], elsewhere: dict[str, str]) ->
 
     Args:
         kind: the class of the model.
-        elsewhere: name of a submodule -> why its attention would not; at least one.
+        elsewhere: name of a submodule -> why our kernels cannot compute its attention; at least one entry.
     """
     name, reason = next(iter(elsewhere.items()))
     others = f" (and {len(elsewhere) - 1} more)" if len(elsewhere) > 1 else ""
@@ -103,16 +105,16 @@ def unsupported_model_error(kind: type[nn.Module], elsewhere: dict[str, str]) ->
 
 
 def classes_lacking_implementation(kind: type[nn.Module], implementation: str) -> dict[str, str]:
-    """Find dicts of attention classes, in the file of a model class, that have no class for an implementation.
+    """Find dicts of attention classes next to a model class that have no entry for an attention implementation.
 
-    A model that chooses its class from such a dict cannot be created: transformers raises a KeyError.
+    A model that chooses its attention class from such a dict cannot be created: transformers raises a KeyError.
 
     Args:
         kind: the class of a model.
-        implementation: the name of the implementation.
+        implementation: name of the attention implementation.
 
     Returns:
-        the dict's class for eager attention -> one sentence with the reason; empty if there is no such dict.
+        name of a dict's class for eager attention -> the reason, in one sentence; empty if there is no such dict.
     """
     tables = vars(sys.modules.get(kind.__module__, sys)).items()
     without = [
@@ -125,7 +127,7 @@ def classes_lacking_implementation(kind: type[nn.Module], implementation: str) -
 
 
 def _reason_module_unsupported(module: nn.Module) -> str | None:
-    """Return why attention in a module would not run on our kernels; None if it would, or if the module has none."""
+    """Return why a module's attention would not run on our kernels; None if it would, or the module has none."""
     kind: Any = type(module)
     own = vars(module).get("forward")
     if own is None or kind.__module__.split(".")[0] in ("multihead", "torch"):
@@ -135,10 +137,10 @@ def _reason_module_unsupported(module: nn.Module) -> str | None:
 
 
 def _reason_eager_differs(module: nn.Module) -> str | None:
-    """Return why the eager attention of a class outside transformers is not the function that we compute, or None.
+    """Return why a custom class's eager attention is not the function that we compute; None if it is.
 
-    What eager attention adds by itself, such as a bias, would be lost. Classes of transformers are not tried here:
-    `python -m tools.families` compares their outputs.
+    Whatever a custom eager attention adds, such as a bias, our kernels would ignore. Classes of transformers itself are
+    not tried here: `python -m tools.families` compares their outputs.
     """
     kind: Any = type(module)
     if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
@@ -153,7 +155,7 @@ def _reason_eager_differs(module: nn.Module) -> str | None:
 
 
 def _computes_softmax_attention(function: FunctionType, module: nn.Module) -> bool:
-    """Whether an eager attention function returns softmax(scaling * q k' + mask) v for a small call."""
+    """Whether an eager attention function computes softmax(scaling * q k' + mask) v, tried on a small call."""
     groups, device = getattr(module, "num_key_value_groups", 1), next(module.parameters(), torch.zeros(())).device
     numbers = torch.arange(2.0 * (groups + 2) * 3 * 4, device=device).sin()
     q, k, v = numbers.view(2, groups + 2, 3, 4).split((groups, 1, 1), 1)  # (batch, heads, tokens, head_dim)
@@ -186,19 +188,19 @@ def _reason_code_unsupported(kind: Any, code: _ForwardCode, bases: tuple[Any, ..
 
     Args:
         kind: the class of the module.
-        code: what its forward uses.
-        bases: the classes whose forward it replaces.
+        code: the names and attention functions that the forward uses.
+        bases: the classes whose forward this forward replaces.
     """
     if code.calls:
         return f"{kind.__name__} calls {min(code.calls)} itself."
-    if _names_use_interface(code.names) or _OF_SOMETHING_ELSE.search(kind.__name__):
+    if _interface_is_named(code.names) or _NOT_TOKEN_ATTENTION.search(kind.__name__):
         return None
-    if fused := code.names & _FUSED:
+    if fused := code.names & _FUSED_FUNCTIONS:
         return f"{kind.__name__} calls torch's {min(fused)} itself."
     if (
-        any(_ATTENTION.search(base.__name__) for base in kind.__mro__)
-        and any(_SOFTMAX.search(name) for name in code.names)
-        and any(_PRODUCT.search(name) for name in code.names)
+        any(_ATTENTION_NAME.search(base.__name__) for base in kind.__mro__)
+        and any(_SOFTMAX_NAME.search(name) for name in code.names)
+        and any(_MATRIX_PRODUCT_NAME.search(name) for name in code.names)
     ):
         return f"{kind.__name__} computes its weights itself, without transformers' AttentionInterface."
     if (base := _first_base_using_interface(bases)) is not None:
@@ -207,23 +209,23 @@ def _reason_code_unsupported(kind: Any, code: _ForwardCode, bases: tuple[Any, ..
 
 
 def _first_base_using_interface(bases: tuple[Any, ...]) -> Any:
-    """Return the first of some classes with a forward that looks attention up in the interface, or None."""
+    """Return the first class whose own forward uses transformers' AttentionInterface, or None."""
     return next((base for base in bases if "forward" in vars(base) and uses_attention_interface(base)), None)
 
 
-def _names_use_interface(names: frozenset[str]) -> bool:
+def _interface_is_named(names: frozenset[str]) -> bool:
     # `getattr(ALL_ATTENTION_FUNCTIONS, name, eager)` always returns the default: the names are keys, not attributes.
     return "ALL_ATTENTION_FUNCTIONS" in names and ("getattr" not in names or "get_interface" in names)
 
 
 @dataclass(frozen=True)
 class _ForwardCode:
-    """What a forward uses, in its own code and in the methods and functions of the same files that it calls.
+    """Names and functions in the code of a forward, and of the methods and functions of the same files that it uses.
 
     Attributes:
         names: all names in this code.
-        calls: the attention functions, such as eager ones, that it calls by their own name.
-        defaults: other attention functions that it names, which the interface returns for eager attention.
+        calls: names of the attention functions that it calls directly, such as an eager one.
+        defaults: attention functions that it refers to, which AttentionInterface returns for eager attention.
     """
 
     names: frozenset[str]
@@ -243,14 +245,14 @@ def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _Forward
     Args:
         kind: the class of the module.
         forward: a function or method, a partial of one, or a wrapper around one.
-        own: the attributes of the module itself.
+        own: the instance attributes of the module.
     """
     files = {base.__module__ for base in kind.__mro__ if base is not nn.Module} | {getattr(forward, "__module__", "")}
     names: set[str] = set()
     calls: set[str] = set()
     defaults: set[FunctionType] = set()
     waiting: list[Any] = [forward]
-    direct = {id(forward)}  # ids of functions that are read even if another file defines them
+    direct = {id(forward)}  # ids of functions that are read wherever they are defined
     seen: set[CodeType] = set()
     while waiting:
         given = waiting.pop()
@@ -272,7 +274,7 @@ def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _Forward
             calls |= {name} if attention and name in called and not _is_attention_function(function) else set()
             defaults |= attention
         waiting += [inspect.getattr_static(kind, name, None) for name in used]
-        if "__class__" in function.__code__.co_freevars:  # with super() it runs methods of its base classes
+        if "__class__" in function.__code__.co_freevars:  # super() runs methods of the base classes
             waiting += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
         waiting += found
         held = [own.get(name) for name in used] + [_closure_cell_content(cell) for cell in function.__closure__ or ()]
@@ -283,9 +285,9 @@ def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _Forward
 
 
 def _unwrap_function(given: Any) -> Any:
-    """Return the function of a method, or the function that a wrapper without code of its own calls."""
+    """Return the function of a method, or the innermost `__wrapped__` function of a wrapper."""
     while True:
-        function = getattr(given, "__func__", given)  # the function of a static method or a class method
+        function = getattr(given, "__func__", given)  # of a static method or a class method
         if inspect.isfunction(function) or isinstance(function, partial) or not hasattr(function, "__wrapped__"):
             return function
         given = function.__wrapped__
@@ -305,23 +307,23 @@ def _attention_functions(name: str, function: Any, others: list[Any]) -> set[Fun
 
 
 def _is_attention_function(function: Any) -> bool:
-    """Whether a function has the arguments of those in transformers' AttentionInterface."""
+    """Whether a function takes (module, query, key, value), as functions in transformers' AttentionInterface do."""
     return inspect.isfunction(function) and function.__code__.co_varnames[:4] == ("module", "query", "key", "value")
 
 
 def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names in a code object and in those nested in it, and those that it calls; `a @ b` is named matmul."""
+    """Return all names in a code object and its nested ones, and the called names; `a @ b` counts as matmul."""
     names = {*code.co_names, *code.co_freevars}
     calls: set[str] = set()
     steps = list(dis.get_instructions(code))
     for index, step in enumerate(steps):
         if step.opname == "BINARY_OP" and step.argrepr == "@":
             names.add("matmul")
-        # Python writes NULL, or self, next to a function that is called; until 3.12 before `module.function`.
-        if step.opname == "PUSH_NULL" or (step.opname in _LOADS and "NULL" in step.argrepr):
+        # A call pushes NULL next to the called function: after it since Python 3.13, before it until 3.12.
+        if step.opname == "PUSH_NULL" or (step.opname in _LOAD_OPCODES and "NULL" in step.argrepr):
             first = index + (step.opname == "PUSH_NULL") * (-1 if sys.version_info >= (3, 13) else 1)
             attributes = takewhile(lambda each: each.opname == "LOAD_ATTR", steps[first + 1 :])
-            calls |= {str(each.argval) for each in (steps[first], *attributes) if each.opname in _LOADS}
+            calls |= {str(each.argval) for each in (steps[first], *attributes) if each.opname in _LOAD_OPCODES}
         elif step.opname == "LOAD_METHOD":
             calls.add(str(step.argval))
     for constant in code.co_consts:

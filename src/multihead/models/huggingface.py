@@ -26,24 +26,24 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
-from multihead.models.bypass import Report, calls, raise_rejection, report_bypassing_modules
-from multihead.models.coverage import names_in_eager_attention, require_coverage
+from multihead.models.bypass import Report, calls, raise_bypass_error, report_bypassing_modules
+from multihead.models.coverage import names_in_eager_attention, require_attention_interface
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
-from multihead.models.rejection import CHOICE, configurations_of, reject_unsupported_models
+from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE, configurations_of, reject_unsupported_models
 from multihead.scores.bias import Bias, add_biases
 from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
 
-NAME = "multihead"
+IMPLEMENTATION_NAME = "multihead"
 _FULL, _CAUSAL = Full(), Causal()
-_ADDITIVE = frozenset({"deepseek_v4"})  # model types whose layers append numbers to the mask, so it must not be Boolean
+_ADDITIVE_MASK_MODEL_TYPES = frozenset({"deepseek_v4"})  # model types whose layers concatenate numbers to the mask
 
 
 @dataclass(frozen=True, eq=False)
 class KeyOffsetAndPadding:
-    """Position and padding of the keys of a call, which only its mask knows.
+    """Position and padding of the keys of an attention call of a Hugging Face model, read from its mask.
 
     Attributes:
         key_offset: position of the first key in the sequence, tokens; more than 0 where a cache dropped keys.
@@ -54,12 +54,12 @@ class KeyOffsetAndPadding:
     padding: Tensor | None = None
 
 
-call_keys: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_keys", default=None)
-"""The keys of the call that listeners are receiving; None if no Hugging Face model made it."""
+call_key_positions: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_key_positions", default=None)
+"""Set while listeners receive an attention call; None if the call does not come from a Hugging Face model."""
 
 
-def install(model: nn.Module, report: Report = raise_rejection) -> Undo:
-    """Make all Hugging Face models in a module call this library's attention; an nn.MultiheadAttention is replaced.
+def install(model: nn.Module, report: Report = raise_bypass_error) -> Undo:
+    """Make all Hugging Face models in a module call this library's attention; nn.MultiheadAttention is replaced too.
 
     Args:
         model: any module.
@@ -69,7 +69,7 @@ def install(model: nn.Module, report: Report = raise_rejection) -> Undo:
         the handle that restores the model.
 
     Raises:
-        ModelError: a model computes attention where it cannot be replaced.
+        ModelError: a model computes attention without transformers' AttentionInterface.
     """
     return Undo.run_change(partial(_install_attention, model, report))
 
@@ -80,13 +80,13 @@ def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
         return
     register_in_transformers()
     replace_until_undone(undo, model)
-    require_coverage(model)
-    report_bypassing_modules(undo, model, models, NAME, report)
+    require_attention_interface(model)
+    report_bypassing_modules(undo, model, models, IMPLEMENTATION_NAME, report)
     for config in configurations_of(model):
-        undo.set_attribute(config, CHOICE, NAME)
+        undo.set_attribute(config, IMPLEMENTATION_ATTRIBUTE, IMPLEMENTATION_NAME)
 
 
-def attend_for(
+def transformers_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -111,22 +111,22 @@ def attend_for(
         query: (batch, heads, queries, head_dim), after rotary embedding.
         key: (batch, kv_heads, keys, head_dim), after rotary embedding and cache.
         value: (batch, kv_heads, keys, value_dim).
-        attention_mask: the mask from `mask_for`, or a tensor made by the model or the user, or None.
-        scaling: factor of q . k.
-        dropout: share of the weights dropped.
-        is_causal: whether to hide later keys; used only where there is no mask and more than one query.
+        attention_mask: the mask from `transformers_mask`, or a tensor made by the model or the user, or None.
+        scaling: factor of q . k; None: 1 / sqrt(head_dim).
+        dropout: probability that a weight is set to 0.
+        is_causal: whether to hide later keys; used only without a mask and with more than one query.
         softcap: c of c * tanh(scores / c).
-        s_aux: (heads,), sinks.
+        s_aux: (heads,), an attention sink per head: a logit in the softmax without a value.
         position_bias: (batch or 1, heads, queries, keys), added to the scores; or a RelativeBias.
-        indices: (batch, queries, selected) int, the keys that each query sees, of those that the mask shows.
-        block_indices: (batch, groups, queries, selected) int, the same as blocks of keys, -1 = none; a group of heads
-            shares them, and the layer's `indexer` holds the size of a block.
-        sinks: (batch, heads, queries, 1), a sink per query; rejected.
-        cache: the pages of continuous batching; rejected.
-        options: other arguments of transformers' own attention functions.
+        indices: (batch, queries, selected) int, the keys that each query of sparse attention selects; -1 = none.
+        block_indices: (batch, groups, queries, selected) int, the blocks of keys that each query selects, per group
+            of heads; -1 = none. The layer's `indexer.block_size` is the number of keys in a block.
+        sinks: (batch, heads, queries, 1), a sink per query, which is not supported.
+        cache: the paged cache of continuous batching, which is not supported.
+        options: further arguments that transformers passes to attention functions.
 
     Returns:
-        (batch, queries, heads, value_dim), contiguous; and the weights where the model returns them, else None.
+        (batch, queries, heads, value_dim), contiguous; and the attention weights if the model returns them, else None.
     """
     if not torch.compiler.is_compiling():
         calls.count += 1
@@ -142,7 +142,7 @@ def attend_for(
             "Use this model with attn_implementation='eager'.",
         )
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
-        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned q and k into float32
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding converted them to float32
     if "held_heads" in module.__dict__:  # `parallelize` split the layer
         key, value, s_aux = slice_to_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
@@ -161,18 +161,18 @@ def attend_for(
     if attended is not None and not returned:
         output, weights = attended[0], None
     else:
-        if start is None:  # the mask needs no position, but listeners measure distances
+        if start is None:  # the mask does not need the position, but listeners measure distances
             start = 0 if not listeners() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
         output, logsumexp = _attend_and_publish(request, attention_mask) if attended is None else attended[:2]
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
-    # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
+    # Usually no copy: the output has the strides of q, which is a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), weights
 
 
 def _check_options(module: nn.Module, options: dict[str, object]) -> None:
-    """Reject a tensor in the options that the layer's eager attention uses: our attention would ignore it."""
+    """Reject a tensor argument that the layer's eager attention uses and ours would ignore."""
     for name, value in options.items():
         if isinstance(value, Tensor) and _may_eager_use(type(module), name):
             raise ModelError(
@@ -191,16 +191,16 @@ def _may_eager_use(kind: Any, name: str) -> bool:
 def _mask_of_call(
     module: nn.Module, attention_mask: Tensor | None, queries: int, keys: int, *, is_causal: bool | None
 ) -> tuple[Mask, Bias | None, int | None]:
-    """Return the Mask of a call, the bias that its mask tensor adds to scores, and the position of the first query.
+    """Return the Mask of a call, the bias that its mask tensor adds to scores, and the index of the first query.
 
-    The position is None where the mask depends on no position.
+    The index counts from the first key; it is None where the mask does not depend on positions.
     """
     if attention_mask is None:
-        # In a graph `mask_for` returns None for a causal mask. Elsewhere the model has built no mask, and eager
-        # attention hides nothing then, whatever the module's `is_causal` says (BridgeTower).
+        # In a compiled graph None stands for a causal mask, see `transformers_mask`. Otherwise the model made no mask,
+        # and eager attention then hides nothing, whatever the module's `is_causal` is (BridgeTower).
         causal = (is_traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
         if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
-            return _CAUSAL, None, 0  # as in transformers: the first query is at the first key
+            return _CAUSAL, None, 0  # as in transformers, the first query is at the position of the first key
         return _FULL, None, None
     if isinstance(attention_mask, LazyMask):
         return attention_mask.mask, None, attention_mask.query_start
@@ -212,19 +212,19 @@ def _mask_of_call(
 def _mask_of_selection(
     module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int
 ) -> Mask:
-    """Return the mask of the keys that each query of sparse attention selected, see `attend_for`."""
+    """Return the mask of the keys that sparse attention selects, by indices as in `transformers_attention`."""
     mask: Mask = _FULL
     if indices is not None:
-        mask = mask & Keep(_is_selected(indices.long(), keys)[:, None])
+        mask = mask & Keep(_indices_to_mask(indices.long(), keys)[:, None])
     if block_indices is not None:
         size = module.indexer.block_size
-        seen = _is_selected(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
+        seen = _indices_to_mask(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
         mask = mask & Keep(seen.repeat_interleave(heads // block_indices.shape[1], 1))
     return mask
 
 
 def _returns_weights(options: dict[str, object]) -> bool:
-    """Whether the model returns the weights of this call."""
+    """Whether the model returns the attention weights of this call; rejects that for a sequence split across ranks."""
     wanted = output_attentions.are_weights_wanted(options)
     if wanted:
         reject_split_sequence("output_attentions=True", "Compute the weights outside, from all tokens.")
@@ -232,10 +232,10 @@ def _returns_weights(options: dict[str, object]) -> bool:
 
 
 def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a call, and let listeners know the position and padding of its keys from its mask.
+    """Compute a call with `call_key_positions` set from its mask, for the listeners.
 
     Returns:
-        the output, and the logsumexp.
+        the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries).
     """
     if not listeners():
         attended = attend(request)
@@ -243,15 +243,15 @@ def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None
     place = KeyOffsetAndPadding()
     if isinstance(attention_mask, LazyMask):
         place = KeyOffsetAndPadding(attention_mask.key_offset, attention_mask.padding)
-    token = call_keys.set(place)
+    token = call_key_positions.set(place)
     try:
         attended = attend(request)
     finally:
-        call_keys.reset(token)
+        call_key_positions.reset(token)
     return attended.output, attended.logsumexp
 
 
-def mask_for(
+def transformers_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -270,14 +270,14 @@ def mask_for(
         kv_length: number of keys.
         q_offset: position of the first query in the sequence.
         kv_offset: position of the first key in the sequence.
-        mask_function: returns whether a query may see a key, from their indices.
+        mask_function: returns whether a query may see a key, from the indices (batch, head, query, key).
         attention_mask: (batch, tokens), 1 or True = no padding.
         device: device of the model.
-        options: other arguments of transformers' own mask function.
+        options: further arguments that transformers passes to mask functions.
 
     Returns:
-        a mask that stores no queries x keys tensor if the mask function is recognised; in a graph a bool tensor, or
-        None where `attend_for` knows from `is_causal` alone.
+        a LazyMask, which stores no queries x keys tensor if the mask function is recognised. In a compiled graph a bool
+        tensor, or None for a plain causal mask, which `transformers_attention` makes from `is_causal`.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -297,7 +297,7 @@ def mask_for(
         )
 
     if is_traced():
-        # A graph must not depend on values of tensors: `attend_for` makes a plain causal mask, all others are tensors.
+        # A compiled graph must not depend on values of tensors, so every mask but a plain causal one is dense there.
         whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
         return (
             None
@@ -325,8 +325,8 @@ def mask_for(
 
 
 def _mask_in_model_format(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Return a mask as the model's layers expect it: Boolean, or numbers to add where they append numbers to it."""
-    if getattr(options.get("config"), "model_type", "") not in _ADDITIVE:
+    """Return a mask in the dtype that the model's layers expect: Boolean, or numbers that are added to scores."""
+    if getattr(options.get("config"), "model_type", "") not in _ADDITIVE_MASK_MODEL_TYPES:
         return mask
     dtype = options.get("dtype") or torch.float32
     shown = mask.dense() if isinstance(mask, LazyMask) else mask
@@ -334,7 +334,7 @@ def _mask_in_model_format(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
 
 
 def _check_mask_of_rank(mask: Mask | None, padding: Tensor | None) -> None:
-    """Check that a mask that the model made of one rank's tokens is also the mask of the whole sequence.
+    """Check that a mask made from one rank's tokens can be applied to the whole sequence of all ranks.
 
     Args:
         mask: the mask, or None where it is unknown.
@@ -345,9 +345,10 @@ def _check_mask_of_rank(mask: Mask | None, padding: Tensor | None) -> None:
             "attention_mask hides tokens of this rank, and in context_parallel masks are those of the whole sequence.",
             "Give attention_mask=torch.ones_like(input_ids), and context_parallel(..., mask=masks.Lengths(lengths)).",
         )
-    if mask is None or mask.holds_tensors:  # from documents in positions, chunks, or an unknown function
+    if mask is None or mask.holds_tensors:  # made from document positions, chunks or an unknown mask function
         raise ModelError(
-            f"The model's mask of this rank's tokens is {mask!r}, which does not say what the whole sequence shows.",
+            f"The model's mask of this rank's tokens is {mask!r}, which does not determine the mask of the whole "
+            "sequence.",
             "Give attention_mask=torch.ones_like(input_ids), so that the model reads no documents from positions, and "
             "the documents to context_parallel(..., mask=masks.Documents(lengths)).",
         )
@@ -358,11 +359,11 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
 
     Args:
         tensor: (batch or 1, heads or 1, queries or 1, keys or more), or (batch, queries, keys), or (batch, keys);
-            bool, True = visible; integers, 1 = visible; or floating point, added to the scores.
+            bool, True = visible; integers, 1 = visible; floating point: added to the scores.
         keys: number of keys.
 
     Returns:
-        the mask; and the bias, or None where it is 0 for every visible key.
+        the mask; and the bias, or None if it is 0 for every visible key.
     """
     tensor = tensor[..., :keys]
     if tensor.dim() == 2:
@@ -374,22 +375,23 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
     # Half of the lowest number: two masks may have been added, and rounding to another dtype changes the lowest.
     hidden = tensor <= torch.finfo(tensor.dtype).min / 2
     bias = tensor.masked_fill(hidden, 0)
-    added_to_scores = is_traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph cannot read the values
+    # A compiled graph cannot branch on values.
+    added_to_scores = is_traced() or tensor.requires_grad or bool((bias != 0).any())
     return Keep(~hidden), bias if added_to_scores else None
 
 
-def _is_selected(indices: Tensor, count: int) -> Tensor:
-    """Return which of some keys are among the indices of each query, bool (..., queries, count); -1 is no key."""
+def _indices_to_mask(indices: Tensor, count: int) -> Tensor:
+    """Convert indices (..., queries, selected), -1 = none, to a mask, bool (..., queries, count)."""
     seen = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
     return seen.scatter(-1, indices.where(indices >= 0, count), value=True)[..., :count]
 
 
 @cache
 def register_in_transformers() -> None:
-    """Register `attend_for` and `mask_for` in transformers under NAME, once per process."""
+    """Register this library's attention and mask functions in transformers; cached, so once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend_for)
-    AttentionMaskInterface.register(NAME, mask_for)
-    reject_unsupported_models(NAME)
-    output_attentions.allow_output_attentions(NAME)
+    AttentionInterface.register(IMPLEMENTATION_NAME, transformers_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION_NAME, transformers_mask)
+    reject_unsupported_models(IMPLEMENTATION_NAME)
+    output_attentions.allow_output_attentions(IMPLEMENTATION_NAME)

@@ -1,4 +1,4 @@
-"""Mask tensors that a model passes to its layers; `LazyMask` stores a Mask in place of cells."""
+"""Tensor subclasses for masks of Hugging Face models; `LazyMask` stores a Mask instead of queries x keys values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from multihead.masks.place import TilePositions
 
 _KEYS_AXIS = 3
 _FULL = Full()
-# Operations whose result is still a mask.
-_RESHAPES = frozenset(
+# Tensor operations that turn a mask into a mask.
+_MASK_TO_MASK_OPS = frozenset(
     (
         "slice",
         "select",
@@ -47,8 +47,8 @@ _RESHAPES = frozenset(
         "_to_copy",
     )
 )
-# Operations that choose between numbers by a mask, or read its size only.
-_CHOICES = frozenset(
+# Tensor operations that select numbers by a mask, or read only its shape.
+_SELECTION_OPS = frozenset(
     (
         "where",
         "masked_fill",
@@ -69,33 +69,33 @@ _CHOICES = frozenset(
         "nonzero",
     )
 )
-# Operations that fail between two masks too: their sum would show what either of them shows.
-_SUMS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
+# Sums. They are rejected between two masks too: adding Boolean masks would show the keys that either shows.
+_SUM_OPS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
 
 
 class MaskReads(threading.local):
-    """Counts how often code of this thread has read the values of a mask, outside calls of our attention."""
+    """Per thread, how many operations have read the values of a mask outside this library's attention."""
 
     count = 0
 
 
-uses = MaskReads()
+mask_reads = MaskReads()
 
 
 class BooleanMask(Tensor):
-    """A tensor subclass for a Boolean mask, True = visible, that raises where a model computes with it as with numbers.
+    """A tensor subclass for a Boolean mask, True = visible, that raises if a model computes numbers from it.
 
-    A mask of transformers' eager attention is added to the scores. The mask of our attention is Boolean: added to
-    scores it would hide nothing.
+    The masks of transformers' eager attention are added to the scores. Masks of this library are Boolean, and would
+    hide nothing if a model added them to scores.
     """
 
     _cells: Tensor
-    # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
+    # `__torch_dispatch__` handles every operation; `__torch_function__` would only make attribute access slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @staticmethod
     def of(cells: Tensor) -> BooleanMask:
-        """Create one from a plain Boolean tensor."""
+        """Wrap a plain Boolean tensor."""
         made: BooleanMask = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way
             BooleanMask, cells.size(), strides=cells.stride(), dtype=torch.bool, device=cells.device
         )
@@ -113,41 +113,41 @@ class BooleanMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Run an operation on the dense mask.
+        """Run a tensor operation on the dense mask.
 
         Raises:
             ModelError: the operation computes numbers from the mask.
         """
-        uses.count += 1
+        mask_reads.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
         args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.dense(), (args, kwargs or {}))
-        found: Any = None if name in _SUMS else function(*args, **kwargs)
-        if name in _CHOICES or "scaled_dot_product" in name:
+        found: Any = None if name in _SUM_OPS else function(*args, **kwargs)
+        if name in _SELECTION_OPS or "scaled_dot_product" in name:
             return found if name != "index" or found.dtype != torch.bool else BooleanMask.of(found)
         results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
-        if name in _SUMS or any(each.dtype != torch.bool for each in results):
+        if name in _SUM_OPS or any(each.dtype != torch.bool for each in results):
             raise ModelError(
                 f"The model computes {name} of its attention mask, which is Boolean with this library's attention: "
                 "True = visible, not a number added to the scores.",
                 "Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or attn_implementation='eager'.",
             )
-        return pytree.tree_map_only(Tensor, BooleanMask.of, found) if name in _RESHAPES else found
+        return pytree.tree_map_only(Tensor, BooleanMask.of, found) if name in _MASK_TO_MASK_OPS else found
 
 
 class LazyMask(BooleanMask):
-    """A mask of a model, (batch, 1, queries, keys), that stores a Mask and no cells.
+    """A mask tensor (batch, 1, queries, keys) for a Hugging Face model that stores a Mask and no values.
 
-    Models pass the mask from where it is made to their attention layers, mostly unchanged; some slice keys off its
-    end. Both keep the stored mask. Any other operation runs on the dense tensor, so that every change that a model
-    makes to its mask takes effect.
+    Models pass their mask to the attention layers mostly unchanged; some slice keys off its end. The result of either
+    is a LazyMask again. Any other operation runs on the dense tensor, so that every change that a model makes to its
+    mask takes effect.
 
     Attributes:
         keys: number of keys.
         mask: which keys each query may see.
         query_start: position of the first query among the keys.
         key_offset: position of the first key in the sequence, tokens.
-        padding: (batch, keys) bool, True = no padding; None where there is none.
-        packed_lengths: (samples,) int64, tokens per sample, where the one row holds packed samples; else None.
+        padding: (batch, keys) bool, True = no padding; None if there is no padding mask.
+        packed_lengths: (samples,) int64, tokens per sample, if the batch is one row of packed samples; else None.
     """
 
     keys: int
@@ -168,7 +168,7 @@ class LazyMask(BooleanMask):
         padding: Tensor | None,
         device: torch.device,
     ) -> LazyMask:
-        """Create a tensor of the size that the model expects of its own mask."""
+        """Create a mask tensor of a size, (batch, 1, queries, keys), without storage."""
         made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=device)  # noqa: SLF001 - torch's documented way
         made.keys, made.mask, made.query_start = size[_KEYS_AXIS], mask, query_start
         made.key_offset, made.padding = key_offset, padding
@@ -184,7 +184,7 @@ class LazyMask(BooleanMask):
         return self.mask.tile(place).expand(batch, heads, queries, keys)
 
     def first_keys(self, keys: int) -> LazyMask:
-        """Return the mask of the first keys."""
+        """Return the mask sliced to its first `keys` keys."""
         batch, heads, queries, before = self.shape
         mask = self.mask if keys == before else self.mask.restrict_to_first_keys(keys)
         made = LazyMask(
@@ -202,14 +202,14 @@ class LazyMask(BooleanMask):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Run an operation on the dense mask, except for copies and for slices that cut keys off the end."""
+        """Run an operation on the dense mask; copies, and slices that cut keys off the end, return a LazyMask."""
         name = getattr(function, "__name__", "")
         source = args[0] if args else None
         if isinstance(source, LazyMask):
             if name in ("detach.default", "alias.default"):
                 return source.first_keys(source.shape[_KEYS_AXIS])
             if name == "slice.Tensor":
-                options = list(args[1:])  # axis, start, end and step; the last ones may be missing
+                options = list(args[1:])  # axis, start, end and step; trailing ones may be missing
                 axis, start, end, step = options + [0, None, None, 1][len(options) :]
                 size = source.shape[axis]
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
@@ -224,7 +224,7 @@ class LazyMask(BooleanMask):
 
 
 def _adds_only_full_masks(terms: tuple[Any, ...]) -> bool:
-    """Whether the terms of a sum are scores or biases, and masks that hide nothing, which count as 0."""
+    """Whether every mask among the terms of a sum hides nothing, so that it can be added to scores as 0."""
     scores = [each for each in terms if not isinstance(each, LazyMask)]
     shown = all(each.mask == _FULL for each in terms if isinstance(each, LazyMask))
     return shown and all(isinstance(each, Tensor) and each.is_floating_point() for each in scores) and bool(scores)

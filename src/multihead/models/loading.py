@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a MODEL argument, and encode a text as readable tokens."""
+"""Load a Hugging Face model and its tokenizer from a folder, file or name, and encode texts as readable tokens."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
-from multihead.models.source import find_model, local_path, offline_if_unreachable, unknown_model
+from multihead.models.source import find_model, local_path, offline_if_unreachable, unknown_model_error
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 CONTINUED = "⤷"
-"""Shown for a token that continues the character of the token before it."""
+"""Shown in place of a token that is a further part of the previous token's character."""
 
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
-_GENERATORS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
-_HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
-_INCOMPLETE = "\ufffd"  # what an incomplete sequence of bytes is decoded to
+_GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+_AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+_REPLACEMENT_CHARACTER = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
 _SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
-_GGUF_NEEDS = ("gguf", "accelerate")
+_GGUF_PACKAGES = ("gguf", "accelerate")
 
-GENERATED = 64
+MAX_GENERATED_TOKENS = 64
 """Maximum number of tokens generated for the decoder of an encoder-decoder model."""
 
 Stage = Callable[[str], None]
-"""Called with the step that starts: "weights" or "tokenizer"."""
+"""Function that is called with "weights" or "tokenizer" when their loading starts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class LoadedModel:
     """A model that is ready to run.
 
     Attributes:
-        name: the MODEL argument.
+        name: folder, file or name from which the model was loaded.
         title: a short name to show.
         model: the model, in evaluation mode.
         tokenizer: the tokenizer of transformers, or None where the model has none.
@@ -61,48 +61,48 @@ class LoadedModel:
 
     @property
     def has_decoder(self) -> bool:
-        """Whether it is an encoder-decoder model."""
+        """Whether the model is an encoder-decoder model."""
         return bool(getattr(self.model.config, "is_encoder_decoder", False))
 
     @property
     def reads_audio(self) -> bool:
-        """Whether it reads the features of audio."""
+        """Whether the model's main input is audio features."""
         return getattr(self.model, "main_input_name", "") == "input_features"
 
     @property
     def max_tokens(self) -> int | None:
-        """Maximum number of tokens, or None where positions are unlimited."""
+        """Maximum number of tokens that the model accepts, or None where positions are unlimited."""
         config: Any = self.model.config
         positions = getattr(config, "max_position_embeddings", None)
         if not isinstance(positions, int) or positions < 1:
             return None
         if getattr(config, "model_type", "").startswith(("roberta", "xlm-roberta", "camembert")):
-            # Positions of these models start after the id of the padding token.
+            # The position ids of these models start at the id of the padding token + 1.
             positions -= int(getattr(config, "pad_token_id", 1) or 0) + 1
         length = getattr(self.tokenizer, "model_max_length", None)
         return min(positions, length) if isinstance(length, int) else positions
 
     @property
     def reader(self) -> nn.Module:
-        """The part of the model that reads a text alone: the encoder of an encoder-decoder model, else the model."""
+        """The encoder of an encoder-decoder model, else the model."""
         model: Any = self.model
         encoder: nn.Module = model.get_encoder() if self.has_decoder else model
         return encoder
 
     def arguments(self, encoded: EncodedText) -> dict[str, Tensor]:
-        """Return the arguments of the reader's forward for a text."""
+        """Return the arguments with which to call `reader` on a text."""
         device = next(self.model.parameters()).device
         return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
 
     def audio_arguments(self, samples: NDArray[np.float32], rate: int) -> dict[str, Tensor]:
-        """Return the arguments of the reader's forward for audio.
+        """Return the arguments with which to call `reader` on audio.
 
         Args:
             samples: (samples,), from -1 to 1.
             rate: samples per second.
 
         Raises:
-            InputError: the model needs another rate.
+            InputError: the model needs audio of another rate.
             ModelError: the model has no feature extractor.
         """
         if self.feature_extractor is None:
@@ -119,16 +119,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, eq=False)
 class EncodedText:
-    """A text as the model's tokens.
+    """A text that is encoded as the tokens of a model.
 
     Attributes:
         ids: (1, tokens), int64.
         mask: (1, tokens), int64, all 1.
-        tokens: the part of the text in each token; `CONTINUED` where it continues the character of the token before.
+        tokens: text of each token; `CONTINUED` for a further token of the same character.
         special: whether each token is a special token, such as [CLS].
-        unknown: whether each token is the unknown token, for text that is not in the vocabulary.
+        unknown: whether each token is the unknown token of the vocabulary.
         offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
-        gaps: the text before each token, after the previous one; None if the tokenizer has no offsets.
+        gaps: text between the previous token and each token; None if the tokenizer has no offsets.
     """
 
     ids: Tensor
@@ -153,8 +153,8 @@ class EncodedText:
 def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage | None = None) -> LoadedModel:
     """Load a model and its tokenizer, without output to the terminal.
 
-    GGUF files, which some packages contain, need the packages gguf and accelerate. Loading one takes about 20 s for 135
-    million parameters, most of it for the vocabulary.
+    GGUF files need the packages gguf and accelerate. A GGUF file with 135 million parameters takes about 20 s to load,
+    most of it for the vocabulary.
 
     Args:
         model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the Hugging
@@ -164,9 +164,9 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
         stage: called with "weights" and with "tokenizer" when they start to load.
 
     Raises:
-        ModelError: there is no such model, or it cannot be read.
-        MissingPackageError: a package that is needed to load it is not installed.
-        ArgumentError: a device or dtype that does not exist.
+        ModelError: there is no such model, or its files cannot be read.
+        MissingPackageError: a package that is needed to load the model is not installed.
+        ArgumentError: the device or dtype does not exist.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
@@ -179,7 +179,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
         report("weights")
         config = _load_configuration(transformers, source)
         check_configured_sizes(model, config)
-        classes = (*_GENERATORS, *_HEADS) if _has_generating_head(config) else _HEADS
+        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if _has_generating_head(config) else _AUTO_CLASSES
         network = _load_pretrained(transformers, model, source, file is not None, dtype, classes)
         report("tokenizer")
         tokenizer = _load_tokenizer(transformers, source)
@@ -190,19 +190,19 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
 
 
 def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> EncodedText:
-    """Encode a text as the model's tokens, with the part of the text that each token covers.
+    """Encode a text as the tokens of a model, with the text of each token.
 
-    A character that takes several tokens, as Chinese characters and emoji do where tokens are bytes, is shown whole on
-    the first of them.
+    If a character takes several tokens, such as an emoji in a byte-level vocabulary, the first token shows the whole
+    character.
 
     Args:
         loaded: the model.
         text: the text.
-        tokens: maximum number of tokens, special ones included, to which the text is truncated; None does not truncate.
+        tokens: truncate the text to this many tokens, special tokens included; None does not truncate.
 
     Raises:
         InputError: the text is empty, or longer than the model accepts.
-        ArgumentError: `tokens` leaves no token for the text besides the special ones.
+        ArgumentError: `tokens` is too small for the special tokens and one token of text.
         ModelError: the model has no tokenizer.
     """
     check_text(text)
@@ -245,14 +245,14 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
 
 
 def tokenize_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -> list[list[str]]:
-    """Tokenize many texts at once: per text, the part of it that each token covers, with the gap before the token.
+    """Tokenize many texts, and return the text of each token, with the spaces before it.
 
-    Joined, the tokens are the text with its special tokens, if the tokenizer has offsets.
+    If the tokenizer has offsets, the joined tokens are the original text with special tokens.
 
     Args:
         loaded: the model.
         texts: the texts.
-        tokens: maximum number of tokens, special ones included, to which each text is truncated.
+        tokens: truncate each text to this many tokens, special tokens included.
     """
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
@@ -265,12 +265,12 @@ def tokenize_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) ->
 
 
 def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> EncodedText:
-    """Return the tokens that the decoder of an encoder-decoder model reads, its start token first.
+    """Return the input tokens for the decoder of an encoder-decoder model, beginning with its start token.
 
     Args:
         loaded: the model.
         arguments: the arguments of the encoder.
-        text: the decoder's text; None generates one, greedily and with at most `GENERATED` tokens.
+        text: text for the decoder; None generates at most `MAX_GENERATED_TOKENS` tokens greedily.
 
     Raises:
         InputError: the text is empty or longer than the decoder accepts.
@@ -289,7 +289,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
             ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
         starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
         start = next((each for each in starts if each is not None), None)
-        if start is None:  # the text starts with a language code, which the tokenizer puts last
+        if start is None:  # the decoder starts with the language code, which the tokenizer appends
             ids = ids[-1:] + ids[:-1]
         elif ids[:1] != [start]:
             ids = [int(start), *ids]
@@ -299,7 +299,8 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
                 f"{loaded.title} was saved without the head that generates text.",
                 "Give the text of its decoder; the option of look is --decoder-text.",
             )
-        limit = GENERATED if most is None else max(1, min(GENERATED, most - 8))  # 8: for start and language tokens
+        # 8 is room for start and language tokens.
+        limit = MAX_GENERATED_TOKENS if most is None else max(1, min(MAX_GENERATED_TOKENS, most - 8))
         # Whisper otherwise returns the text without its start tokens.
         whole = "force_unique_generate_call"
         options = {whole: True} if whole in inspect.signature(model.generate).parameters else {}
@@ -308,7 +309,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
         ids = found[0].tolist()
     ends = settings.eos_token_id
     while len(ids) > 1 and ids[-1] in (ends if isinstance(ends, list) else [ends]):
-        del ids[-1]  # no token is generated after the end token
+        del ids[-1]  # the decoder does not read its end token
     if most is not None and len(ids) > most:
         raise InputError(
             f"The text of the decoder is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
@@ -326,7 +327,7 @@ def check_text(text: str) -> None:
     """Reject a text that no model can read.
 
     Raises:
-        InputError: the text is empty, or contains what UTF-8 cannot encode.
+        InputError: the text is empty, or contains characters that UTF-8 cannot encode.
     """
     if not text.strip():
         raise InputError("The text is empty.", "Give at least one word.")
@@ -359,7 +360,7 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def _silence_gguf_progress() -> Iterator[None]:
-    """Silence the progress bar of GGUF files, which ignores the settings of transformers."""
+    """Disable the progress bar that transformers shows while it loads a GGUF file, whatever its settings are."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
     bar = getattr(reading, "tqdm", None)
@@ -387,16 +388,16 @@ def _checked_device(device: str) -> torch.device:
 
 
 def _from_pretrained_arguments(model: str, file: Path | None) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` for a model.
+    """Return the arguments of `from_pretrained` for a model: its name or folder, and the name of a GGUF file.
 
     Raises:
-        MissingPackageError: it is a GGUF file, and the packages that read those are not installed.
+        MissingPackageError: `file` is a GGUF file, and gguf or accelerate is not installed.
     """
     if file is None:
         return {"pretrained_model_name_or_path": model}
     if file.name == "config.json":
         return {"pretrained_model_name_or_path": str(file.parent)}
-    require(*_GGUF_NEEDS, purpose=f"{model} is a GGUF file, and reading it", extra="gguf")
+    require(*_GGUF_PACKAGES, purpose=f"{model} is a GGUF file, and reading it", extra="gguf")
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
@@ -410,7 +411,7 @@ def _title_of_model(model: str, file: Path | None) -> str:
 
 
 def _has_generating_head(config: Any) -> bool:
-    """Whether an encoder-decoder model was saved with the head that generates the text of its decoder."""
+    """Whether a configuration is that of an encoder-decoder model with a language modelling head."""
     if not isinstance(config, dict) or not config.get("is_encoder_decoder"):
         return False
     return re.search("ConditionalGeneration|LMHead|MTModel", str(config.get("architectures"))) is not None
@@ -428,8 +429,8 @@ def _load_pretrained(
     for head in classes:
         try:
             config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
-            # A configuration may name a kernel of the Hugging Face hub, which is code, also in its parts.
-            config._attn_implementation = None  # noqa: SLF001 - an argument would not override the file
+            # A configuration may name an attention kernel of the Hugging Face hub, which would be downloaded and run.
+            config._attn_implementation = None  # noqa: SLF001 - an argument does not override it
             options = {"config": config, "dtype": choice, "trust_remote_code": False}
             return getattr(transformers, head).from_pretrained(**source, **options)
         except Exception as error:  # a broken file can raise any error
@@ -442,15 +443,15 @@ def _load_pretrained(
                 raise ModelError(
                     f"{model} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
                 ) from error
-            raise unknown_model(model) from error
+            raise unknown_model_error(model) from error
     raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
 
 
 def _reject_remote_code(model: str, message: str) -> None:
-    """Reject a model that would run code, since the message of transformers advises to allow that.
+    """Raise an error if transformers refused a model because loading it would run code of the model.
 
     Raises:
-        ModelError: the message says that the model would run code.
+        ModelError: `message`, the error of transformers, is about such code.
     """
     if "weights_only" in message or "Weights only load failed" in message:
         raise ModelError(
@@ -466,7 +467,7 @@ def _reject_remote_code(model: str, message: str) -> None:
 
 
 def _load_configuration(transformers: Any, source: dict[str, str]) -> Any:
-    """Return the configuration of a model; an empty one if it cannot be read, since loading will raise the error."""
+    """Return the configuration of a model as a dict; {} if it cannot be read, since loading the model will raise."""
     try:
         if "gguf_file" in source:
             with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
@@ -479,21 +480,21 @@ def _load_configuration(transformers: Any, source: dict[str, str]) -> Any:
 def _load_tokenizer(transformers: Any, source: dict[str, str]) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower where its file is broken
-        return None  # a model of images has none; encode() raises an error where one is needed
-    # Where its files are missing, transformers creates one with special tokens only.
+    except Exception:  # noqa: BLE001 - tokenizers raises a plain Exception for a broken file
+        return None  # an image model has no tokenizer; encode() raises if one is needed
+    # If the files of a tokenizer are missing, transformers creates one with special tokens only.
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
 def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
     try:
         return transformers.AutoFeatureExtractor.from_pretrained(**source, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 - as for a tokenizer
+    except Exception:  # noqa: BLE001 - a broken file can raise any error
         return None
 
 
 def _check_token_count(loaded: LoadedModel, tokens: int) -> int:
-    """Return `tokens`, and reject a number that leaves no token for the text besides the special ones."""
+    """Return `tokens`; reject a number that is too small for the special tokens and one token of text."""
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if tokens < least:
         raise ArgumentError(
@@ -511,7 +512,7 @@ def _token_texts(
     *,
     gaps: bool = False,
 ) -> list[str]:
-    """Return the text of each token: by its offsets where the tokenizer has them, else decoded one by one."""
+    """Return the text of each token, sliced by its offsets, or decoded if the tokenizer has no offsets."""
     if offsets is None:
         return decode_tokens(tokenizer, ids, special)
     return _token_texts_by_offsets(tokenizer, ids, offsets, special, text, gaps=gaps)
@@ -526,9 +527,9 @@ def _token_texts_by_offsets(
     *,
     gaps: bool,
 ) -> list[str]:
-    """Return the text of each token by its offsets; tokens of the same character have the same offsets.
+    """Slice the text of each token by its offsets; tokens of one character have the same offsets.
 
-    With `gaps` a token begins where the one before it ends.
+    With `gaps`, the text of a token begins where the previous token ends.
     """
     shown: list[str] = []
     reached = 0
@@ -544,7 +545,7 @@ def _token_texts_by_offsets(
 
 
 def _gaps_between_tokens(text: str, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
-    """Return the text before each token, after the previous one; None before a token without text."""
+    """Return the text between the previous token and each token; None for a token without text."""
     gaps: list[str | None] = []
     reached = 0
     for start, end in offsets:
@@ -554,7 +555,7 @@ def _gaps_between_tokens(text: str, offsets: Sequence[tuple[int, int]]) -> list[
 
 
 def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
-    """Decode tokens one by one into their texts; tokens that are parts of one character are decoded together."""
+    """Return the text of each token, decoded one by one; tokens that share a character are decoded together."""
     shown: list[str] = []
     first = 0
     for index, (id_, mark) in enumerate(zip(ids, special, strict=True)):
@@ -564,13 +565,13 @@ def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -
             continue
         piece = str(tokenizer.decode(list(ids[first : index + 1])))
         shown.append(CONTINUED if index > first else piece)
-        if piece and not piece.endswith(_INCOMPLETE):  # some tokenizers decode an incomplete character to ""
+        if piece and not piece.endswith(_REPLACEMENT_CHARACTER):  # some tokenizers decode an incomplete character to ""
             shown[first] = piece
             first = index + 1
     return shown
 
 
 def wordpiece_continuations(tokenizer: Any, ids: Sequence[int]) -> list[str | None] | None:
-    """Return "" for each token that continues a word, None for the others; None without WordPiece tokens ("##ing")."""
+    """Return "" for each WordPiece token that continues a word ("##ing"), else None; None if no token does."""
     continues = [str(tokenizer.convert_ids_to_tokens(id_)).startswith("##") for id_ in ids]
     return ["" if each else None for each in continues] if any(continues) else None

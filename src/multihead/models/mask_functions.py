@@ -1,4 +1,4 @@
-"""Convert transformers' mask functions, which map indices (batch, head, query, key) to visibility, to masks."""
+"""Convert mask functions of transformers, (batch, head, query, key) -> visible, to masks of this library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class MaskExtent:
-    """Positions of the queries and keys of a mask in the whole sequence.
+    """Numbers of queries and keys of a mask, and their positions in the sequence.
 
     Attributes:
         batch: number of samples.
@@ -42,15 +42,15 @@ class MaskExtent:
 
     @property
     def query_start(self) -> int:
-        """Position of the first query among the available keys."""
+        """Position of the first query, counted from the first available key."""
         return self.query_offset - self.key_offset
 
 
 def mask_of_function(function: MaskFunction, extent: MaskExtent) -> Mask | None:
-    """Convert a mask function to a mask, or return None where the function is unknown.
+    """Convert a mask function of transformers to a mask; None if the function is unknown.
 
-    A function is recognised by its name and by the variables of its closure. Since a name proves nothing, the mask is
-    compared with the function itself on the first, the middle and the last query; where they differ, it is None.
+    A function is recognised by its name and the variables of its closure. To be safe, the mask is compared with the
+    function on the first, the middle and the last query, and None is returned if they differ.
 
     Source: transformers/masking_utils.py.
     """
@@ -62,7 +62,7 @@ def mask_of_function(function: MaskFunction, extent: MaskExtent) -> Mask | None:
 
 @cache
 def _mask_of_plain_function(function: MaskFunction) -> Mask | None:
-    """Convert a mask function without closure variables; it is compared with its mask once, on a small map."""
+    """Convert a mask function without closure variables, and compare the mask with it once, on 5 x 5 cells."""
     extent = MaskExtent(2, 5, 5, 0, 0, torch.device("cpu"))
     mask = _mask_by_name(function, extent)
     return mask if mask is not None and _agrees_on_three_queries(mask, function, extent) else None
@@ -71,15 +71,15 @@ def _mask_of_plain_function(function: MaskFunction) -> Mask | None:
 def _mask_by_name(function: MaskFunction, extent: MaskExtent) -> Mask | None:
     name = getattr(function, "__qualname__", "")
     closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
-    reader = _READERS.get(name)
+    reader = _CONVERTERS.get(name)
     try:
         return reader(closure, extent) if reader is not None else None
     except (KeyError, TypeError, AttributeError, IndexError, ArgumentError):
-        return None  # a closure of that name with other variables, or a window of no key
+        return None  # another version of the function has other closure variables, or a window is empty
 
 
 def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExtent) -> bool:
-    """Whether a mask and a mask function agree on three queries: O(batch * keys) cells."""
+    """Whether a mask equals a mask function on the first, middle and last query: O(batch * keys) time."""
     rows = sorted({0, extent.queries // 2, extent.queries - 1} & set(range(extent.queries)))
     if not rows or not extent.keys:
         return True
@@ -90,7 +90,7 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExt
     try:
         expected = function(batch, head, index[None, None, :, None] + extent.query_offset, key)
     except (RuntimeError, IndexError, TypeError):
-        return False  # the function takes only single indices
+        return False  # the function does not support tensors of indices
     size = (extent.batch, 1, len(rows), extent.keys)
     read = torch.cat(
         [
@@ -113,8 +113,8 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExt
 def _masks_of_subfunctions(closure: dict[str, Any], extent: MaskExtent) -> list[Mask] | None:
     functions = list(closure["mask_functions"])
     if any(_name_of_function(each).startswith("packed_sequence_mask_function") for each in functions):
-        # Inside one packed sequence positions increase by one per token, so a mask that depends on differences of
-        # positions only (causal, window) is the same with and without the remapping.
+        # Within a packed sequence positions increase by one per token, so remapping positions does not change a mask
+        # that depends only on differences of positions (causal, window).
         remapped = [
             each for each in functions if _name_of_function(each).startswith("remap_positions_for_packed_sequence")
         ]
@@ -129,7 +129,7 @@ def _intersection_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | No
     if parts is None:
         return None
     if Causal() in parts:
-        # `key > query - w` and `key <= query` are one window: the query and the w - 1 keys before it.
+        # `key > query - w` and `key <= query` together are one window: the query and the w - 1 keys before it.
         windows = [
             Window(each.lookback, after=_later_keys_limit(extent)) for each in parts if each.lookback is not None
         ]
@@ -145,40 +145,40 @@ def _union_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
     return None if parts is None else reduce(lambda left, right: left | right, parts)
 
 
-def _window_of_earlier_keys(closure: dict[str, Any], extent: MaskExtent) -> Mask:
-    """Convert `key > query - w`: the query, the w - 1 keys before it, and all after it."""
+def _lookback_window(closure: dict[str, Any], extent: MaskExtent) -> Mask:
+    """Convert `key > query - w` to a window: the query, the w - 1 keys before it, and all keys after it."""
     return Window(int(closure["sliding_window"]), after=_later_keys_limit(extent))
 
 
 def _later_keys_limit(extent: MaskExtent) -> int:
-    """Return an upper bound on the number of keys after a query; other ranks may hold keys that this call lacks."""
+    """Return an upper bound on the number of keys after a query, including keys of other ranks."""
     return extent.keys if sequence_split.active is None else FURTHEST
 
 
-def _window_both_ways(closure: dict[str, Any], extent: MaskExtent) -> Mask:
-    """Convert `|query - key| <= w`, both ends included."""
+def _two_sided_window_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask:
+    """Convert `|query - key| <= w` to a window of w keys on each side."""
     width = int(closure["sliding_window"])
     return Window(width + 1, after=width)
 
 
 def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
-    """Convert chunks of equal size, which start at the first token that is not padding, to documents."""
+    """Convert chunked attention, chunks of equal size after the left padding, to a Documents mask."""
     size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
     if extent.key_offset:
         return None
-    first = padding % size  # a chunk before the first whole one, in the padding
+    first = padding % size  # length of the incomplete chunk at the start, all padding
     count = -(-extent.keys // size) + 1
     whole = torch.full((extent.batch, count), size, dtype=torch.int64, device=extent.device)
     lengths = torch.cat([first.view(-1, 1).expand(extent.batch, 1), whole], 1)
     return Documents(truncate_documents(lengths, extent.keys))
 
 
-def _keep_of_padding(closure: dict[str, Any], extent: MaskExtent) -> Mask:
+def _mask_of_padding(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     return padding_mask(padding_of_keys(closure["padding_mask"], extent))
 
 
-def _documents_of_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
-    """Convert sequence numbers, one per token and in increasing order, to documents."""
+def _documents_of_sequence_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
+    """Convert the sequence number of each token, in increasing order, to a Documents mask."""
     number = closure["packed_sequence_mask"]  # (batch, length)
     if extent.key_offset or extent.query_offset or not bool((number.diff(dim=-1) >= 0).all()):
         return None
@@ -187,7 +187,7 @@ def _documents_of_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask |
 
 
 def padding_mask(padding: Tensor) -> Mask:
-    """Convert padding, (batch, keys) bool, True = a token, to a mask.
+    """Convert a padding mask, (batch, keys) bool, True = no padding, to a mask.
 
     >>> padding_mask(torch.tensor([[True, True, True], [True, False, False]]))
     Lengths(<int64 tensor (2,)>)
@@ -195,19 +195,19 @@ def padding_mask(padding: Tensor) -> Mask:
     if bool(padding.all()):
         return Full()
     if bool((padding[:, 1:] <= padding[:, :-1]).all()):
-        return Lengths(padding.sum(-1))  # padding on the right: kernels need no tensor of cells
+        return Lengths(padding.sum(-1))  # padding on the right: lengths suffice
     return Keep(padding, "batch keys")
 
 
 def padding_of_keys(attention_mask: Tensor, extent: MaskExtent) -> Tensor:
-    """Slice the available keys out of a 2-D attention mask: (batch, keys) bool, True = no padding."""
+    """Slice an attention mask (batch, tokens) to the available keys: (batch, keys) bool, True = no padding."""
     kept = attention_mask.to(device=extent.device, dtype=torch.bool)
     kept = kept[:, extent.key_offset : extent.key_offset + extent.keys]
     return torch.nn.functional.pad(kept, (0, extent.keys - kept.shape[1]))
 
 
 def truncate_documents(lengths: Tensor, keys: int) -> Tensor:
-    """Truncate documents, (documents,) or (batch, documents) tokens each, to a number of keys.
+    """Truncate document lengths, (documents,) or (batch, documents), so that they sum to at most `keys`.
 
     >>> truncate_documents(torch.tensor([3, 3, 3]), 5)
     tensor([3, 2, 0])
@@ -219,14 +219,14 @@ def _name_of_function(function: object) -> str:
     return getattr(function, "__qualname__", "")
 
 
-_READERS: dict[str, Callable[[dict[str, Any], MaskExtent], Mask | None]] = {
+_CONVERTERS: dict[str, Callable[[dict[str, Any], MaskExtent], Mask | None]] = {
     "causal_mask_function": lambda closure, extent: Causal(),
     "bidirectional_mask_function": lambda closure, extent: Full(),
     "and_masks.<locals>.and_mask": _intersection_mask,
     "or_masks.<locals>.or_mask": _union_mask,
-    "sliding_window_overlay.<locals>.inner_mask": _window_of_earlier_keys,
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask": _window_both_ways,
+    "sliding_window_overlay.<locals>.inner_mask": _lookback_window,
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": _two_sided_window_mask,
     "chunked_overlay.<locals>.inner_mask": _documents_of_chunks,
-    "padding_mask_function.<locals>.inner_mask": _keep_of_padding,
-    "packed_sequence_mask_function.<locals>.inner_mask": _documents_of_numbers,
+    "padding_mask_function.<locals>.inner_mask": _mask_of_padding,
+    "packed_sequence_mask_function.<locals>.inner_mask": _documents_of_sequence_numbers,
 }

@@ -1,8 +1,9 @@
-"""Leave padding out of a Hugging Face model: the tokens of a padded batch run as one row.
+"""Run a Hugging Face model without padding: the tokens of a padded batch are packed into one row.
 
 A hook before the model packs its inputs (token ids, token types, positions, embeddings) into one row, (1, tokens), and
-passes a mask with which each sample sees only itself. Embeddings, projections, attention and MLPs then compute tokens
-alone. Hooks after the model, and after the part of it that its own pooler reads, restore the padded batch, padding 0.
+passes a mask that restricts attention to each sample. So embeddings, projections, attention and MLPs compute no
+padding. Hooks after the model, and after the submodule whose output its pooler reads, restore the padded batch, with 0
+at padding.
 
 Nothing is stored between the hooks: the mask carries the packing through the model. So a model with these hooks can be
 copied, pickled, checkpointed and called from several threads.
@@ -24,29 +25,28 @@ from torch import Tensor, nn
 from multihead.errors import ModelError
 from multihead.layer.packing import Packing
 from multihead.masks import Causal, Documents, Full, Mask, Window
-from multihead.models.huggingface import NAME, install
+from multihead.models.huggingface import IMPLEMENTATION_NAME, install
 from multihead.models.lazy_mask import LazyMask
-from multihead.models.pretrained import is_within, pretrained_models
+from multihead.models.pretrained import is_submodule_of, pretrained_models
 from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import distance_buckets
 from multihead.tensors.tracing import is_traced
 from multihead.tensors.undo import Undo
 
-_PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # arguments with a value per token
+_PER_TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # (batch, tokens, ...)
 
 
 @dataclass(frozen=True)
 class PackedFamily:
-    """How models of a class run on one packed row of tokens.
+    """How models of one class of transformers run on a packed row of tokens.
 
     Attributes:
-        name: the family, for the documentation and errors.
-        masks: returns the mask of each token within its own sample, from the configuration; a dict where the layers
-            of a model have different masks.
-        positions: returns the position ids of a padded batch, (batch or 1, length), where the caller gives none; None
-            where the model takes none.
-        read_by_model: the part whose output the model itself reads as a padded batch (its pooler); "" for none.
-        relative: the layer that computes a bias from distances; "" for none.
+        name: name of the family in the documentation and in errors.
+        masks: returns the mask within one sample from the configuration, or a dict: layer type -> mask.
+        positions: returns the default position ids of a padded batch, (batch or 1, length); None for models without
+            position ids.
+        read_by_model: submodule whose output the model's pooler reads as a padded batch; "" for none.
+        relative: submodule that computes a relative position bias; "" for none.
     """
 
     name: str
@@ -57,12 +57,12 @@ class PackedFamily:
 
 
 def _columns_in_padded_row(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
-    """Return the index of each token in its padded row."""
+    """Return the column of each token of a padded batch, (1, length)."""
     return torch.arange(real.shape[1], device=real.device)[None]
 
 
 def _roberta_positions(model: Any, inputs: dict[str, Any], real: Tensor) -> Tensor:
-    """Return the positions that RoBERTa counts from its token ids, or from the length if it is given embeddings."""
+    """Return the default position ids of RoBERTa, (batch or 1, length), from token ids, or the length of embeddings."""
     embeddings, ids = model.embeddings, inputs.get("input_ids")
     if ids is None:
         return _columns_in_padded_row(model, inputs, real) + 1 + int(embeddings.padding_idx)
@@ -112,14 +112,15 @@ FAMILIES = {
 """The supported families, by the class of transformers that holds their layers."""
 
 
-_padded: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())  # a key per open `run_models_padded`
+_padded_contexts: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())
+"""One object per active context of `run_models_padded`."""
 
 
 class _PackedRowMask(LazyMask):
-    """The mask of a packed row.
+    """The mask of a packed row, with which hooks restore the padded batch.
 
     Attributes:
-        packing: the places of its tokens in the padded batch.
+        packing: index of each token of the row in the padded batch.
     """
 
     packing: Packing
@@ -128,23 +129,23 @@ class _PackedRowMask(LazyMask):
 def leave_out_padding(model: nn.Module) -> Undo:
     """Leave padding out of all Hugging Face models in a module, and run their attention on this library's kernels.
 
-    Outputs at tokens are those of the padded batch up to rounding, and 0 at padding. A call is packed if it has an
-    attention mask (batch, length) with padding. It runs padded, as without this function, if it
+    Outputs equal those of the padded batch up to rounding, and are 0 at padding. A call is packed if it has an
+    attention mask (batch, length) with padding. A call still runs padded if it
 
-    - continues a cache, or fills one of another kind than `DynamicCache` or one with windows,
+    - continues a cache, or fills a cache that is not a `DynamicCache`, or has sliding windows,
     - returns attention weights, is observed, or is traced by a compiler or a transform,
-    - belongs to a decoder of BERT's kind or of T5, which may see another sequence too,
-    - has padding between the tokens of a sample, where a window or a bias counts distances, as in ModernBERT and T5,
+    - belongs to a decoder of BERT's kind or of T5, which may have cross-attention,
+    - has padding between the tokens of a sample, and a mask or bias by distance, as in ModernBERT and T5,
     - computes feed-forward layers in chunks, or rotary frequencies from the length ("dynamic", "longrope").
 
     Args:
         model: a model of transformers, or a module that contains some.
 
     Returns:
-        the handle that undoes it.
+        the handle that restores the model.
 
     Raises:
-        ModelError: it contains no model of transformers, or one of a family that is not supported.
+        ModelError: `model` contains no model of transformers, or one of a family that is not supported.
     """
     stacks = _modules_to_pack(model)
     return Undo.run_change(partial(_add_hooks, model, stacks))
@@ -164,33 +165,33 @@ def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], u
 
 @contextmanager
 def run_models_padded() -> Iterator[None]:
-    """Run packed models padded in this context, and in no other thread: a record finds samples by their rows."""
+    """Disable packing in this context and thread, because a record expects one row per sample."""
     user = object()
     with Undo() as undo:
-        undo.callback(lambda: _padded.set(_padded.get() - {user}))
-        _padded.set(_padded.get() | {user})
+        undo.callback(lambda: _padded_contexts.set(_padded_contexts.get() - {user}))
+        _padded_contexts.set(_padded_contexts.get() | {user})
         yield
 
 
 def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, PackedFamily]]:
-    """Return the modules to pack and their families; every model of transformers must be, contain or lie in one."""
+    """Return the modules to pack and their families; reject a model of transformers that has no such module."""
     models = pretrained_models(model)
     found = {name: family for name, module in models.items() if (family := _family_of_class(type(module))) is not None}
     for name, module in models.items():
-        if not any(is_within(name, other) or is_within(other, name) for other in found):
-            raise _refusal_error(f"{type(module).__name__} cannot leave out padding.")
+        if not any(is_submodule_of(name, other) or is_submodule_of(other, name) for other in found):
+            raise _unsupported_error(f"{type(module).__name__} cannot leave out padding.")
     if not found:
-        raise _refusal_error(f"{type(model).__name__} contains no model of transformers.")
+        raise _unsupported_error(f"{type(model).__name__} contains no model of transformers.")
     return [(models[name], family) for name, family in found.items()]
 
 
-def _refusal_error(finding: str) -> ModelError:
+def _unsupported_error(finding: str) -> ModelError:
     names = ", ".join(family.name for family in FAMILIES.values())
     return ModelError(finding, f"Give a model of one of these families: {names}; or use packed=False.")
 
 
 def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
-    """Return the family of a class of transformers, or of a subclass that runs the same forward pass."""
+    """Return the family of a class; None if it is not supported, or a subclass with its own forward."""
     for parent in kind.__mro__:
         if parent.__module__.startswith("transformers.") and parent.__name__ in FAMILIES:
             return FAMILIES[parent.__name__] if kind.forward is parent.forward else None  # type: ignore[attr-defined]
@@ -198,19 +199,19 @@ def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
 
 
 @cache
-def _names_of_arguments(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the arguments of a class's forward pass, in order."""
+def _forward_parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the parameters of a class's forward, without self."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _pack_inputs(
     family: PackedFamily, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pack the inputs of a model; runs before its forward pass. None leaves them as they are."""
+    """Forward pre-hook of a model that packs its inputs; None leaves the inputs unchanged."""
     if is_traced():
-        return None  # the number of tokens is not known
-    inputs = {**dict(zip(_names_of_arguments(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
-    real = _real_tokens(inputs)
+        return None  # the number of tokens is unknown in a graph
+    inputs = {**dict(zip(_forward_parameter_names(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
+    real = _non_padding_tokens(inputs)
     if real is None or not _can_pack(model, inputs):
         return None
     lengths = real.sum(1)
@@ -225,7 +226,7 @@ def _pack_inputs(
     packing = Packing(lengths, real.flatten().nonzero().flatten(), batch, length)
     if family.positions is not None and inputs.get("position_ids") is None:
         inputs["position_ids"] = family.positions(model, inputs, real)
-    for name in _PER_TOKEN:
+    for name in _PER_TOKEN_ARGUMENTS:
         if isinstance(value := inputs.get(name), Tensor):
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
     documents = Documents(counts)
@@ -238,8 +239,8 @@ def _pack_inputs(
     return (), inputs
 
 
-def _real_tokens(inputs: dict[str, Any]) -> Tensor | None:
-    """Return which tokens are no padding, (batch, length) bool; None where the inputs have no mask of that shape."""
+def _non_padding_tokens(inputs: dict[str, Any]) -> Tensor | None:
+    """Return which tokens are not padding, (batch, length) bool; None if there is no attention mask of that shape."""
     mask, first = inputs.get("attention_mask"), inputs.get("input_ids")
     first = inputs.get("inputs_embeds") if first is None else first
     if not isinstance(mask, Tensor) or not isinstance(first, Tensor):
@@ -253,12 +254,12 @@ def _real_tokens(inputs: dict[str, Any]) -> Tensor | None:
 
 
 def _can_pack(model: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a padded batch may run as one row."""
+    """Whether a call of a model may run on a packed row; the exceptions are listed in `leave_out_padding`."""
     config = model.config
     rotary = getattr(getattr(model, "rotary_emb", None), "rope_type", "default")
     return not (
-        _padded.get()
-        or getattr(config, "_attn_implementation", None) != NAME  # another attention was chosen since
+        _padded_contexts.get()
+        or getattr(config, "_attn_implementation", None) != IMPLEMENTATION_NAME  # the user has chosen another attention
         or getattr(config, "is_decoder", False)
         or inputs.get("encoder_hidden_states") is not None
         or inputs.get("output_attentions", getattr(config, "output_attentions", False))
@@ -269,19 +270,19 @@ def _can_pack(model: Any, inputs: dict[str, Any]) -> bool:
 
 
 def _has_inner_padding(real: Tensor, tokens: int) -> bool:
-    """Whether there is padding between the tokens of a sample: then there are fewer pairs of neighbours."""
+    """Whether there is padding between the tokens of a sample, found by counting pairs of adjacent tokens."""
     neighbours = (real[:, 1:] & real[:, :-1]).sum()
     return bool(neighbours + real.any(1).sum() != tokens)
 
 
 def _fills_cache(model: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a call of a model returns a cache of its keys and values."""
+    """Whether a call of a model fills a cache with keys and values (`use_cache`)."""
     given = inputs.get("use_cache")
     return bool(getattr(model.config, "use_cache", False) if given is None else given)
 
 
 def _is_empty_cache(store: Any) -> bool:
-    """Whether a cache is absent, or one without tokens whose keys and values can be padded afterwards."""
+    """Whether there is no cache, or an empty DynamicCache, whose keys and values can be padded later."""
     if store is None:
         return True
     from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -300,7 +301,7 @@ def _mask_of_packed_row(mask: Mask, packing: Packing) -> _PackedRowMask:
 
 
 def _packing_in_arguments(kwargs: dict[str, Any]) -> Packing | None:
-    """Return the packing that the mask among the arguments of a part of the model carries."""
+    """Return the packing of the `attention_mask` in a call's arguments, or None if the call is not packed."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
@@ -308,13 +309,13 @@ def _packing_in_arguments(kwargs: dict[str, Any]) -> Packing | None:
 
 
 def _unpack_outputs(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Restore the padded batch in everything that a model, or a part of it, returns; runs after its forward pass."""
+    """Forward hook of a model or submodule that restores the padded batch in its outputs."""
     packing = _packing_in_arguments(kwargs)
     return output if packing is None else _unpack_tensors(output, packing)
 
 
 def _unpack_tensors(output: Any, packing: Packing) -> Any:
-    """Unpack all tensors (1, tokens, features) in an output, and the keys and values of a cache."""
+    """Restore the padded batch in all tensors (1, tokens, features) of an output, and in the layers of a cache."""
     if isinstance(output, Tensor):
         in_row = output.dim() == 3 and output.shape[:2] == (1, len(packing.index))
         return packing.unpack(output) if in_row else output
@@ -331,7 +332,7 @@ def _unpack_tensors(output: Any, packing: Packing) -> Any:
 
 
 def _unpack_cached_heads(x: Tensor, packing: Packing) -> Tensor:
-    """Unpack the keys or values of a cache: (1, kv_heads, tokens, dim) -> (batch, kv_heads, length, dim)."""
+    """Restore the padded batch of cached keys: (1, kv_heads, tokens, dim) -> (batch, kv_heads, length, dim)."""
     heads, dim = x.shape[1], x.shape[3]
     padded = packing.unpack(x.transpose(1, 2).flatten(2))  # (batch, length, kv_heads * dim)
     return padded.view(packing.batch, packing.length, heads, dim).transpose(1, 2)
@@ -340,10 +341,10 @@ def _unpack_cached_heads(x: Tensor, packing: Packing) -> Tensor:
 def _add_relative_bias(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give the first block of T5 its bias by distance in linear memory; runs before its forward pass.
+    """Forward pre-hook that passes the first block of T5 a relative bias in linear memory.
 
-    The block itself computes a bias of tokens x tokens. Distances within a document are the same in the packed row and
-    in the padded batch.
+    Without it, the block computes a bias of tokens x tokens. Distances within a sample are the same in the packed row
+    as in the padded batch.
     """
     hidden_states, mask, *others = args
     if not isinstance(mask, _PackedRowMask):

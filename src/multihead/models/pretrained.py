@@ -1,4 +1,4 @@
-"""The models of transformers in a module: their names, their cross-attention layers, and the inputs they receive."""
+"""Find the models of transformers in a module and their cross-attention layers, and track their token inputs."""
 
 from __future__ import annotations
 
@@ -24,38 +24,42 @@ from multihead.tensors.undo import Undo
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     """Return the Hugging Face models in a module, itself included, by qualified name."""
     if "transformers" not in sys.modules:
-        return {}  # without transformers no such model can exist
+        return {}  # not imported, so no model of it can exist
     from transformers import PreTrainedModel
 
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
 
-def is_within(name: str, other: str) -> bool:
-    """Whether the module `name` is the module `other`, or a part of it.
+def is_submodule_of(name: str, other: str) -> bool:
+    """Whether the module with qualified name `name` is the module `other` or a submodule of it.
 
-    >>> is_within("encoder.layer.0", "encoder"), is_within("encoder2", "encoder"), is_within("encoder", "")
+    >>> (
+    ...     is_submodule_of("encoder.layer.0", "encoder"),
+    ...     is_submodule_of("encoder2", "encoder"),
+    ...     is_submodule_of("encoder", ""),
+    ... )
     (True, False, True)
     """
     return not other or f"{name}.".startswith(f"{other}.")
 
 
 def innermost_model(name: str, models: Iterable[str]) -> str | None:
-    """Return the name of the innermost of some models around a module, itself included; None if there is none."""
-    return max((each for each in models if is_within(name, each)), key=len, default=None)
+    """Return the name of the innermost model that contains (or is) the module `name`; None if none does."""
+    return max((each for each in models if is_submodule_of(name, each)), key=len, default=None)
 
 
 def is_cross_attention_call(origin: CallOrigin, name: str) -> bool:
-    """Whether the keys of a call come from another sequence than its queries: its origin says so, or else its layer.
+    """Whether the keys of a call come from another sequence than its queries.
 
     Args:
-        origin: where the call comes from.
+        origin: layer that made the call; its `crosses` decides if it is not None, else `is_cross_attention`.
         name: the qualified name of the layer.
     """
     return is_cross_attention(origin.layer, name) if origin.crosses is None else origin.crosses
 
 
 def is_cross_attention(module: nn.Module, name: str = "") -> bool:
-    """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
+    """Whether a layer is cross-attention, by its attribute `is_cross_attention`, or else by its name and class."""
     if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
         return flag
     names = f"{name}.{type(module).__name__}"
@@ -64,13 +68,13 @@ def is_cross_attention(module: nn.Module, name: str = "") -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TokenInputs:
-    """Inputs of one model in a forward pass.
+    """Token inputs of one model in a forward pass.
 
     Attributes:
-        ids: (batch, tokens) int64, a copy of the token ids on the CPU, or None.
-        tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
-        batches: batch size of its main input, then of every input; () where it is unknown, as in models that are not
-            from Hugging Face.
+        ids: (batch, tokens) int64, a copy of the token ids on the CPU; None if the model received none.
+        tokens: (batch, cached and new tokens) bool, True = no padding; None where padding is unknown.
+        batches: batch size of the main input, then of every input; () where unknown, as in models that are not from
+            Hugging Face.
     """
 
     ids: Tensor | None = None
@@ -80,13 +84,13 @@ class TokenInputs:
 
 @dataclass(eq=False)
 class _TrackedModel:
-    """A model that may take tokens.
+    """A model whose inputs are recorded.
 
     Attributes:
-        prefix: its qualified name and a dot; "" for the outermost model.
+        prefix: qualified name of the model and a dot; "" for the outermost model.
         module: the model.
-        signature: that of its forward.
-        given: its newest inputs.
+        signature: signature of its forward.
+        given: inputs of its newest forward pass.
     """
 
     prefix: str
@@ -96,18 +100,18 @@ class _TrackedModel:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether its inputs are token ids or their embeddings."""
+        """Whether the model takes token ids or embeddings of tokens."""
         return not self.signature.parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether it has an encoder and a decoder: then its `input_ids` are the encoder's alone."""
+        """Whether the model has an encoder and a decoder, so that its `input_ids` are those of the encoder."""
         return "decoder_input_ids" in self.signature.parameters
 
 
 @dataclass(eq=False)
 class InputTracker:
-    """Inputs of a model and of the models in it, updated while they run.
+    """Token inputs of a model and of the models inside it, updated by hooks during each forward pass.
 
     Attributes:
         passes: number of forward passes that have started.
@@ -117,47 +121,47 @@ class InputTracker:
     passes: int = 0
     any_ids: bool = False
     _depth: int = 0
-    _models: list[_TrackedModel] = field(default_factory=list)  # a model comes before the models in it
+    _models: list[_TrackedModel] = field(default_factory=list)  # outer models come before inner ones
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward pass is running."""
+        """Whether a forward pass of the outermost model is running."""
         return self._depth > 0
 
     def inputs_of_queries(self, name: str) -> TokenInputs:
         """Return the inputs from which the queries of a layer are computed.
 
-        A layer belongs to the innermost model around it that takes tokens. An encoder and a decoder are models of their
-        own, so that each has its own ids and padding.
+        These are the inputs of the innermost model that contains the layer and takes tokens. An encoder and a decoder
+        are separate models, each with its own token ids and padding.
         """
         found: TokenInputs | None = None
         for model in reversed(self._models):
             if not f"{name}.".startswith(model.prefix):
                 continue
             if found is not None:
-                # A model of texts and images embeds the tokens itself and passes the embeddings to its inner model.
+                # A model of texts and images embeds the tokens and passes only embeddings to its inner model.
                 return found if model.is_encoder_decoder else TokenInputs(model.given.ids, found.tokens)
             if model.takes_tokens:
                 found = model.given
                 if found.ids is not None:
                     return found
             elif model.prefix:
-                return TokenInputs()  # an image or sound encoder: its queries are not the tokens of the model around it
+                return TokenInputs()  # an image or audio encoder: its queries are not text tokens
         return TokenInputs() if found is None else found
 
     def rows_per_sample(self, name: str, rows: int) -> int:
-        """Return how many rows of a batch in a layer belong to each sample of the innermost model around it.
+        """Return how many batch rows of a layer belong to each sample of the innermost model that contains the layer.
 
-        That is 1 where the model's batch is unknown, or where one of its inputs has as many rows.
+        The result is 1 where the batch size of the model is unknown, or where one of its inputs has `rows` rows.
         """
         around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
         batch, *others = next((model.given.batches for model in around), ()) or (rows,)
         return 1 if not self.is_running or not batch or rows in others or rows % batch else max(rows // batch, 1)
 
     def encoder_inputs(self, name: str) -> TokenInputs:
-        """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
+        """Return the inputs of the encoder, for the cross-attention layer `name` of an encoder-decoder model.
 
-        While it decodes, such a model gets the output of its encoder and no ids: then the result is the last inputs of
+        During decoding the model receives the encoder's output and no token ids; the result is then the last inputs of
         the encoder.
         """
         for model in self._models:
@@ -172,16 +176,16 @@ class InputTracker:
     def begin_pass(
         self, model: _TrackedModel, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Receive the arguments of a model that is about to run; torch omits `kwargs` while it adds the hook."""
+        """Forward pre-hook that stores a model's token inputs; torch may call it without `kwargs` as it is added."""
         if self not in _receiving.get():
-            return  # another thread runs the model, whose calls the listeners of this one do not receive
+            return  # another thread runs the model; its attention calls are not recorded here either
         self.passes += self._depth == 0
         self._depth += 1
         model.given = _read_token_inputs(model, args, kwargs or {})
         self.any_ids |= model.given.ids is not None
 
     def end_pass(self, *_: object) -> None:
-        """Count a model that has run."""
+        """Forward hook that marks the end of a model's forward pass."""
         if self in _receiving.get():
             self._depth = max(self._depth - 1, 0)
 
@@ -190,26 +194,26 @@ _receiving: ContextVar[tuple[InputTracker, ...]] = ContextVar("receiving", defau
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[InputTracker]:
+def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
     """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
     inputs = InputTracker()
     with Undo() as undo:
         undo.callback(lambda: _receiving.set(tuple(each for each in _receiving.get() if each is not inputs)))
         _receiving.set((*_receiving.get(), inputs))
         for name, module in {"": model, **pretrained_models(model)}.items():
-            each = _TrackedModel(name and f"{name}.", module, _parameters_of_forward(module))
+            each = _TrackedModel(name and f"{name}.", module, _forward_signature(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
             undo.hook_before_forward(module, partial(inputs.begin_pass, each), with_kwargs=True, prepend=True)
             undo.hook_after_forward(module, inputs.end_pass, always_call=True)
         yield inputs
 
 
-def _parameters_of_forward(module: nn.Module) -> inspect.Signature:
-    """Return the parameters of a module's forward; those of a class are read once, which takes a tenth of a ms."""
+def _forward_signature(module: nn.Module) -> inspect.Signature:
+    """Return the signature of a module's forward, without self; cached per class, because inspecting takes 0.1 ms."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
         return _signature_of_method(forward.__func__)
-    return inspect.signature(forward)  # the instance has a forward of its own
+    return inspect.signature(forward)  # the instance overrides forward
 
 
 @lru_cache(maxsize=256)
@@ -222,14 +226,14 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     try:
         bound = model.signature.bind_partial(*args, **kwargs).arguments
     except TypeError:
-        return TokenInputs()  # the model itself will raise an error about its arguments
+        return TokenInputs()  # wrong arguments: the model itself will raise an error
     ids, mask = bound.get("input_ids"), bound.get("attention_mask")
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
     if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    # The batch is the first axis in Hugging Face models, which have this attribute; elsewhere it may be another one.
+    # Hugging Face models, which have `main_input_name`, have the batch in the first axis; others may not.
     main = getattr(model.module, "main_input_name", None)
     lengths = {key: len(each) for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
     batches = (

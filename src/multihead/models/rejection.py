@@ -1,14 +1,15 @@
-"""Reject models whose attention our kernels would not compute, whichever way they are chosen in transformers.
+"""Make transformers raise an error for models whose attention would not run on our kernels.
 
-transformers accepts a registered name for every family, and families that never look it up silently compute something
-else with the mask that was made for it. So its own methods are extended, where all ways of naming an attention meet:
+transformers accepts the name of a registered attention for every model. Models that never look the name up silently
+compute something else with the mask that was made for our attention. So three methods of transformers are wrapped;
+whichever way a user selects an attention, one of them is called:
 
-- `PreTrainedModel.__init__` runs before the layers are created, for families that choose a class by the name;
+- `PreTrainedModel.__init__` runs before the layers are created, for models that choose a layer class by the name;
 - `PreTrainedModel.post_init` runs at the end of the `__init__` of every model and of the models in it, whether
   `from_pretrained`, `from_config` or the class itself creates it, and before weights are loaded;
-- `PreTrainedModel.set_attn_implementation` is for loaded models.
+- `PreTrainedModel.set_attn_implementation` changes the attention of a loaded model.
 
-For any other implementation these methods do what they did before.
+For any other attention these methods are unchanged.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from multihead.models.coverage import (
 )
 from multihead.models.pretrained import innermost_model, pretrained_models
 
-CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
+IMPLEMENTATION_ATTRIBUTE = "_attn_implementation_internal"  # of a configuration: the name of its attention
 
 
 def reject_unsupported_models(implementation: str) -> None:
-    """Make transformers reject an implementation for models that bypass its AttentionInterface; once per process."""
+    """Make transformers reject an attention implementation for models that bypass AttentionInterface; called once."""
     from transformers import PreTrainedModel
 
     kind: Any = PreTrainedModel
@@ -42,7 +43,7 @@ def reject_unsupported_models(implementation: str) -> None:
 def _wrap_init(init: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(init)
     def checked_init(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(config, CHOICE, None) == implementation and (
+        if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation and (
             by_name := classes_lacking_implementation(type(model), implementation)
         ):
             raise unsupported_model_error(type(model), by_name)
@@ -54,7 +55,9 @@ def _wrap_init(init: Callable[..., None], implementation: str) -> Callable[..., 
 def _wrap_post_init(post_init: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(post_init)
     def checked_post_init(model: Any) -> None:
-        _check_attention_interface(model, lambda config: getattr(config, CHOICE, None) == implementation)
+        _check_attention_interface(
+            model, lambda config: getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation
+        )
         post_init(model)
 
     return checked_post_init
@@ -64,7 +67,7 @@ def _wrap_set_implementation(set_implementation: Callable[..., None], implementa
     @wraps(set_implementation)
     def checked_set_implementation(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         requested = _requested_implementations(model.config, attn_implementation)
-        of_model = requested[id(model.config)]  # also used for copies of a part of the configuration
+        of_model = requested[id(model.config)]  # also used for copies of sub-configurations
 
         def is_requested(config: Any) -> bool:
             return bool(requested.get(id(config), of_model) == implementation)
@@ -74,15 +77,15 @@ def _wrap_set_implementation(set_implementation: Callable[..., None], implementa
         # transformers sets the implementation in the model's configuration, but not in copies that layers hold.
         for config in configurations_of(model):
             if is_requested(config):
-                setattr(config, CHOICE, implementation)
-            elif id(config) not in requested and getattr(config, CHOICE, None) == implementation:
-                setattr(config, CHOICE, getattr(model.config, CHOICE))
+                setattr(config, IMPLEMENTATION_ATTRIBUTE, implementation)
+            elif id(config) not in requested and getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation:
+                setattr(config, IMPLEMENTATION_ATTRIBUTE, getattr(model.config, IMPLEMENTATION_ATTRIBUTE))
 
     return checked_set_implementation
 
 
 def configurations_of(model: nn.Module) -> list[Any]:
-    """Return every configuration of the models in a module, nested ones included, each once."""
+    """Return all distinct configurations of the models in a module, nested ones included."""
     from transformers import PreTrainedConfig
 
     waiting = [getattr(module, "config", None) for module in model.modules()]
@@ -96,14 +99,14 @@ def configurations_of(model: nn.Module) -> list[Any]:
 
 
 def _check_attention_interface(model: Any, is_requested: Callable[[Any], bool]) -> None:
-    """Check that all attention in the models with some configurations goes through transformers' AttentionInterface.
+    """Check that all attention for which our kernels are requested goes through transformers' AttentionInterface.
 
     Args:
         model: a model of transformers.
-        is_requested: whether the attention of the model with a configuration should be ours.
+        is_requested: whether our attention is requested for the model with a configuration.
 
     Raises:
-        ModelError: some attention does not.
+        ModelError: a module computes attention without the interface.
     """
     models = pretrained_models(model)
     wanting = {name for name, part in models.items() if is_requested(part.config)}
@@ -119,14 +122,18 @@ def _check_attention_interface(model: Any, is_requested: Callable[[Any], bool]) 
 
 
 def _requested_implementations(config: Any, request: Any) -> dict[int, Any]:
-    """Return the implementation requested for a configuration and those in it, by their ids.
+    """Return the attention implementation requested for each (nested) configuration: id(configuration) -> name.
 
     Args:
         config: a configuration of transformers.
-        request: a name for all, or a dict with names by part, "" for the configuration itself; nested or not.
+        request: a name for all, or a dict: sub-configuration ("" for `config` itself) -> a name or such a dict.
     """
     parts = request if isinstance(request, dict) else {}
-    found = {id(config): parts.get("", getattr(config, CHOICE, None)) if isinstance(request, dict) else request}
+    found = {
+        id(config): parts.get("", getattr(config, IMPLEMENTATION_ATTRIBUTE, None))
+        if isinstance(request, dict)
+        else request
+    }
     for key in config.sub_configs:
         part = getattr(config, key, None)
         if part is not None:

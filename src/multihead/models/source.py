@@ -1,4 +1,4 @@
-"""Find what a MODEL argument names: a file of this machine, or a model of the Hugging Face hub.
+"""Find the model that a MODEL argument names: a local file, or a model of the Hugging Face hub.
 
 Nothing here imports PyTorch or transformers, so a wrong name is rejected before they are loaded.
 """
@@ -15,40 +15,40 @@ from multihead.errors import ModelError
 from multihead.errors.optional import require
 from multihead.files import is_folder
 
-_PATIENCE = 10  # seconds that the Hugging Face hub has for its answer
+_HUB_TIMEOUT = 10  # seconds to wait for a response of the Hugging Face hub
 
 
 def find_model(model: str) -> Path | None:
-    """Return the file that describes a model of this machine, or None for a model of the Hugging Face hub.
+    """Return the config.json or GGUF file of a local model, or None for a model of the Hugging Face hub.
 
     Args:
         model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the hub.
 
     Raises:
-        ModelError: there is no such model, neither here nor on the hub, or the hub cannot be reached.
-        MissingPackageError: it is no file of this machine, and transformers is not installed.
+        ModelError: there is no such model, locally or on the hub, or the hub cannot be reached.
+        MissingPackageError: the model is not local, and transformers is not installed.
     """
-    file = _find_describing_file(model)
+    file = _find_config_or_gguf(model)
     if file is not None:
         return file
     require("transformers", purpose="Loading a model", extra="hf")
     from huggingface_hub import constants, file_exists, get_session, try_to_load_from_cache
 
     try:
-        # Either rejects a name that no model of the hub can have.
+        # Both calls raise an error for an invalid name.
         if isinstance(try_to_load_from_cache(model, "config.json"), str):
             return None
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
         found = file_exists(model, "config.json")
     except Exception as error:  # each version of the library has errors of its own
-        raise unknown_model(model) from error
+        raise unknown_model_error(model) from error
     if not found:
-        raise unknown_model(model)
+        raise unknown_model_error(model)
     return None
 
 
-def unknown_model(model: str) -> ModelError:
-    """Return the error of a name that no model has."""
+def unknown_model_error(model: str) -> ModelError:
+    """Return the error for a name that is no model."""
     return ModelError(
         f'"{model}" is neither a folder nor an installed package that contains a model nor a model of the '
         "Hugging Face hub that is on this machine or can be downloaded now.",
@@ -56,10 +56,10 @@ def unknown_model(model: str) -> ModelError:
     )
 
 
-def _find_describing_file(model: str) -> Path | None:
-    """Return the file that describes a local model: its config.json, or a GGUF file, which describes itself.
+def _find_config_or_gguf(model: str) -> Path | None:
+    """Return the config.json or the GGUF file of a local model, or None.
 
-    The argument is this file, its folder, or an installed package that contains it.
+    `model` is a GGUF file, a folder, or the name of an installed package.
     """
     path = local_path(model)
     if model.strip() and is_folder(path):
@@ -73,20 +73,20 @@ def _find_describing_file(model: str) -> Path | None:
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     files = [config for place in places for config in place.rglob("config.json") if _is_model_configuration(config)]
     files = files or [file for place in places for file in place.rglob("*.gguf")]
-    # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
+    # The file nearest to the package's root; the first by name of several at one depth, to be deterministic.
     return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
 
 
 def local_path(model: str) -> Path:
-    """Return the path that a MODEL argument is, whether it exists or not."""
+    """Return a MODEL argument as a path, with ~ expanded, whether it exists or not."""
     try:
         return Path(model).expanduser()
-    except RuntimeError:  # ~name without such a user
+    except RuntimeError:  # "~name", and there is no such user
         return Path(model)
 
 
 def _find_file_in_folder(folder: Path, model: str) -> Path:
-    """Return the file that describes the model in a folder."""
+    """Return the config.json in a folder, or else its only GGUF file."""
     if (folder / "config.json").is_file():
         return folder / "config.json"
     files = sorted(folder.glob("*.gguf"))
@@ -110,15 +110,15 @@ def _is_model_configuration(config: Path) -> bool:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[None]:
-    """Look up models on this machine only while the Hugging Face hub cannot be reached.
+    """Use only downloaded models within the context if the Hugging Face hub cannot be reached.
 
-    Without this, its library requests each file of a model six times, which takes over a minute without a network.
+    Otherwise huggingface_hub tries to download each file of a model six times, over a minute without a network.
     """
     from huggingface_hub import constants, get_session
 
     before = constants.HF_HUB_OFFLINE
     try:
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
     except Exception:  # noqa: BLE001 - each version of the library has errors of its own
         constants.HF_HUB_OFFLINE = True
     try:

@@ -12,7 +12,7 @@ def call_around_steps(trainer: Any, begin: Callable[[int], object], end: Callabl
     """Call `begin` with the number of finished steps before each training step, and `end` after it.
 
     Args:
-        trainer: a `transformers.Trainer`, or one derived from it.
+        trainer: a `transformers.Trainer` or an instance of a subclass.
         begin: called before the first forward pass of a step.
         end: called after the optimizer's step.
 

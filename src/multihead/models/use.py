@@ -29,22 +29,21 @@ def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
 
     `use()` registers the name "multihead" in transformers for the rest of the process. Then
     `from_pretrained(..., attn_implementation="multihead")` and `model.set_attn_implementation("multihead")` work.
-    `use(model)` does the same for one loaded model, permanently or as a context manager. Nothing is observed. When
-    the model runs, a module that attends, or reads the attention mask, without a call of these kernels raises a
-    ModelError that names it.
+    `use(model)` changes one loaded model, permanently or as a context manager. Nothing is recorded. When the model
+    runs, a module that computes attention or reads the attention mask, but never calls these kernels, raises a
+    ModelError with its name.
 
     Args:
         model: a model of transformers, or a module that contains some (an adapter of PEFT, a class of your own).
         packed: leave padding out of all layers of the model, see docs/packed-models.md.
 
     Returns:
-        for a model, the handle that undoes it.
+        for a model, the handle that restores its attention; else None.
 
     Raises:
-        ModelError: there is no model of transformers in it, or one computes attention where it cannot be replaced, so
-            that it would not run on these kernels. With `attn_implementation="multihead"` the same error is raised. Or
-            it is of a family that cannot leave out padding.
-        ArgumentError: packed without a model.
+        ModelError: `model` contains no model of transformers, or a layer of it computes attention without transformers'
+            AttentionInterface (`attn_implementation="multihead"` raises this too), or `packed` does not support it.
+        ArgumentError: `packed` was given without a model.
         MissingPackageError: transformers is not installed.
 
     >>> import torch, multihead as mh
@@ -96,7 +95,7 @@ class Used:
             kwargs: the arguments of the model.
 
         Returns:
-            per layer, by its qualified name, the kernel of its first call, why others refuse it, and what it skips.
+            qualified name of a layer -> the kernel that runs its first call, why others cannot, and what is skipped.
         """
         found = _Explanations({id(module): name for name, module in self.model.named_modules()}, {})
         with torch.no_grad(), listen(found):
@@ -118,11 +117,11 @@ class Used:
 
 @dataclass(frozen=True, eq=False)
 class _Explanations:
-    """A listener that explains the calls of a model's layers.
+    """A listener that explains the first attention call of each layer of a model.
 
     Attributes:
-        names: the qualified name of each module, by its id.
-        by_name: the explanations.
+        names: id of a module -> its qualified name.
+        by_name: qualified name of a layer -> the explanation of its first call.
     """
 
     names: dict[int, str]
@@ -130,7 +129,7 @@ class _Explanations:
     wanted: frozenset[Part] = frozenset()
 
     def hear(self, call: AttentionCall) -> None:
-        """Explain one call."""
+        """Store the explanation of a call if it is the first one of its layer."""
         origin = call.request.origin
         if origin is not None and (name := self.names.get(id(origin.layer))) is not None and name not in self.by_name:
             self.by_name[name] = explain_request(call.request)

@@ -1,4 +1,4 @@
-"""Choose layers by index or by name."""
+"""Select the attention layers to record by index or by name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from multihead.errors import ArgumentError, ModelError
 
 @dataclass(frozen=True)
 class LayerFilter:
-    """The layers to record: indices and names."""
+    """The layers to record: indices, (parts of) names, and globs."""
 
     items: tuple[int | str, ...]
 
     @staticmethod
     def from_argument(layers: Sequence[int | str] | int | str) -> LayerFilter:
-        """Check the `layers` argument of `observe`.
+        """Create a filter from the `layers` argument of `observe`.
 
         Raises:
             ArgumentError: an item is neither an index from 0 nor a name.
@@ -32,16 +32,16 @@ class LayerFilter:
         return LayerFilter(items)
 
     def check_modules(self, names: Sequence[str]) -> None:
-        """Check that each name matches a module; which modules are attention layers is known when the model runs.
+        """Check that each name in the filter matches a module of the model.
 
         Args:
-            names: names of all modules, as records name layers.
+            names: names of all modules, as in `module_names`.
 
         Raises:
-            ModelError: no module matches a name.
+            ModelError: a name matches no module.
         """
         for item in self.items:
-            # A layer that runs again in one forward pass is named "#2" and so on after its module.
+            # The second call of a layer in one forward pass is named after its module with "#2" at the end.
             if (
                 isinstance(item, str)
                 and "#" not in item
@@ -53,11 +53,11 @@ class LayerFilter:
                 )
 
     def matches(self, name: str, index: int) -> bool:
-        """Whether a layer is to be recorded."""
+        """Whether the layer with this name and index is to be recorded."""
         return any(_item_fits_layer(item, name, index) for item in self.items)
 
     def unmatched_items(self, names: Sequence[str]) -> list[int | str]:
-        """Return the items that match none of these layers."""
+        """Return the items of the filter that match none of the layers with these names, in their order."""
         return [
             item
             for item in self.items
@@ -70,7 +70,7 @@ def _is_negative(item: int | str) -> bool:
 
 
 def _item_fits_layer(item: int | str, name: str, index: int) -> bool:
-    """Whether an index or a name matches a layer; "layer.1" does not match layer.10."""
+    """Whether an index, a part of a name or a glob matches a layer; "layer.1" does not match layer.10."""
     if isinstance(item, int):
         return item == index
     if any(sign in item for sign in "*?["):

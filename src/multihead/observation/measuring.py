@@ -1,4 +1,4 @@
-"""Collect what probes need besides q and k, and measure all texts of a call at once."""
+"""Collect the inputs of probes besides q and k, and measure statistics for all texts of a batch at once."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from multihead.record.summaries import Measured, occurred_before, queries_that_c
 from multihead.record.token_ids import CallTokenIds, is_among
 from multihead.tensors.shapes import AttentionShape
 
-FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
+MAX_LOOKED_UP_SPECIAL_KEYS = 4  # with more special tokens per text, a pass over all keys is faster than look-ups
 
 
 @dataclass(frozen=True, eq=False)
 class StatisticsMeasurer:
-    """Measures the statistics of a model's layers, and collects what probes need besides q and k.
+    """Measures the statistics of a model's layers, and collects the inputs of probes besides q and k.
 
     Attributes:
         root: the model.
-        names: name of each of its modules, by id.
-        probes: the statistics.
-        special_ids: the token ids that `special_mass` counts.
+        names: id of each module of the model -> its name.
+        probes: the statistics to measure.
+        special_ids: token ids that count as special in `special_mass`.
         map_size: largest number of rows and columns of the pooled map.
-        map_pool: whether a block of the pooled map holds the "mean" or the "max" of its weights.
+        map_pool: whether a cell of the pooled map is the "mean" or the "max" of the weights in its block.
     """
 
     root: nn.Module
@@ -50,7 +50,7 @@ class StatisticsMeasurer:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """What the probes need besides q and k."""
+        """Names of the inputs that any of the probes needs besides q and k, such as "ids"."""
         return frozenset[str]().union(*(probe.needs for probe in self.probes))
 
     def probe_context(
@@ -64,16 +64,16 @@ class StatisticsMeasurer:
         key_start: int = 0,
         id_before: Tensor | None = None,
     ) -> ProbeContext:
-        """Return the inputs of probes besides q and k.
+        """Return the inputs of probes besides q and k, such as token ids and the output projection.
 
         Args:
-            layer: the module that makes the call.
-            shape: the sizes of the call.
+            layer: module that makes the call.
+            shape: shape of the call.
             ids: (batch, keys) int64, the token id of each key, or None.
-            distinct: the same shape, numbers that differ between texts where one row holds several; None: the ids.
-            first_key: which key is the first of the sample, where that is not the first that its queries see.
-            key_start: how many keys of the sample lie before those of the call.
-            id_before: (batch,) int64, the token id of the last key before those of the call.
+            distinct: (batch, keys), like `ids`, but different for equal tokens of different texts in a packed row.
+            first_key: index of the sample's first key, if it is not the first key that its queries see.
+            key_start: number of the sample's keys before the first key of the call.
+            id_before: (batch,) int64, token id of the key before the first key of the call.
         """
         compared = special = weight = None
         sets = {}
@@ -96,13 +96,13 @@ class StatisticsMeasurer:
     def measure_whole_batch(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
     ) -> dict[str, Measured]:
-        """Measure all texts of a call at once: statistic -> its values, and which queries count.
+        """Measure all texts of a call at once; return statistic -> its values, and the queries to average over.
 
         Args:
             call: a call whose queries and keys are the tokens of whole texts, one per row or packed.
-            places: where the texts are in the batch.
+            places: the positions of the texts in the batch.
             ids: the token ids of the texts.
-            layer: the module that made the call.
+            layer: module that made the call.
         """
         request, shape, logsumexp = call.request, call.request.shape, call.attended.logsumexp.detach()
         read = ids.key_ids(request)
@@ -110,19 +110,19 @@ class StatisticsMeasurer:
             raise ModelError(
                 f"{self.names[id(layer)]} attends from {shape.query_length} queries to {shape.key_length} keys, which "
                 "are not the tokens of the texts.",
-                "Give a model whose layers read each token of a text once, or choose others of its layers.",
+                "Give a model whose layers read each token of a text once, or choose other layers.",
             )
-        real, positions, num_keys = places.query_places
+        real, positions, num_keys = places.query_properties
         read = read.masked_fill(~real[:, 0], -1)
-        text = torch.arange(shape.batch)[:, None]  # the text of each token
+        text = torch.arange(shape.batch)[:, None]  # number of the text of each token
         if places.packed:
             text = torch.arange(len(places.spans)).repeat_interleave(places.span_ends[2] - places.span_ends[1])[None]
-        distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts are different
+        distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
         context = self.probe_context(layer, shape, read, distinct=distinct)
         probes, parts = possible_probes(self.probes, request, context), call.attended.statistics
         if places.packed:
             missing = parts_of_probes(probes) - parts.keys()
-            parts = {**parts, **_measure_packed(call, places, text[0], missing, context)}
+            parts = {**parts, **_measure_packed_texts(call, places, text[0], missing, context)}
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
         output = None if request.dropout else call.attended.output
@@ -140,16 +140,16 @@ class StatisticsMeasurer:
             probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
         }
 
-    def measure_even_spread(
+    def measure_chance_levels(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
     ) -> dict[str, Tensor]:
-        """Measure the chance level of each probe: what weights spread evenly over the visible keys give.
+        """Measure the chance level of each probe, its value for weights spread evenly over the visible keys.
 
-        The arguments are those of `measure_whole_batch`. One head is measured, because all heads and layers with one
-        mask have the same chance level.
+        Takes the arguments of `measure_whole_batch`. One head is measured, because the chance level depends only on the
+        mask.
 
         Returns:
-            statistic -> (batch, heads or 1, queries).
+            statistic -> chance level, (batch, heads or 1, queries).
         """
         probes = tuple(each for each in self.probes if each.chance and "values" not in each.needs)
         request = with_zero_scores(call.request, exact=call.request.shape.dtype == torch.float64)
@@ -160,10 +160,10 @@ class StatisticsMeasurer:
         return {name: each.values for name, each in found.items()}
 
 
-def _measure_packed(
+def _measure_packed_texts(
     call: AttentionCall, places: SampleSpans, text: Tensor, missing: frozenset[Part], context: ProbeContext
 ) -> dict[Part, Tensor]:
-    """Measure the weights on the first keys, and on the few special keys, of each query's own text in a packed row."""
+    """Measure the weights on the first keys and on the special keys of each query's own text in a packed row."""
     found: dict[Part, Tensor] = {}
     counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
     if not counts and SPECIAL_KEYS not in missing:
@@ -179,11 +179,11 @@ def _measure_packed(
     for part, count in counts.items():
         found[part] = torch.zeros_like(logsumexp)
         for place in range(min(count, int(text.bincount().max()))):
-            found[part] += weight_on(start + place)  # 0 after the end of the text: no query of it sees that key
+            found[part] += weight_on(start + place)  # 0 after the end of the text: not visible
     if SPECIAL_KEYS in missing and context.special_keys is not None:
         first = found.get(FIRST_KEY, call.attended.statistics.get(FIRST_KEY))
         keys = token_indices_per_text(context.special_keys[0].cpu(), text)  # (most, tokens)
-        if len(keys) <= FEW_SPECIAL:
+        if len(keys) <= MAX_LOOKED_UP_SPECIAL_KEYS:
             total = torch.zeros_like(logsumexp)
             for each in keys:
                 total += first if first is not None and torch.equal(each, start) else weight_on(each)
@@ -192,14 +192,15 @@ def _measure_packed(
 
 
 def token_indices_per_text(flags: Tensor, text: Tensor) -> Tensor:
-    """Find some tokens of each token's text, in a row of packed texts.
+    """Find the flagged tokens in the text of each token, for a row of packed texts.
 
     Args:
-        flags: (tokens,) bool, the tokens to find.
-        text: (tokens,) int64, the number of each token's text, ascending from 0.
+        flags: (tokens,) bool, True for the tokens to find.
+        text: (tokens,) int64, number of each token's text, ascending from 0.
 
     Returns:
-        (most, tokens) int64: the index of the first of them in the same text, of the second and so on; -1 for none.
+        (n, tokens) int64: in row i, the index of the i-th flagged token in the same text, or -1; n is the largest
+        number of flagged tokens in a text.
     """
     place, texts = flags.nonzero().flatten(), int(text[-1]) + 1
     row = text[place]

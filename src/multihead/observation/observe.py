@@ -16,7 +16,7 @@ from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
 from multihead.models.packed import run_models_padded
-from multihead.models.pretrained import recorded_inputs
+from multihead.models.pretrained import track_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
@@ -46,11 +46,11 @@ def observe(
 
     Layers of this library are recorded as they are; a Hugging Face model uses this library's attention inside the
     context, and its outputs stay within the rounding of its dtype. Afterwards, also after an exception, the model is
-    restored. Padding is left out: each text of a padded batch is one sample of its own length. The calls of a decoding,
-    one token each, are merged into one sample; several batches add up. Windows and images that a layer attends within
-    one by one are segments of one sample, each measured as a text of its own. A module of a Hugging Face model that
-    attends, or reads the attention mask, without a call of this library is not recorded, and a warning at the end names
-    it.
+    restored. Padding is left out: each text of a padded batch is one sample of its own length. The calls of cached
+    decoding, one token each, are merged into one sample; further batches are further samples. If a layer attends within
+    one window or image at a time, these are segments of one sample, each measured as a separate text. A module of a
+    Hugging Face model that computes attention or reads the attention mask, but does not call this library, is not
+    recorded, and a warning at the end names it.
 
     Args:
         model: a module with attention layers of this library, a Hugging Face model, or both.
@@ -59,14 +59,14 @@ def observe(
         keep: where q and k are kept for later tiles of the map: "cpu" (main memory), "device" (the device of the
             model), or nowhere: "statistics" keeps statistics per query, "summary" only their summary over all texts,
             so that a loop over any number of batches takes constant memory.
-        probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes those that cost next
-            to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls without what it needs: token ids,
-            special tokens, an output projection, learned sinks.
-        special_ids: the token ids that `special_mass` counts, such as those of [CLS] and [SEP]; by default the
+        probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes the ones that cost
+            next to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls that lack an input of the probe:
+            token ids, special tokens, an output projection or learned sinks.
+        special_ids: the token ids that `special_mass` counts, such as the ids of [CLS] and [SEP]; by default the
             special ids of the tokenizer, if there is one.
         tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
         map_size: largest number of rows and columns of the pooled map.
-        map_pool: whether a block of the pooled map holds the "mean" or the "max" of its weights.
+        map_pool: whether a cell of the pooled map is the "mean" or the "max" of the weights in its block.
         kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
 
     Returns:
@@ -114,7 +114,7 @@ def observe_with_sums(
     kinds: Sequence[Kind] = (),
     sums: Sums | None = None,
 ) -> Iterator[Record]:
-    """Observe a model as `observe` does; `sums` makes the running sums of a layer where no samples are kept."""
+    """Observe a model as `observe` does; `sums` creates the running sums of each layer if no samples are kept."""
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     check_kinds((*KINDS, *kinds))
@@ -122,7 +122,7 @@ def observe_with_sums(
     if kinds:
         chosen = resolve_probes((*chosen, *probes_of(kinds)))
     _check_options(model, keep, map_size, map_pool, chosen)
-    root = getattr(model, "_orig_mod", model)  # the module inside the wrapper of torch.compile
+    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
     names = module_names(root)
     layer_filter = None
     if layers is not None:
@@ -137,7 +137,7 @@ def observe_with_sums(
     with ExitStack() as stack:
         stack.enter_context(huggingface.install(root, bypassed.append))
         stack.enter_context(run_models_padded())
-        stack.enter_context(run_uncompiled())  # a compiled graph does not report its calls
+        stack.enter_context(run_uncompiled())  # calls inside a compiled graph cannot be recorded
         measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
         recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, sums))
         yield record
@@ -158,7 +158,7 @@ def observe_with_sums(
 
 
 def module_names(root: nn.Module) -> dict[int, str]:
-    """Return the name of each module of a model by its id; the model itself is named after its class."""
+    """Return id(module) -> qualified name for all modules of a model; the model itself is named after its class."""
     return {id(module): name or type(module).__name__ for name, module in root.named_modules()}
 
 
@@ -166,8 +166,8 @@ def module_names(root: nn.Module) -> dict[int, str]:
 def recording_calls(
     record: Record, layer_filter: LayerFilter | None, keep: Keep, measuring: StatisticsMeasurer, sums: Sums | None
 ) -> Iterator[Recorder]:
-    """Add the attention calls of a model in this context to a record; see `Recorder`."""
-    with recorded_inputs(measuring.root) as inputs:
+    """Add the attention calls that a model makes in this context to a record."""
+    with track_inputs(measuring.root) as inputs:
         recorder = Recorder(record, inputs, layer_filter, keep, measuring, sums)
         with listen(recorder):
             yield recorder

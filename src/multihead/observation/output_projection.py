@@ -1,4 +1,4 @@
-"""Find the output projection of an attention layer."""
+"""Find the weight of an attention layer's output projection."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-NAMES = ("out_proj", "o_proj", "c_proj", "out_lin", "Wo", "W_o", "o", "dense")
-"""Its names: multihead, OPT, CLIP, Whisper; Llama; GPT-2; DistilBERT; ModernBERT; d2l; T5; ALBERT, GPT-NeoX."""
+PROJECTION_NAMES = ("out_proj", "o_proj", "c_proj", "out_lin", "Wo", "W_o", "o", "dense")
+"""Attribute names of output projections, as in: multihead, OPT, CLIP, Whisper; Llama; GPT-2; DistilBERT; ModernBERT;
+d2l; T5; ALBERT, GPT-NeoX."""
 
 
 def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -> Tensor | None:
-    """Find the output projection by name: in the attention layer, or in its sibling module `output`.
+    """Return the weight of an output projection, found by name in the attention layer or its sibling module `output`.
 
     Args:
         owner: the attention layer.
@@ -21,8 +22,8 @@ def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -
         width: heads * value_dim, the number of input features of the projection.
 
     Returns:
-        (embed_dim, heads * value_dim), as in `nn.Linear`, or None if nothing fits. Per-head factors before the
-        projection (`head_gates`) are included.
+        (embed_dim, heads * value_dim), as in `nn.Linear`, multiplied by per-head gates (`head_gates`) if there are any;
+        None if no weight has this shape.
 
     >>> import multihead as mh
     >>> output_weight(layer := mh.MultiHeadAttention(8, 2), layer, "", width=8) is layer.out_proj.weight
@@ -32,10 +33,10 @@ def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             continue
-        local = getattr(weight, "to_local", None)  # of a DTensor: the columns for the heads of this process
+        local = getattr(weight, "to_local", None)  # a DTensor has the columns for the heads of this process
         if local is not None:
             weight = local()
-        # transformers' Conv1D, of GPT-2, holds its weight as (input, output).
+        # The Conv1D of transformers' GPT-2 stores its weight as (input, output).
         found = weight.mT if type(module).__name__ == "Conv1D" else weight
         if found.shape[1] == width:
             return _weight_with_gates(found, getattr(owner, "head_gates", None), width)
@@ -49,7 +50,7 @@ def _candidate_projections(owner: nn.Module, root: nn.Module, name: str) -> Iter
         context = getattr(parent, "output", None)  # BERT and ViT: attention.self and attention.output.dense
         places += [context] if isinstance(context, nn.Module) else []
     for place in places:
-        for each in NAMES:
+        for each in PROJECTION_NAMES:
             module = getattr(place, each, None)
             if isinstance(module, nn.Module):
                 yield module

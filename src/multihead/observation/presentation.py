@@ -1,4 +1,4 @@
-"""Find the functions that show a record or a census, in higher layers of the package: they are imported on use."""
+"""Import the functions that show a record or a census only when they are used, since they are in higher packages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PRESENTERS = {
     "report": ("multihead.viewer.report", "write_report"),
     "view": ("multihead.viewer.widget.view", "View"),
 }
-"""What each method of a record calls, and `report` of a census: module and name."""
+"""Method of a record, or kind of page -> module and name of the function that shows it."""
 
 
 def presenting_function(method: str) -> Callable[..., Any]:
-    """Return the function or class that a method in PRESENTERS calls to show its record or census."""
+    """Import and return the function or class listed under `method` in PRESENTERS."""
     module, name = PRESENTERS[method]
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found

@@ -1,4 +1,4 @@
-"""The record of a run: its layers, their tables, and searches over all heads."""
+"""The record of a model's attention: its layers, tables of statistics, and searches over all heads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from multihead.record.analysis.highlights import (
     layer_profiles,
 )
 from multihead.record.analysis.similar import NearHead, nearest
-from multihead.record.batch import CUTTING, RecordedBatch
+from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, texts_of
 from multihead.record.notebook import number_with_noun
 from multihead.record.sample import SampleRecord
@@ -49,11 +49,11 @@ class Record:
     """The attention of a model as `observe` recorded it, or as a file stores it.
 
     Attributes:
-        layers: one per attention layer, in the order they first ran.
+        layers: one record per attention layer, in the order in which the layers first ran.
         title: what was recorded, such as the name of the model's class.
         id: a random name that the record keeps when it is saved.
-        statistics: the statistics that are not built in, by name; those of a file lack the functions of a script.
-        own_kinds: the kinds of heads that are not built in, see `add_kinds`. A file does not store them.
+        statistics: the statistics that are not built in, by name; after `load` without their functions.
+        own_kinds: user-defined kinds of heads, see `add_kinds`. A file does not store them.
 
     >>> import torch
     >>> import multihead as mh
@@ -70,12 +70,12 @@ class Record:
     _calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
     statistics: dict[str, Statistic] = field(default_factory=dict)
     own_kinds: tuple[Kind, ...] = ()
-    _batches: list[RecordedBatch] = field(default_factory=list)  # calls that are not yet cut into samples
+    _batches: list[RecordedBatch] = field(default_factory=list)  # calls that are not yet split into samples
 
     @property
     def calls(self) -> list[tuple[SampleRecord, int]]:
-        """One pair per call and sample, in the order they ran: the sample, and the index of the call in it."""
-        with CUTTING:
+        """All calls in the order they ran, one pair per sample: the sample, and the index of the call in the sample."""
+        with SLICING_LOCK:
             while self._batches:
                 self._calls += [
                     (sample, call) for sample in self._batches[0].samples for call in range(self._batches[0].windows)
@@ -93,7 +93,7 @@ class Record:
 
         Raises:
             ModelError: no layer of that name or number was recorded.
-            ArgumentError: it is neither a name nor a number.
+            ArgumentError: `layer` is neither a name nor a number.
         """
         if isinstance(layer, bool) or not isinstance(layer, (str, int)):
             raise ArgumentError(f"The layer is {layer!r}, and a record finds layers by name or number.", _BY_NAME)
@@ -101,7 +101,7 @@ class Record:
             if layer == (each.name if isinstance(layer, str) else each.number):
                 return each
         known = ", ".join(each.name if isinstance(layer, str) else str(each.number) for each in self.layers) or "none"
-        raise ModelError(f"There is no layer {layer!r} in the record.", f"The layers seen are: {known}.")
+        raise ModelError(f"There is no layer {layer!r} in the record.", f"The recorded layers are: {known}.")
 
     @property
     def _record_parts(self) -> RecordContents:
@@ -114,7 +114,7 @@ class Record:
 
     @property
     def texts(self) -> list[Text]:
-        """The texts that were read, one per sample: token ids, tokens, and which of them are special."""
+        """One text per sample: its token ids, tokens, and which tokens are special."""
         return texts_of(self.layers)
 
     def mark_special(self, ids: Iterable[int]) -> None:
@@ -128,10 +128,10 @@ class Record:
                         reading.named = Text(known, None, [each in marks for each in known.tolist()])
 
     def set_text(self, text: Text, *, sample: int = 0) -> None:
-        """Set the tokens of a sample, in all layers with as many keys.
+        """Set the tokens of a sample in all layers where it has one key per token.
 
         Raises:
-            ArgumentError: in no layer does the sample have as many keys as the text has tokens.
+            ArgumentError: no layer has a sample of this index with one key per token of the text.
         """
         taking = [
             layer.samples[sample]
@@ -149,9 +149,9 @@ class Record:
             one.keys_read.named = text
 
     def name_text(self, text: Text) -> None:
-        """Name the tokens of a text wherever a model read its ids: as keys, or as queries of cross-attention.
+        """Set the tokens of all samples with the ids of a text, as keys or as queries of cross-attention.
 
-        If the record has no ids, layers are recognised by their number of keys, see `set_text`.
+        If the record has no ids, the first sample of layers with as many keys is set, see `set_text`.
         """
         assert text.ids is not None
         known = False
@@ -164,7 +164,7 @@ class Record:
             self.set_text(text)
 
     def name_tokens(self, tokenizer: Any) -> None:
-        """Name the tokens of all texts whose ids are known.
+        """Set the tokens of all texts whose token ids are known.
 
         Args:
             tokenizer: a Hugging Face tokenizer, or anything with `convert_ids_to_tokens`, `decode` and
@@ -191,18 +191,18 @@ class Record:
                     reading.named = known[key]
 
     def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean", kinds: bool = True) -> HeadTable:
-        """Return a table with one row per head, each statistic summarised over all queries.
+        """Return a table with one row per head and one column per statistic, summarised over all queries.
 
         Args:
             sort: "layer", or a statistic, whose largest values come first.
             top: how many rows to keep; None keeps all.
             of: "mean", "median", "p95" (the 95th percentile) or "max".
-            kinds: whether each row has the `kind` of its head, such as "first+local", and for each statistic its
-                chance, such as `previous_mass_chance`. They are computed text by text, which takes longer than the
-                rest; a record that kept only a summary, or some tokens of one of several ranks, has none.
+            kinds: whether each row has the `kind` of its head, such as "first+local", and the chance level of each
+                statistic, such as `previous_mass_chance`. These are computed text by text, which takes longer than the
+                rest; a record that kept only a summary, or the tokens of one of several ranks, has none.
 
         Raises:
-            ArgumentError: there is no such column, top is less than 1, or `of` is something else.
+            ArgumentError: there is no column `sort`, `top` is less than 1, or `of` is not one of these.
         """
         check_summary_name(of)
         rows = []
@@ -215,7 +215,7 @@ class Record:
 
     @property
     def _has_kinds(self) -> bool:
-        """Whether single texts are kept, each with all its tokens."""
+        """Whether the kinds of heads can be computed: single texts were kept, each with all its tokens."""
         single = all(layer.running_summary is None for layer in self.layers)
         return single and all(one.split is None for layer in self.layers for one in layer.samples)
 
@@ -234,9 +234,9 @@ class Record:
             of: how queries are summarised: "mean", "median", "p95" or "max".
             ranges: the lowest and the highest value, (lowest, highest), None for no limit, by the name of any statistic
                 in the record or of a kind of head, as tables show it: `previous`, `next`, `self`, `first`, `separator`,
-                `duplicate`, `induction` (the share of attention there, the mean over the queries that have such a
-                key), `local` (share within 3 tokens), `broad` (entropy as a share of the largest that the mask
-                allows), those on repeated random tokens such as `repeated_induction`, and kinds of your own.
+                `duplicate`, `induction` (the share of attention on such keys, averaged over the queries that have
+                one), `local` (share within 3 tokens), `broad` (entropy divided by the largest entropy that the mask
+                allows), kinds on repeated random tokens such as `repeated_induction`, and user-defined kinds.
 
         Returns:
             the heads within all ranges, ordered by the first one: from the largest value if it has a lowest limit,
@@ -244,7 +244,7 @@ class Record:
 
         Raises:
             ProbeError: no layer has such a statistic.
-            ArgumentError: no range, or one that is not a pair of numbers.
+            ArgumentError: there is no range, or a range is not a pair of numbers.
 
         >>> import torch
         >>> import multihead as mh
@@ -259,9 +259,9 @@ class Record:
     def findings(self, *, sample: int | None = None, lang: str = "en") -> list[Finding]:
         """Find the most notable heads, at most six, and describe what each does.
 
-        Each exceeds chance, what an even spread over the visible keys gives, by 35 percentage points and by three
-        standard errors: over texts if there are at least four, else over blocks of the queries. A model with random
-        weights has none.
+        The statistic of each exceeds its chance level (even weights over the visible keys) by 35 percentage points and
+        by three standard errors, over texts if there are at least four, else over blocks of the queries. A model with
+        random weights has no such heads.
 
         Args:
             sample: which text; None takes all of them together.
@@ -269,7 +269,7 @@ class Record:
 
         Raises:
             ProbeError: only a summary was kept.
-            ArgumentError: there is no such sample, or lang is something else.
+            ArgumentError: there is no such sample or language.
 
         >>> import torch
         >>> import multihead as mh
@@ -293,13 +293,13 @@ class Record:
         special: Sequence[bool] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[LayerProfile]:
-        """Return the means, their chance, the kinds and the masks of every layer, as pages and tables show them.
+        """Return per layer the mean and chance level of each statistic, the kinds of the heads, and the mask.
 
         Args:
             sample: which text; None takes all of them together.
             special: one flag per token, True for special tokens; None takes the flags of the recorded text.
-            progress: called with (queries done, queries of a text) while the chance of its mask is computed, which
-                takes seconds for 100,000 tokens.
+            progress: called with (queries done, all queries of a text) while chance levels are computed, which takes
+                seconds for 100,000 tokens.
 
         Raises:
             ProbeError: only a summary was kept.
@@ -316,17 +316,17 @@ class Record:
 
     @property
     def all_kinds(self) -> tuple[Kind, ...]:
-        """The kinds that a head may have: the built-in ones, `multihead.kinds.KINDS`, and `own_kinds`."""
+        """The kinds that a head may have: the built-in `multihead.kinds.KINDS`, and `own_kinds`."""
         return (*KINDS, *self.own_kinds)
 
     def add_kinds(self, *kinds: Kind) -> None:
         """Add kinds of heads, which tables, findings, `find` and pages show like the built-in ones.
 
-        `observe(model, kinds=...)` does this and measures their probes too. A file does not store them, so a record
-        that was loaded gets them here.
+        `observe(model, kinds=...)` does this and measures their probes too. A file does not store kinds, so add them
+        again to a record that was loaded.
 
         Raises:
-            ArgumentError: one of them is no kind, or two have one name.
+            ArgumentError: an argument is not a Kind, or two kinds have the same name.
         """
         check_kinds((*self.all_kinds, *kinds))
         self.own_kinds += kinds
@@ -336,14 +336,14 @@ class Record:
         self.statistics |= {each.name: each for each in made}
 
     def kinds(self, *names: str, sample: int | None = None) -> list[HeadKind]:
-        """List the kinds of the heads with the numbers that decide about them, the largest share first.
+        """List every head that has a kind with the numbers that decide it, the largest share first.
 
         Args:
-            names: only these kinds; none takes all.
+            names: only these kinds; all kinds without a name.
             sample: which text; None takes all of them together.
 
         Returns:
-            one per head and kind: its share, chance, standard error and number of queries.
+            one item per head and kind: share, chance level, standard error and number of queries.
 
         Raises:
             ProbeError: only a summary was kept.
@@ -363,16 +363,16 @@ class Record:
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
     ) -> list[NearHead]:
-        """Find the heads whose weights are nearest to those of one, by their Jensen-Shannon divergence.
+        """Find the heads with the most similar attention weights to one head, by Jensen-Shannon divergence.
 
-        Heads are compared per query, over the same keys; layers of other lengths are left out.
+        Heads are compared query by query over the same keys; layers with other numbers of tokens are left out.
 
         Args:
             layer: the layer's number.
             head: the head's index in its layer.
-            top: how many heads.
+            top: how many heads to return.
             sample: which text.
-            queries: how many evenly spaced queries are compared; None takes as many as a second or two allow.
+            queries: how many evenly spaced queries are compared; None chooses a number that takes 1 to 2 seconds.
 
         Returns:
             the other heads, the nearest first.
@@ -394,16 +394,16 @@ class Record:
     ) -> list[ChangedHead]:
         """Compare each head with the same head of a later run on the same text, such as another checkpoint.
 
-        Heads are ranked by the Jensen-Shannon divergence of their weights, computed query by query and tile by tile, so
-        that no whole map is ever in memory. Layers that only one record has, or whose number of heads, queries or
-        keys differs, are left out.
+        Heads are ranked by the Jensen-Shannon divergence of their attention weights, computed in tiles, so that no
+        complete attention map is in memory. Layers that are in only one of the records, or have other numbers of heads,
+        queries or keys, are left out.
 
         Args:
             after: the record of the other run.
             sample: which text.
             top: how many heads; None returns all.
             queries: how many evenly spaced queries are compared; None compares all, which is exact.
-            progress: called with (queries done, queries of all layers).
+            progress: called with (queries done, all queries of all layers).
 
         Returns:
             the heads, the most changed first, each with its statistics and kinds in both runs.
@@ -447,7 +447,7 @@ class Record:
         return pd.DataFrame(self.table(of=of, kinds=kinds).rows)
 
     def __repr__(self) -> str:
-        """Return one line: what was recorded, and how much of it."""
+        """Return one line: the title, and the numbers of layers, heads, texts and tokens."""
         return f"<Record of {visible(self.title) or 'a run'}: {self._contents()}>"
 
     def _repr_html_(self) -> str:
@@ -472,13 +472,13 @@ class Record:
         return caption + ("" if self.keeps_weights else "; statistics only" if tokens else "; sums only")
 
     def add(self, layer: LayerRecord, samples: Iterable[SampleRecord]) -> None:
-        """Add the newest call of each of some samples of a layer."""
+        """Append the last call of each of these samples to `calls`, and a new layer to `layers`."""
         self._append_layer(layer)
         if layer.running_summary is None:
             self.calls.extend((sample, len(sample.calls) - 1) for sample in samples)
 
     def add_batch(self, layer: LayerRecord, batch: RecordedBatch) -> None:
-        """Add a call that is the first call of all its samples."""
+        """Append a recorded batch, which is the first call of all its samples, to a layer."""
         self._append_layer(layer)
         layer.batches.append(batch)
         self._batches.append(batch)
@@ -504,7 +504,7 @@ class Record:
         Args:
             layer: the number or name of a layer; without a head, the name of a statistic.
             head: which head of the layer.
-            sample: which sample of the map.
+            sample: which sample.
             queries: the rows of the map, without steps.
             keys: the columns of the map, without steps.
             of: how queries are summarised in a statistic: "mean", "median", "p95" or "max".
@@ -515,7 +515,7 @@ class Record:
 
         Raises:
             ModelError: there is no such layer.
-            ProbeError: the record holds no weights of a map to plot, or no layer has the statistic to plot.
+            ProbeError: q and k were not kept, so there is no map, or no layer has the statistic.
             MissingPackageError: matplotlib is not installed.
         """
         if head is not None:
@@ -536,7 +536,7 @@ class Record:
     def plot_grid(self, *, sample: int = 0) -> Any:
         """Plot a small map of every head with matplotlib, one row per layer.
 
-        In a notebook it is shown where it is the last line of a cell, in a script by `plt.show()`.
+        A notebook shows the figure if it is the last line of a cell; a script shows it with `plt.show()`.
 
         Args:
             sample: which sample.
@@ -554,16 +554,16 @@ class Record:
         return plots.plot_grid(self.layers, sample)
 
     def view(self, *others: Record, lang: str = "en", height: int = 640, linked: Any = None) -> Any:
-        """Show the viewer in a notebook: all heads, the map of each down to single weights, its text, comparison.
+        """Show the viewer in a notebook: all heads, the map of each head down to single weights, the text, comparisons.
 
-        It is shown where it is the last line of a cell. `view.selection` is the head, the part of its map in view and
-        the chosen query; setting it moves the picture: `view.selection = (17, 4)`. See docs/observing.md.
+        A notebook shows it if it is the last line of a cell. `view.selection` is the head, the visible section of its
+        map and the selected query, and can be set: `view.selection = (17, 4)`. See docs/observing.md.
 
         Args:
             others: further records, such as other checkpoints on the same text, to compare heads with.
             lang: the language of the page, "en" or "zh".
             height: the height of the widget in pixels.
-            linked: another view, which then selects what this one selects, and the reverse.
+            linked: another view, whose selection is then synchronised with this view in both directions.
 
         Returns:
             the widget, a `multihead.viewer.widget.view.View`.
@@ -594,19 +594,19 @@ class Record:
         return presenting_function("report")(self, path, sample=sample, lang=lang, **options)
 
     def reduce(self, group: Any, *, to: int | None = 0) -> Record | None:
-        """Join the records of ranks that observed heads or tokens of one model each; all ranks of the group call it.
+        """Join the records of ranks that computed some heads or tokens of one model each; all ranks of a group call it.
 
         Args:
-            group: a process group, or a DeviceMesh of one dimension: the ranks that share a sequence, those that share
-                the heads, or all of them.
-            to: the rank of the group that gets the joined record; None gives it to every rank.
+            group: a process group, or a DeviceMesh of one dimension: the ranks that split a sequence, the ranks that
+                split the heads, or all ranks.
+            to: the rank in the group that receives the joined record; None: every rank.
 
         Returns:
             the joined record, or None on the other ranks. A record larger than the memory of one rank can be saved by
             each rank and opened with `Record.load("run.*.safetensors")`.
 
         Raises:
-            ArgumentError: the records do not belong together, or parts are missing.
+            ArgumentError: the records are not of one run, or the record of a rank is missing.
             RankError: a rank stopped.
 
         >>> import torch, torch.distributed as dist, tempfile
@@ -624,7 +624,7 @@ class Record:
 
         layers = [copy(layer) for layer in self.layers]
         for layer in layers:
-            layer.own_kinds = ()  # another process may not have the functions of a script
+            layer.own_kinds = ()  # the functions of user-defined kinds may not be importable in another process
         shown = {name: each.shown() for name, each in self.statistics.items()}
         found = gather_objects(
             self._record_parts._replace(layers=layers, statistics=shown), Ranks.of_mesh(group), to=to
@@ -638,7 +638,7 @@ class Record:
 
     @property
     def is_part(self) -> bool:
-        """Whether it holds only the heads or tokens of one of several ranks."""
+        """Whether the record has only the heads or tokens of one of several ranks."""
         return any(layer.split is not None for layer in self.layers)
 
     @staticmethod
@@ -646,7 +646,7 @@ class Record:
         """Join the records of all ranks that observed one model together, see `reduce`.
 
         Raises:
-            ArgumentError: they do not belong together, or a part is missing.
+            ArgumentError: the records are not of one run, or the record of a rank is missing.
         """
         return Record(*merging.merge_all_ranks([record._record_parts for record in records]))  # noqa: SLF001 - records too
 
@@ -659,22 +659,22 @@ class Record:
 
         Raises:
             InputError: the file cannot be written.
-            ArgumentError: `keep` is something else.
-            MaskError: a mask cannot be stored; nothing is written then.
+            ArgumentError: `keep` is neither of these.
+            MaskError: a mask cannot be stored, and nothing was written.
         """
         saving.save(self._record_parts, file, keep=keep)
 
     @staticmethod
     def load(file: str | os.PathLike[str], *, mapped: bool = True) -> Record:
-        """Open a saved record. Nothing in a file is executed; all of it is checked.
+        """Open a saved record. Nothing in the file is executed, and all of it is checked.
 
         Args:
             file: the path; or a pattern such as "run.*.safetensors" for the files of ranks that observed one model
                 together, which are opened as one record.
             mapped: map the file into memory, so that its tensors stay in the file until they are read. Truncating the
-                file while it is mapped kills the process; replacing it by a new file does no harm. False reads q and
-                k from the file where they are needed and everything else at once; if the file is changed later,
-                reading raises InputError.
+                file while it is mapped kills the process; replacing it by a new file is safe. False reads q and k from
+                the file when they are needed and everything else at once; if the file has changed, reading raises
+                InputError.
 
         Raises:
             InputError: there is no such file, it is truncated, it is not a record, or its version is newer.

@@ -1,4 +1,4 @@
-"""Record every attention call: which layer made it, and which earlier call it continues."""
+"""Record attention calls: find the layer of a call, the samples in it, and the earlier call that it continues."""
 
 from __future__ import annotations
 
@@ -58,27 +58,28 @@ from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
 Sums: TypeAlias = Callable[[str, int], RunningSummary]
-"""Returns the empty sums of a layer, of its name and its number of heads."""
+"""Function (name of a layer, number of heads) -> the layer's empty running sums."""
 
-OF_TOKENS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
+TOKEN_MATCH_PARTS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
+"""Statistics that compare the token of a key with the token of the query."""
 
 
 @dataclass(eq=False)
 class _PreviousCall:
-    """State of a layer's previous call, used to detect that the next one continues it (cached decoding).
+    """State of a layer's previous call, used to detect that the next call continues it (cached decoding).
 
     Attributes:
         batch: number of samples.
-        query_stop: position after its last query, in the sequence.
-        keys: number of its keys.
-        edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
-            last key); None if a cache of this library links the calls, and for packed samples.
-        crosses: whether its keys come from another sequence.
-        window: whether it computes a further window of the same samples as the call before it.
-        samples: returns the records of its samples.
-        key_starts: returns (samples,) int64, the position of the first key of each in the sequence; None before it is
-            recorded.
-        num_keys: returns (samples,) int64, the number of keys of each sample in all its windows so far.
+        query_stop: position after the last query, in the sequence.
+        keys: number of keys.
+        edge: (2, batch, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention the last
+            key); None if a cache of this library links the calls, and for packed samples.
+        crosses: whether the keys come from another sequence than the queries.
+        window: whether the call computes a further window of the samples of the call before it.
+        samples: returns the records of the samples.
+        key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; None before the
+            call is recorded.
+        num_keys: returns the number of keys of each sample in all its windows so far, (samples,) int64.
     """
 
     batch: int
@@ -93,7 +94,7 @@ class _PreviousCall:
 
     @staticmethod
     def from_call(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
-        """Keep what is needed of a call whose first key has the position `offset`."""
+        """Create the state after a call whose first key has the position `offset` in the sequence."""
         request, shape = call.request, call.request.shape
         if request.continued is not None:
             return _PreviousCall(shape.batch, 0, shape.key_length, None, crosses)
@@ -115,21 +116,21 @@ class Recorder:
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
     measuring: StatisticsMeasurer
-    sums: Sums | None = None  # makes the sums of a layer where no samples are kept
+    sums: Sums | None = None  # creates the running sums of a layer if no samples are kept
     wanted: frozenset[Part] = field(init=False)
-    _counted: dict[str, str] = field(init=False)  # which queries count, for statistics that are not built in
+    _counted: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
-    _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # of each layer and text
+    _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
     _counts: dict[str, int] = field(default_factory=dict)
-    _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # the layer of the newest call, its q and its k
+    _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # layer, q and k of the newest call
     _pass: int = -1
     _spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
-    _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
+    _gathered_ids: tuple[Tensor, Tensor] | None = None  # token ids of this rank and of the whole split sequence
     _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
-        """Find the parts that a kernel may measure while it computes: those of probes that need nothing but q and k."""
+        """Set `wanted`, the statistics that a kernel may measure while it computes: those that need only q and k."""
         wanted = frozenset[Part]()
         for probe in self.probes:
             if not probe.needs and probe.axes == "queries":
@@ -139,25 +140,25 @@ class Recorder:
 
     @property
     def names(self) -> dict[int, str]:
-        """Name of each module of the model, by id."""
+        """Map id(module) -> name for all modules of the model."""
         return self.measuring.names
 
     @property
     def probes(self) -> tuple[Probe, ...]:
-        """The statistics."""
+        """The statistics to measure."""
         return self.measuring.probes
 
     @torch.no_grad()
     def hear(self, call: AttentionCall) -> None:
-        """Add a call to the record if a layer of the model made it."""
+        """Add an attention call to the record if a layer of the model made it; called by the kernels."""
         request, caller = call.request, call.request.origin
         if caller is None or id(caller.layer) not in self.names:
             return
         module, continued = caller.layer, caller.continued
         self._begin_pass()
-        window = self._is_window(request, module)
-        name = self._number_call(self.names[id(module)], again=window)
-        keys = huggingface.call_keys.get()
+        window = self._is_further_window(request, module)
+        name = self._numbered_layer_name(self.names[id(module)], again=window)
+        keys = huggingface.call_key_positions.get()
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
         crosses = pretrained.is_cross_attention_call(caller, self.names[id(module)])
         if continued is not None:
@@ -174,7 +175,7 @@ class Recorder:
                 self._add_queries_of_rank(call, sequence, module, layer)
             return
         if crosses and not request.mask.uses_positions:
-            # Queries have no position among the keys of another sequence: they are counted from its beginning.
+            # In cross-attention queries are numbered from the start of their own sequence.
             start: int | Tensor = 0 if previous is None else previous.query_stop
             if continued is not None and continued.position is not None:
                 start = continued.position
@@ -189,40 +190,40 @@ class Recorder:
             self._add_call(call, module, layer, state, offset)
 
     def _begin_pass(self) -> None:
-        """Forget what holds for one forward pass of the model, if another one has begun."""
+        """Reset the state of one forward pass if another forward pass of the model has begun."""
         if self.inputs.passes != self._pass or not self.inputs.is_running:
             self._pass, self._pass_continues, self._spans, self._newest = self.inputs.passes, False, None, None
             self._counts.clear()
             self._levels.clear()
 
     def _record_of_layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
-        """Return the record of a layer, an empty one at its first call."""
+        """Return the record of a layer; at the layer's first call, create it."""
         if name not in self._layers:
             summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
-            # Only processes that form a group share a layer.
+            # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
-            split = _split_of_layer(module, request, sequence_split.active) if grouped else None
+            split = _rank_part_of_layer(module, request, sequence_split.active) if grouped else None
             self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
         return self._layers[name]
 
-    def _is_window(self, request: AttentionRequest, module: nn.Module) -> bool:
-        """Whether q and k of a call follow those of the layer's call before it in the same tensors.
+    def _is_further_window(self, request: AttentionRequest, module: nn.Module) -> bool:
+        """Whether q and k of a call directly follow q and k of the layer's previous call in memory.
 
-        A layer that attends within each image or window of a sample one by one makes such calls.
+        A layer makes such calls if it attends within one image or window of a sample at a time.
         """
         newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
-        self._newest = module, q, k  # held, so that no other tensor takes their memory
-        return newest is not None and newest[0] is module and all(map(_follow_in_memory, newest[1:], (q, k)))
+        self._newest = module, q, k  # kept alive, so that no other tensor can reuse their memory
+        return newest is not None and newest[0] is module and all(map(_are_adjacent_in_memory, newest[1:], (q, k)))
 
-    def _number_call(self, name: str, *, again: bool) -> str:
-        """Number the calls of one layer within a forward pass of the model; `again` gives the newest number."""
+    def _numbered_layer_name(self, name: str, *, again: bool) -> str:
+        """Return "name", or "name#2" and so on for further calls in a forward pass; `again` repeats the last number."""
         self._counts[name] = self._counts.get(name, 0) + (not again)
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
 
     def _continues_call(
         self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, crosses: bool
     ) -> bool:
-        """Whether a call continues the previous one of its layer: it has the same keys, and more."""
+        """Whether a call continues the previous call of its layer, because it has the same keys and more."""
         request = call.request
         if request.continued is not None:
             return True
@@ -250,7 +251,7 @@ class Recorder:
         state: _PreviousCall,
         offset: int | Tensor,
     ) -> None:
-        """Measure a call, sample by sample where needed, and add it to the record."""
+        """Measure a call, all samples at once if possible, and add it to the record."""
         request, name = call.request, self.names[id(module)]
         places = self._find_samples(request, name)
         ids = self._ids_of_call(request, name, places, crosses=state.crosses)
@@ -264,7 +265,7 @@ class Recorder:
             return
         first = state.key_starts is None
         if first:
-            # A cache may overwrite its tensor of offsets.
+            # Copied because a cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(places.key_starts, own_offset))
         starts = _make_key_starts(places, state, windows, offset)
@@ -288,13 +289,13 @@ class Recorder:
     def _measure_chance_levels(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, module: nn.Module
     ) -> dict[str, Tensor]:
-        """Return the chance levels of a call, measured once in a pass for layers whose queries see the same keys."""
+        """Return the chance levels of a call, cached per forward pass for layers with the same visible keys."""
         request = call.request
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
         where = (content_key(each) for each in (request.query_start, places.packed_lengths, places.real, ids.queries))
         key = (sizes, *where, *visibility_key(request))
         if key not in self._levels:
-            self._levels[key] = self.measuring.measure_even_spread(call, places, ids, module)
+            self._levels[key] = self.measuring.measure_chance_levels(call, places, ids, module)
         return self._levels[key]
 
     def _add_batch(
@@ -307,7 +308,7 @@ class Recorder:
         module: nn.Module,
         windows: int,
     ) -> bool:
-        """Create the samples of a call; return whether parts of the whole batch sufficed to record it."""
+        """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
         new_sample = self._sample_factory(layer.name, crosses=state.crosses)
         parts = self._parts_of_batch(call, places, ids)
         if parts is not None:
@@ -331,23 +332,23 @@ class Recorder:
         return False
 
     def _windows_per_sample(self, request: AttentionRequest, name: str) -> int:
-        """Return how many rows of a call's batch are windows of one and the same sample."""
+        """Return how many consecutive rows of a call's batch are windows of one sample."""
         one_each = request.packed_lengths is not None or request.continued is not None
         return 1 if one_each else self.inputs.rows_per_sample(name, request.shape.batch)
 
     def _add_queries_of_rank(
         self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord
     ) -> None:
-        """Add the queries of this rank, where a sequence is split over ranks; each call begins new samples."""
+        """Add the queries of this rank for a sequence that is split over ranks; each call creates new samples."""
         request, attended, name = call.request, call.attended, self.names[id(module)]
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         length = sequence.whole_shape(request.shape).query_length
-        bare = self._request_to_keep(request, device)
+        bare = self._request_without_tensors(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         if self._spans is None or not self._spans.fits_call(bare, None, None):
             self._spans = SampleSpans(bare)
         places = self._spans
-        # The kept request may lack the bias, which the statistics need.
+        # `bare` may lack the bias, which the statistics need.
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
         ids = CallTokenIds(
             self._ids_of_whole_sequence(request, sequence, name), None, crosses=False, packed=False, query_start=0
@@ -363,7 +364,7 @@ class Recorder:
             if left_out is not None and probe.parts <= shared.keys() and not probe.parts & left_out
         ]
         statistics = {probe.name: statistic_from_parts(probe, shared, attended.logsumexp.detach()) for probe in ready}
-        others = self._probes_over_all_keys([probe for probe in self.probes if probe not in ready])
+        others = self._with_received_probe([probe for probe in self.probes if probe not in ready])
         if others:
             keys = sequence.gather_tokens(request.k, 2)
             values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in others) else keys
@@ -376,7 +377,7 @@ class Recorder:
             sample = self._sample_factory(layer.name)()
             if sequence.rank_and_ranks[1] > 1:
                 sample.split = TokensOfRank(
-                    tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
+                    tuple(each.relative for each in queries), tuple(each.relative for each in own_keys)
                 )
             ids.append_to_sample(sample, span, index, -span.keys[0])
             sample.segments = [Segment(replace(slice_request(bare, span, packed=False), sinks=bare.sinks))]
@@ -389,7 +390,7 @@ class Recorder:
                     AttentionCall(whole, attended), span, queries, sample, module, others
                 )
                 found |= {key: value.cpu() for key, value in more.items()}
-            in_order = (*(probe.name for probe in self.probes), *found)  # as one process orders them, for pages
+            in_order = (*(probe.name for probe in self.probes), *found)  # the order of a record of one process
             sample.set_statistics({key: found[key] for key in in_order if key in found})
             if self.keep in ("cpu", "device"):
                 sample.q = Rows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
@@ -405,7 +406,7 @@ class Recorder:
         self.record.add(layer, samples)
 
     def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit, name: str) -> Tensor | None:
-        """Return the token ids of the whole sequence, (batch, tokens) int64; they are gathered once per input."""
+        """Return the token ids of all ranks, (batch, tokens) int64, gathered once per input; None if unknown."""
         own = self.inputs.inputs_of_queries(name).ids if self.inputs.any_ids else None
         if own is None or own.shape != (request.shape.batch, request.shape.query_length):
             return None
@@ -414,11 +415,11 @@ class Recorder:
         return self._gathered_ids[1]
 
     @staticmethod
-    def _probes_over_all_keys(probes: list[Probe]) -> list[Probe]:
-        """Return the probes that are measured with the keys of all ranks; coverage is made of what keys receive."""
+    def _with_received_probe(probes: list[Probe]) -> list[Probe]:
+        """Add "received" to the probes to measure with the keys of all ranks if a probe is computed from it."""
         if any("pooled_map" in probe.parts for probe in probes):
             raise ProbeError(
-                "pooled_map is a part of the whole map, and this rank has some of its queries.",
+                "pooled_map needs the whole attention map, and this rank has only some of the queries.",
                 "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
             )
         if any("received" in probe.parts for probe in probes) and PROBES["received"] not in probes:
@@ -437,7 +438,7 @@ class Recorder:
         """Measure a sample's queries of this rank in a call that has the keys and values of all ranks.
 
         Returns:
-            (heads, its queries of this rank) each; (heads, keys) of what keys receive from them.
+            statistic -> (heads, queries of this rank); for statistics per key (heads, keys), summed over these queries.
         """
         request, attended = call.request, call.attended
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
@@ -445,7 +446,7 @@ class Recorder:
         first_key = first_key_of_samples(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
         nothing = (span.queries[0],) * 2
-        for each in queries or [_TokensOnRank(nothing, (0, 0), (0, 0))]:  # a rank without tokens: empty statistics
+        for each in queries or [_TokensOnRank(nothing, (0, 0), (0, 0))]:  # a rank without tokens has empty statistics
             rows = slice(*each.own)
             part = replace(
                 slice_request(request, replace(span, queries=each.positions), packed=False),
@@ -467,8 +468,8 @@ class Recorder:
         return joined
 
     def _find_samples(self, request: AttentionRequest, name: str) -> SampleSpans:
-        """Find the samples in a call, or take those of the previous call if they are at the same places."""
-        keys, real, padding = huggingface.call_keys.get(), None, None
+        """Find the spans of the samples in a call; reuse the spans of the previous call if they are equal."""
+        keys, real, padding = huggingface.call_key_positions.get(), None, None
         if request.continued is not None and request.continued.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
             real = token < request.continued.lengths[:, None]
@@ -480,12 +481,14 @@ class Recorder:
             real, padding = self._real_queries(request, name, keys.key_offset), keys.padding
         if self._spans is None or not self._spans.fits_call(request, real, padding):
             packed = request.packed_lengths
-            own_packed = None if packed is None else packed.clone()  # the caller may change them before they are read
-            self._spans = SampleSpans(self._request_to_keep(request, request.shape.device), own_packed, real, padding)
+            own_packed = None if packed is None else packed.clone()  # the caller may change the tensor later
+            self._spans = SampleSpans(
+                self._request_without_tensors(request, request.shape.device), own_packed, real, padding
+            )
         return self._spans
 
     def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> CallTokenIds:
-        """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
+        """Return the token ids of a call's queries and keys, from the recorded model inputs that have its shape."""
         unknown = CallTokenIds(None, None, crosses, places.packed, places.request.query_start)
         if not self.inputs.any_ids:
             return unknown
@@ -495,7 +498,7 @@ class Recorder:
             and continued.lengths is not None
             and bool((continued.lengths < shape.query_length).any())
         ):
-            return unknown  # which of the ids are padding is unknown
+            return unknown  # it is unknown which ids are padding
         queries = self.inputs.inputs_of_queries(name).ids
         if queries is not None and (
             len(queries) != len(packed) if packed is not None else queries.shape != (shape.batch, shape.query_length)
@@ -507,11 +510,11 @@ class Recorder:
         return replace(unknown, queries=queries, keys=keys)
 
     def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds) -> Parts | None:
-        """Return the parts of all probes, measured for the whole batch; None if samples must be measured alone.
+        """Return the parts of all probes for the whole batch; None if each sample must be measured separately.
 
-        The kernel measured what needs q and k alone. Weights on special tokens and sinks are measured here. Samples
-        are measured alone if the kernel did not run, if a part needs more, if a part of the whole call is not that of
-        each sample, or if there is padding between the queries of a sample.
+        The kernel has measured the parts that need only q and k. Weights on special tokens and sinks are measured here.
+        Samples are measured separately if the kernel measured nothing, if a part needs other inputs, if a part cannot
+        be sliced into samples, or if there is padding between the queries of a sample.
         """
         measured, left_out = call.attended.statistics, places.unsliceable_parts
         if left_out is None:
@@ -523,7 +526,7 @@ class Recorder:
             known |= {"ids", "special_keys"} if self.measuring.special_ids else {"ids"}
         wanted = frozenset[Part]()
         for probe in self.probes:
-            if probe.needs <= known and not (ids.crosses and probe.parts & OF_TOKENS):
+            if probe.needs <= known and not (ids.crosses and probe.parts & TOKEN_MATCH_PARTS):
                 wanted |= probe.parts
         if wanted & left_out:
             return None
@@ -544,21 +547,21 @@ class Recorder:
         name: str,
         new_sample: Callable[[], SampleRecord],
     ) -> RecordedBatch:
-        """Record a call that is the first call of all its samples."""
+        """Create the record of a batch from a call that is the first call of all its samples."""
         request, logsumexp = call.request, call.attended.logsumexp.detach()
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         if request.shape.device.type != "cpu":
             parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == places.request.shape.device and request.sinks is None and request.bias is None
-        bare = places.request if shared else self._request_to_keep(request, device)
+        bare = places.request if shared else self._request_without_tensors(request, device)
         batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids, self.probes)
-        if self.record.statistics:  # the function of a user's statistic may raise an error, so it runs now
+        if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):
             fresh = request.origin is not None and request.origin.fresh
             batch.q = KeptRows.keep(request.q, lambda: places.query_rows, device, layer=name, fresh=fresh)
             batch.k = KeptRows.keep(request.k, lambda: places.key_rows, device, layer=name, fresh=fresh)
-        # The lengths of packed samples are those of this call; the tensors of a caller's mask may change.
+        # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
         if request.mask.holds_tensors and not (places.packed and not request.mask.without_documents().holds_tensors):
             batch.slice_requests()
         return batch
@@ -574,20 +577,22 @@ class Recorder:
         first: bool,
         apart: bool,
     ) -> None:
-        """Measure a call of one sample, and append it to its record; its first key has the index `key_start` there.
+        """Measure a call of one sample, and append it to the sample; `key_start` is the index of its first key there.
 
-        A window, which is `apart`, is measured as a call of its own.
+        A further window of a sample (`apart`) is measured without the keys of earlier windows.
         """
         context = self._context_of_probes(sample, call, 0 if apart else key_start, module, first=first or apart)
-        # Tokens of another text are not compared with the token of the query.
-        probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
+        # In cross-attention tokens of keys are not compared with the token of the query.
+        probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & TOKEN_MATCH_PARTS)]
         found = statistics_of_call(call, possible_probes(probes, call.request, context), context)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
-        request = replace(self._request_to_keep(call.request, device), query_start=int(call.request.query_start))
+        request = replace(
+            self._request_without_tensors(call.request, device), query_start=int(call.request.query_start)
+        )
         if sample.k is not None:
             append_new_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
-        if layer.running_summary is not None:  # only the token ids are kept until the next call
+        if layer.running_summary is not None:  # only token ids are kept for the next call
             target = replace(self._sample_factory(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
         target.append_call(
             Segment(request, key_start, apart=apart),
@@ -598,11 +603,11 @@ class Recorder:
         if layer.running_summary is not None:
             layer.running_summary.add(target.measured(), samples=int(first and not apart))
 
-    def _request_to_keep(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
-        """Return a request as a record keeps it: without q, k, v and the origin."""
+    def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
+        """Return a copy of a request without q, k, v and the origin, on the device of the record."""
         bias, keeps = request.bias, self.keep in ("cpu", "device")
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
-            bias = None  # the bias hides no key, and nothing else of it is needed
+            bias = None  # of the bias only hidden keys matter, and it hides none
         nothing, start = torch.empty(0), request.query_start
         return replace(
             request,
@@ -618,7 +623,7 @@ class Recorder:
         )
 
     def _sample_factory(self, name: str, *, crosses: bool = False) -> Callable[[], SampleRecord]:
-        """Return a function that makes an empty sample; a batch keeps it, so it must not keep the recorder."""
+        """Return a function that creates an empty sample; batches store it, so it must not refer to the recorder."""
         size, pool = self.measuring.map_size, self.measuring.map_pool
         return partial(SampleRecord, name, size, pool, crosses=crosses, counted=self._counted)
 
@@ -631,12 +636,12 @@ class Recorder:
         known = read is not None and read.length >= stop and self.measuring.needs & {"ids", "special_keys"}
         ids = read.between(start, stop)[None] if known and read is not None else None
         before = read.between(start - 1, start) if ids is not None and read is not None and start else None
-        # In a later call the first key that its queries see may not be the first of the sample.
+        # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
         return self.measuring.probe_context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
 
     def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
-        """Return which queries of a Hugging Face model's call are not padding: (batch, queries) bool, or None."""
+        """Return which queries of a Hugging Face call are not padding, (batch, queries) bool; None if unknown."""
         tokens, shape = self.inputs.inputs_of_queries(name).tokens, request.shape
         if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
             return None
@@ -644,13 +649,13 @@ class Recorder:
         return tokens[:, begin : begin + shape.query_length].to(shape.device)
 
     def check_complete(self, model: nn.Module) -> None:
-        """Check that every layer to be recorded was recorded.
+        """Check that every layer that the user selected was recorded.
 
         Raises:
             ModelError: no attention call was captured, or an item of `layers` matches no layer that ran.
         """
         if not self._layers:
-            # `replace` leaves subclasses of nn.MultiheadAttention as they are, so it is no mend for them.
+            # Subclasses are not counted, because `replace` does not replace them.
             of_torch = any(type(module) is nn.MultiheadAttention for module in model.modules())
             raise ModelError(
                 f"No attention call of {type(model).__name__} was captured: it did not run inside the context, or its "
@@ -672,9 +677,9 @@ class Recorder:
 def _make_key_starts(
     places: SampleSpans, state: _PreviousCall, windows: int, offset: int | Tensor
 ) -> Callable[[], Tensor]:
-    """Return a function that finds the index of each row's first key in its sample: (samples, windows) int64.
+    """Return a function that computes the index of each window's first key in its sample: (samples, windows) int64.
 
-    The keys of a window follow those of the one before it.
+    The keys of a window follow the keys of the previous window.
     """
     of_first, before = state.key_starts, state.num_keys if state.window else None
     assert of_first is not None
@@ -688,8 +693,8 @@ def _make_key_starts(
     return starts_in_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
 
 
-def _follow_in_memory(rows: Tensor, later: Tensor) -> bool:
-    """Whether `later` follows `rows` in the same memory, (batch, heads, rows, head_dim) each."""
+def _are_adjacent_in_memory(rows: Tensor, later: Tensor) -> bool:
+    """Whether `later` directly follows `rows` in the same storage; both are (batch, heads, rows, head_dim)."""
     if rows.shape[:2] != later.shape[:2] or rows.stride() != later.stride() or not later.numel():
         return False
     if rows.untyped_storage().data_ptr() != later.untyped_storage().data_ptr():
@@ -698,21 +703,21 @@ def _follow_in_memory(rows: Tensor, later: Tensor) -> bool:
 
 
 class _TokensOnRank(NamedTuple):
-    """Successive tokens of a range of the sequence that this rank holds.
+    """Consecutive tokens of this rank in a range of a split sequence; each attribute is [first, stop).
 
     Attributes:
-        positions: their positions in the sequence, [first, stop).
-        moved: their positions counted from the start of the range.
-        own: their indices among the tokens of this rank.
+        positions: positions of the tokens in the sequence.
+        relative: positions counted from the start of the range.
+        own: indices among the tokens of this rank.
     """
 
     positions: tuple[int, int]
-    moved: tuple[int, int]
+    relative: tuple[int, int]
     own: tuple[int, int]
 
 
 def _find_tokens_on_rank(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_TokensOnRank]:
-    """Return the tokens of a range that a rank holds, one item per chunk of the rank that overlaps the range."""
+    """Return the tokens of this rank in the range `ends`, one item per chunk of the rank that overlaps it."""
     found, before = [], 0
     for first, stop in chunks:
         low, high = max(first, ends[0]), min(stop, ends[1])
@@ -724,15 +729,15 @@ def _find_tokens_on_rank(chunks: tuple[tuple[int, int], ...], ends: tuple[int, i
 
 
 def _slice_rows(tensor: Tensor, span: SampleSpan, rows: list[slice]) -> Tensor:
-    """Return some rows of a sample: (1, heads, rows, ...) of (batch, heads, rows, ...)."""
+    """Slice rows of one sample: (batch, heads, rows, ...) -> (1, heads, sliced rows, ...)."""
     one = tensor.detach()[span.sample : span.sample + 1]
     return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]
 
 
-def _split_of_layer(
+def _rank_part_of_layer(
     module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None
 ) -> LayerPartOfRank | None:
-    """Return the heads and tokens of a layer that this process computes; None where it computes all of them."""
+    """Return which heads and tokens of a layer this process computes; None if it computes all."""
     held = held_heads(module, request.shape.head_dim)
     rank, ranks = (0, 1) if sequence is None else sequence.rank_and_ranks
     if held is None:

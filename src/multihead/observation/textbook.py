@@ -1,4 +1,4 @@
-"""Find the textbook heads of a model on repeated random tokens, where nothing but the repetition can be used."""
+"""Find textbook heads (induction, duplicate, previous and first token) of a model on repeated random tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 
 LENGTH, TIMES, DRAWS = 64, 3, 8
-"""Number of random tokens, how often they repeat, and number of texts."""
+"""Defaults: number of random tokens, number of times that they occur, and number of texts."""
 
 
 def measure_repeated(
@@ -31,26 +31,26 @@ def measure_repeated(
     draws: int = DRAWS,
     kinds: Sequence[Kind] = KINDS,
 ) -> dict[str, RepeatedTokens]:
-    """Run a model on texts of a start token and repeated random tokens, and measure where each head looks.
+    """Run a model on texts of repeated random tokens, and measure the share of attention of each textbook kind.
 
-    A head that looks up what followed a token the last time (induction), or the token itself (duplicate), cannot use
-    meaning here, because the tokens have none. Shares are means over queries: for induction and duplicate over the
-    tokens that occurred before, for the other statistics over all.
+    Random tokens have no meaning, so induction heads (attention to the token after the previous occurrence) and
+    duplicate heads (to the previous occurrence) can use only the repetition. Shares are means over queries: for
+    induction and duplicate over the tokens that occurred before, for the other statistics over all tokens.
 
     Args:
-        model: takes `input_ids`.
-        words: the token ids to draw from, see `word_token_ids`.
-        start: the token in front of them, see `start_token_id`; None puts none.
-        length: how many random tokens.
-        times: how often they come.
-        draws: how many such texts are read; a standard error needs four.
-        kinds: kinds of heads; those whose `texts` are "repeats" are measured.
+        model: a model that takes `input_ids`.
+        words: token ids to draw from, see `word_token_ids`.
+        start: token id at the start of each text, see `start_token_id`; None: no start token.
+        length: number of random tokens.
+        times: number of times that the random tokens occur in a text.
+        draws: number of texts; a standard error needs four.
+        kinds: kinds of heads; the kinds with `texts="repeats"` are measured.
 
     Returns:
-        the name of each layer -> its heads on these texts. `add_repeated` adds them to a record.
+        name of a layer -> the shares of its heads. `add_repeated` adds them to a record.
 
     Raises:
-        InputError: there are fewer words than random tokens.
+        InputError: there are fewer `words` than `length`.
 
     Source: prefix matching on repeated random tokens, arXiv:2209.11895; duplicate token heads, arXiv:2211.00593.
     """
@@ -68,7 +68,7 @@ def measure_repeated(
 def _collect_repeated(
     samples: Sequence[SampleRecord], probes: Mapping[str, Probe], length: int, times: int, *, start: bool
 ) -> RepeatedTokens:
-    """Collect the shares of a layer's heads, and their chance, which is the same in all texts."""
+    """Collect the shares of a layer's heads in all texts, and the chance levels, which are equal in all texts."""
     shares = {
         name: torch.stack([one.means[probe.name] for one in samples])
         for name, probe in probes.items()
@@ -85,10 +85,9 @@ def _collect_repeated(
 
 
 def add_repeated(record: Record, measured: Mapping[str, RepeatedTokens]) -> None:
-    """Add what `measure_repeated` measured to the layers of a record of the same model.
+    """Add the results of `measure_repeated` to the layers of a record of the same model.
 
-    The statistics are columns of its tables and pages from then on, conditions of `find`, and kinds of its heads, and
-    they are saved with it.
+    The record then has them as columns of tables and pages, in `find`, as kinds of heads, and in saved files.
 
     Args:
         record: the record.
@@ -107,10 +106,10 @@ def repeated_tokens(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Tensor:
-    """Draw random tokens, no two of a text alike, and repeat them.
+    """Draw texts of distinct random tokens that are repeated.
 
     Returns:
-        (draws, tokens), int64: in each the start token, if any, and `times` runs of its `length` tokens.
+        (draws, tokens), int64: in each row the start token, if any, and `length` random tokens `times` times.
 
     >>> repeated_tokens(range(100), start=1, length=3, times=2, draws=4).shape
     torch.Size([4, 7])
@@ -133,6 +132,6 @@ def word_token_ids(tokenizer: Any) -> list[int]:
 
 
 def start_token_id(tokenizer: Any) -> int | None:
-    """Return the token id that starts, separates or ends texts; None without one."""
+    """Return the id of the tokenizer's bos, cls or eos token, whichever exists first; None if there is none."""
     marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "cls", "eos"))
     return next((mark for mark in marks if mark is not None), None)

@@ -1,4 +1,4 @@
-"""Statistics of every head over the steps of a training: saved, loaded, as a table, and plotted."""
+"""Store statistics of every head over training steps; save, load, tabulate and plot them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TimeSeries:
 
     Attributes:
         steps: the observed steps, ascending.
-        layers: names of the layers, by their number.
-        statistics: label, unit and number format of each statistic, by name.
+        layers: number of a layer -> its name.
+        statistics: name of a statistic -> its label, unit and number format.
 
     >>> series = TimeSeries()
     >>> series.append(0, "attention", 0, {"entropy": [1.5, 0.5]})
@@ -47,16 +47,16 @@ class TimeSeries:
     _rows: dict[Key, dict[int, NDArray[np.float32]]] = field(default_factory=dict)  # step -> (heads,)
 
     def __repr__(self) -> str:
-        """Return one line: how many steps, layers and statistics."""
-        contents = (self._sizes(), ", ".join(self.statistics))
+        """Return one line: the numbers of steps and layers, and the names of the statistics."""
+        contents = (self._describe_sizes(), ", ".join(self.statistics))
         return f"<TimeSeries of {', '.join(filter(None, contents))}>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook: one row per head, at the last step."""
+        """Return HTML for a notebook: a table of the last step, one row per head."""
         if not self.steps:
             return html_of_table("TimeSeries", "nothing was observed yet", [], [])
-        rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of(self.steps[-1])]
-        caption = f"{self._sizes()}; at step {self.steps[-1]:,}"
+        rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of_step(self.steps[-1])]
+        caption = f"{self._describe_sizes()}; at step {self.steps[-1]:,}"
         return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="series.rows()")
 
     def append(
@@ -70,10 +70,10 @@ class TimeSeries:
         """Add the statistics of one layer at one step.
 
         Args:
-            step: the step, at least as large as the last one.
+            step: the step, not smaller than the last step.
             layer: name of the layer.
-            number: its number.
-            means: a number per head, by the name of the statistic.
+            number: number of the layer.
+            means: name of a statistic -> one value per head.
             shown: label, unit and number format of the statistics that are not built in.
         """
         if not self.steps or self.steps[-1] != step:
@@ -101,12 +101,12 @@ class TimeSeries:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per step and head: step, layer, head, and each statistic."""
-        return [{"step": step} | row for step in self.steps for row in self._rows_of(step)]
+        return [{"step": step} | row for step in self.steps for row in self._rows_of_step(step)]
 
-    def _sizes(self) -> str:
+    def _describe_sizes(self) -> str:
         return f"{number_with_noun(len(self.steps), 'step')}, {number_with_noun(len(self.layers), 'layer')}"
 
-    def _rows_of(self, step: int) -> list[dict[str, Any]]:
+    def _rows_of_step(self, step: int) -> list[dict[str, Any]]:
         """Return one dict per head at one step: layer, head, and each statistic."""
         found = []
         for number in self.layers:
@@ -134,7 +134,7 @@ class TimeSeries:
         return pd.DataFrame(self.rows())
 
     def plot(self, name: str, *, layer: int | None = None, ax: Any = None) -> Any:
-        """Plot a statistic over the steps with matplotlib: a line per head of a layer, or per layer the mean of heads.
+        """Plot a statistic over the steps with matplotlib: one line per head of a layer, or one line per layer.
 
         Args:
             name: the statistic.
@@ -208,20 +208,22 @@ class TimeSeries:
             with safe_open(target, framework="numpy") as opened:
                 header = opened.metadata() or {}
                 if header.get("format") != FORMAT or header.get("version") != str(VERSION):
-                    raise InputError(f"{target!r} is not a time series of heads.", "Give a file of TimeSeries.save().")
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+                    raise InputError(
+                        f"{target!r} is not a time series of heads.", "Give a file that TimeSeries.save wrote."
+                    )
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - `opened` is not a dict
             return _series_of_file(header, tensors)
         except FileNotFoundError:
             raise InputError(f"There is no file {target!r}.", "Check its name.") from None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{target!r} is damaged: {error}.", "Give a file of TimeSeries.save().") from None
+            raise InputError(f"{target!r} is damaged: {error}.", "Give a file that TimeSeries.save wrote.") from None
 
 
 def _series_of_file(header: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> TimeSeries:
     """Build a series from the contents of a file.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: the contents do not fit together.
+        ValueError, KeyError, TypeError, AttributeError: the contents are inconsistent.
     """
     series = TimeSeries(
         steps=[int(step) for step in tensors["steps"]],

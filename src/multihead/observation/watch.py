@@ -1,4 +1,4 @@
-"""Observe one training step in many, as plain numbers for a log and a time series."""
+"""Observe every n-th training step, and log statistics of all heads as plain numbers."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ from multihead.record.running_summary import RunningSummary
 
 LARGEST_SCORE = "largest_score"
 PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE)
-"""The statistics that are observed if none are chosen."""
+"""Names of the statistics that are observed by default."""
 
 
 class ScalarWriter(Protocol):
-    """The method of TensorBoard's `SummaryWriter` that a watch calls."""
+    """An object with the method `add_scalar` of TensorBoard's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write one number of one step."""
+        """Log a number under a tag at a step."""
 
 
 Log: TypeAlias = "Callable[[dict[str, float], int], object] | ScalarWriter"
 
 
 class Watch:
-    """Observe one training step in `every`, and leave the others as they are.
+    """Observe one training step in `every`, and leave the other steps unchanged.
 
-    Each step of the training runs in the watch as a context. In an observed step every attention layer is measured
+    Run each training step in the watch as a context manager. In an observed step every attention layer is measured
     during its forward pass; a Hugging Face model uses this library's attention in that step. All other steps run the
-    model's own code: nothing is installed. A compiled model runs uncompiled in an observed step, and is not compiled
-    again. Only numbers are kept, no tensors of the model.
+    model's own code without hooks. A compiled model runs uncompiled in an observed step, and is not compiled again.
+    Only numbers are kept, no tensors of the model.
 
     Args:
         model: a module with attention layers of this library, a Hugging Face model, or both.
         every: number of steps from one observed step to the next; the first step is observed.
-        probes: the statistics, by name or as values, with a number per query; None takes `PROBES`. Of `largest_score`
-            the largest number of all queries is kept, of all others the mean.
+        probes: statistics with a number per query, by name or as values; None takes `PROBES`. They are averaged over
+            the queries, except `largest_score`, whose maximum is kept.
         layers: the layers to observe, as in `observe`; None observes all.
         per_head: whether `numbers` also holds a number per head, and not only their mean, minimum and maximum.
-        log: receives the numbers and the step after each observed step: a function of both, or a SummaryWriter.
+        log: called as log(numbers, step) after each observed step; or a SummaryWriter.
 
     Attributes:
         step: number of steps so far.
-        numbers: those of the last observed step, such as "heads/entropy/L07/mean".
-        series: every head at every observed step.
+        numbers: name -> number at the last observed step, with names such as "heads/entropy/L07/mean".
+        series: statistics of every head at every observed step.
 
     Raises:
         ModelError: at the end of the first observed step, if no attention was captured.
-        ArgumentError, ProbeError: an option that does not exist, or a probe without a number per query.
+        ArgumentError, ProbeError: an option does not exist, or a probe has no number per query.
 
     >>> import multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
@@ -99,11 +99,11 @@ class Watch:
         self._record: Record | None = None
 
     def __repr__(self) -> str:
-        """Return one line: the model, the steps so far, how many of them were observed, and which statistics."""
+        """Return one line: the class of the model, the numbers of observed and all steps, and the statistics."""
         return f"<{self._title()}: {self._contents()}>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook: the steps so far, and the series."""
+        """Return HTML for a notebook: the numbers of steps, and the table of the last observed step."""
         return f"<div>{html_of_table(self._title(), self._contents(), [], [])}{self.series._repr_html_()}</div>"
 
     def _title(self) -> str:
@@ -123,7 +123,7 @@ class Watch:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
         self._stack = ExitStack()
         if self.due:
-            context = observe_with_sums(self.model, layers=self.layers, probes=self.probes, sums=_sums_of_step)
+            context = observe_with_sums(self.model, layers=self.layers, probes=self.probes, sums=_make_running_sums)
             self._record = self._stack.enter_context(context)
         return self
 
@@ -137,13 +137,13 @@ class Watch:
             self.step += 1
         stack.__exit__(kind, error, trace)
         if kind is None and record is not None:
-            self._keep_numbers(record, step)
+            self._store_and_log_numbers(record, step)
 
     def attach(self, trainer: Any) -> None:
         """Observe the steps of a transformers Trainer, and write the numbers to its logs.
 
         Args:
-            trainer: a `transformers.Trainer`, or one derived from it.
+            trainer: a `transformers.Trainer` or an instance of a subclass.
 
         Raises:
             MissingPackageError: transformers is not installed.
@@ -161,8 +161,8 @@ class Watch:
 
         call_around_steps(trainer, begin_step, end_step)
 
-    def _keep_numbers(self, record: Record, step: int) -> None:
-        """Keep the numbers of an observed step."""
+    def _store_and_log_numbers(self, record: Record, step: int) -> None:
+        """Add an observed step to `series`, set `numbers`, and log them."""
         self.numbers = {}
         for layer in record.layers:
             found = _summary_of_layer(layer)
@@ -185,29 +185,28 @@ class Watch:
                 self.log.add_scalar(name, number, step)
 
 
-def _sums_of_step(_: str, num_heads: int) -> RunningSummary:
-    """Return empty sums for a layer, which keep the maximum of `largest_score`."""
+def _make_running_sums(_: str, num_heads: int) -> RunningSummary:
+    """Create the running sums of a layer; they include the maximum of `largest_score`."""
     return RunningSummary(num_heads, maxima=(LARGEST_SCORE,))
 
 
 def _summary_of_layer(layer: LayerRecord) -> dict[str, Tensor]:
-    """Return each statistic of a layer: the mean over queries, of `largest_score` the maximum; (heads,) each."""
+    """Return name -> (heads,), the mean of each statistic over queries, and the maximum for `largest_score`."""
     return layer.summary("mean") | layer.summary("max", (LARGEST_SCORE,))
 
 
 def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str, Tensor]:
-    """Return the factors that bring the largest score of each head down to a threshold (QK-clip).
+    """Return per head the factor that reduces its largest attention score to a threshold (QK-clip).
 
-    A score is bilinear in the query and key projections, so a head's scores shrink by its factor if the rows of
-    `q_proj` that belong to the head are multiplied by it; or those of `q_proj` and `k_proj` by its square root, where
-    no other head shares the keys.
+    Scores are bilinear in the query and key projections. So multiply the head's rows of `q_proj` by the factor; or, if
+    no other head shares the keys, its rows of `q_proj` and of `k_proj` by the square root of the factor.
 
     Args:
         seen: a record with the statistic `largest_score`, or a watch that observed it.
-        threshold: the largest score that is left, such as 100.
+        threshold: largest allowed score, such as 100.
 
     Returns:
-        the name of each layer -> (heads,) float32, 1 where the largest score is at most the threshold.
+        name of a layer -> (heads,) float32, 1 where the largest score does not exceed the threshold.
 
     Raises:
         ArgumentError: the threshold is not positive, or nothing was observed.

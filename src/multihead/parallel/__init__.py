@@ -1,4 +1,4 @@
-"""Attention over ranks, the processes of torch.distributed: one sequence, or the heads of a layer, split over them."""
+"""Attention that is split over the processes (ranks) of torch.distributed, by tokens of a sequence or by heads."""
 
 from multihead.parallel.heads import parallelize
 from multihead.parallel.sequence import Shard, context_parallel, shard, unshard

@@ -1,6 +1,6 @@
 """Communication between ranks, with gradients: gather a sequence, exchange heads for tokens, send ranges of keys.
 
-If another rank stops, or makes a different call, every function raises a RankError within the group's timeout.
+Every function raises a RankError within the timeout of the process group if another rank stops or makes another call.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from multihead.parallel.layout import Layout, Range
 from multihead.scores.bias import RelativeBias
 
 V = TypeVar("V")
-_Change = Callable[[Tensor, "Ranks", Layout], Tensor]
+_AllToAll = Callable[[Tensor, "Ranks", Layout], Tensor]
 
 
 class Ranks(NamedTuple):
-    """The ranks that share a sequence.
+    """The ranks over which a sequence or heads are split.
 
     Attributes:
-        group: their process group.
+        group: process group of the ranks.
         size: number of ranks in the group.
         rank: index of this rank in the group.
     """
@@ -61,18 +61,18 @@ class Ranks(NamedTuple):
 
     @property
     def device_type(self) -> str:
-        """The device type of small messages: "cpu" if the backend supports it, so that no accelerator is waited for."""
+        """Device type for small messages: "cpu" if the backend supports it, to avoid waiting for an accelerator."""
         backends = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
         return "cpu" if "cpu:" in backends else backends.partition(":")[0]
 
     def global_rank(self, rank: int) -> int:
-        """Return the global number of a rank of the group."""
+        """Convert a rank in the group to its global rank."""
         return dist.get_global_rank(self.group, rank)
 
 
 @contextmanager
 def raise_as_rank_error(doing: str) -> Iterator[None]:
-    """Raise a RuntimeError of torch.distributed in this context as a RankError: "{doing} failed: ..."."""
+    """Convert a RuntimeError of torch.distributed in this context to a RankError, "{doing} failed: ..."."""
     try:
         yield
     except RuntimeError as error:
@@ -87,13 +87,13 @@ def raise_as_rank_error(doing: str) -> Iterator[None]:
 
 
 def compare_calls(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
-    """Check that all ranks make the same call, in one message of a fixed size, and return the int64 number of rank 0.
+    """Check with one small message that all ranks make the same call, and return the `number` of rank 0.
 
-    Call it before any message whose size depends on the call: with unequal sizes, gloo ends a process without an error.
-    `call` has the values that must be equal on all ranks, by name; `comparable_value` converts them.
+    Use this before any message whose size depends on the call, because gloo kills a process on unequal sizes. `call`
+    contains name -> value, for all values that must be equal on all ranks.
 
     Raises:
-        RankError: on every rank, if a value differs between ranks or a rank takes no part.
+        RankError: on every rank, if a value differs between ranks, or a rank does not make a call.
     """
     if ranks.size == 1:
         return number
@@ -104,13 +104,13 @@ def compare_calls(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> 
     with raise_as_rank_error(f"Comparing the call of rank {ranks.rank} with those of the {ranks.size - 1} others"):
         dist.all_gather(list(found.unbind()), own, group=ranks.group)
     digests, numbers = found.T.tolist()
-    if len(set(digests)) > 1:  # true on all ranks or on none, so that all take part in gathering the values
-        raise _error_of_difference(gather_objects(given, ranks, to=None) or [])
+    if len(set(digests)) > 1:  # the same on all ranks, so that all of them gather the values
+        raise _difference_error(gather_objects(given, ranks, to=None) or [])
     return int(numbers[0])
 
 
-def _error_of_difference(calls: list[dict[str, object]]) -> RankError:
-    """Return the error that names the first difference between the calls of the ranks."""
+def _difference_error(calls: list[dict[str, object]]) -> RankError:
+    """Return an error with the first value that differs between the calls of the ranks."""
     names = [name for each in calls for name in each]
     name = next(name for name in names if len({repr(each.get(name)) for each in calls}) > 1)
     listed = ", ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(calls))
@@ -118,18 +118,18 @@ def _error_of_difference(calls: list[dict[str, object]]) -> RankError:
 
 
 def comparable_value(value: object) -> object:
-    """Convert a value for a comparison of ranks: results are equal on two ranks where the values are equal.
+    """Convert a value to one that can be compared between processes by its repr.
 
-    Tensors are compared bit for bit, masks by their fields. Objects of other types, such as functions, may not be
-    printed alike in two processes, so that only the names of their types are compared.
+    Tensors are compared bit for bit, masks by their fields. Of other objects, such as functions, only the type is
+    compared, because their repr may differ between processes.
     """
     if isinstance(value, Tensor):
         shown = value.detach()
         for dim, stride in enumerate(shown.stride()):
-            if not stride and shown.shape[dim]:  # of an expanded dimension one row is enough
+            if not stride and shown.shape[dim]:  # an expanded dimension repeats one row
                 shown = shown.narrow(dim, 0, 1)
         content = shown.cpu().resolve_neg().contiguous()
-        # Read by its address: a numpy view would keep torch from resizing the storage, as FSDP does.
+        # Read at its address, because a numpy view would keep FSDP from resizing the storage.
         checksum = zlib.crc32((c_char * content.nbytes).from_address(content.data_ptr()))
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} with checksum {checksum:08x}"
     if isinstance(value, Mask):
@@ -157,24 +157,24 @@ def gather_objects(value: V, ranks: Ranks, *, to: int | None) -> list[V] | None:
 
 
 def gather_sequence(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
-    """Return the whole sequence from every rank's tokens; the gradient of a token is summed over the ranks."""
-    return _Gather.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]
+    """All-gather dimension `dim` of the tokens of all ranks; the gradient of a token is summed over the ranks."""
+    return _GatherSequence.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def heads_for_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    """Exchange all heads of a rank's tokens, (batch, heads, tokens of this rank, dim), for all tokens of its heads.
+def reshard_tokens_to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+    """Convert (batch, heads, tokens of this rank, dim) to (batch, heads of this rank, tokens, dim) by an all-to-all.
 
-    The heads are a multiple of the number of ranks. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    The number of heads must be a multiple of the number of ranks. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     return _HeadTokenExchange.apply(x, ranks, layout, _split_heads_gather_tokens, _split_tokens_gather_heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def tokens_for_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    """Undo `heads_for_tokens`."""
+def reshard_heads_to_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+    """Convert (batch, heads of this rank, tokens, dim) to (batch, heads, tokens of this rank, dim) by an all-to-all."""
     return _HeadTokenExchange.apply(x, ranks, layout, _split_tokens_gather_heads, _split_heads_gather_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
         ctx.call = ranks, layout, dim
@@ -192,10 +192,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _HeadTokenExchange(torch.autograd.Function):
-    """Apply `exchange`, whose gradient is `undo`: the two functions that exchange heads for tokens and back."""
+    """Apply the all-to-all `exchange` in the forward pass and its inverse `undo` in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, exchange: _Change, undo: _Change) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, exchange: _AllToAll, undo: _AllToAll) -> Tensor:
         ctx.call = undo, ranks, layout
         return exchange(x, ranks, layout)
 
@@ -215,7 +215,7 @@ def _split_tokens_gather_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tenso
 
 
 def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
-    """Send part i to rank i; part i of the result comes from rank i."""
+    """Send parts[i] to rank i, and return what rank i sent to this rank as result[i]."""
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
     with raise_as_rank_error(f"Exchanging parts of the sequence on rank {ranks.rank}"):
         dist.all_to_all_single(received, parts.contiguous(), group=ranks.group)
@@ -223,10 +223,10 @@ def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
 
 
 class Transfer:
-    """Tensors on their way to one rank and from another, while this rank computes.
+    """An asynchronous transfer of tensors to one rank and from another rank, which overlaps with computing.
 
     Attributes:
-        received: the tensors that arrive, (batch, heads, tokens, dim) each, valid after `wait`; empty if none arrives.
+        received: the received tensors, (batch, heads, tokens, dim) each, valid after `wait`; empty if there are none.
     """
 
     def __init__(
@@ -242,25 +242,25 @@ class Transfer:
 
         Args:
             ranks: the ranks.
-            sent: the tensors for rank `to`, as `slice_token_major` returns them.
-            to: the rank that receives.
-            like: tensors (batch, heads, tokens, dim), one for each that comes from rank `from_`, of any length.
-            lengths: number of tokens of each range that `from_` sends; empty = no message.
-            from_: the rank that sends.
+            sent: the tensors to send, as `slice_token_major` returns them.
+            to: rank in the group to which `sent` is sent.
+            like: tensors (batch, heads, any number of tokens, dim) with the sizes and dtypes of the received tensors.
+            lengths: number of tokens in each received range; empty if nothing is received.
+            from_: rank in the group from which tensors are received.
         """
-        self._ranks, self._sent = ranks, sent  # keeps the tensors alive until they are sent
+        self._ranks, self._sent = ranks, sent  # kept alive until they are sent
         tokens = sum(lengths)
         buffers = [x.new_empty(tokens, *x.shape[:2], x.shape[3]) for x in like] if tokens else []
         self.received = tuple(each.permute(1, 2, 0, 3) for each in buffers)
         operations = [dist.P2POp(dist.isend, each, ranks.global_rank(to), ranks.group) for each in sent]
         for buffer in buffers:
-            parts = buffer.split(list(lengths))  # the first axis is that of tokens, so that each part is contiguous
+            parts = buffer.split(list(lengths))  # tokens are the first axis, so each range is contiguous
             operations += [dist.P2POp(dist.irecv, each, ranks.global_rank(from_), ranks.group) for each in parts]
         with raise_as_rank_error(f"Starting a transfer on rank {ranks.rank}"):
             self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait until all tensors are sent and received, and return those received."""
+        """Wait until the transfer is complete, and return the received tensors."""
         with raise_as_rank_error(f"A transfer of keys and values on rank {self._ranks.rank}"):
             for work in self._works:
                 work.wait()
@@ -269,15 +269,15 @@ class Transfer:
 
 
 def slice_token_major(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> tuple[Tensor, ...]:
-    """Return ranges of the tokens of tensors (batch, heads, tokens, dim): (tokens, batch, heads, dim), contiguous each.
+    """Slice ranges of tokens from (batch, heads, tokens, dim) tensors: one (tokens, batch, heads, dim) per range.
 
-    Nothing is copied for a projection of one sample, whose memory has this order already.
+    The results are contiguous. A projection of one sample is not copied, because its memory already has this order.
     """
     return tuple(x.permute(2, 0, 1, 3)[slice(*each)].contiguous() for x in tensors for each in ranges)
 
 
 def slice_ranges(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
-    """Return ranges of the tokens of a tensor (batch, heads, tokens, dim): a view if the ranges are adjacent."""
+    """Slice ranges of tokens from (batch, heads, tokens, dim) and concatenate them; a view if they are adjacent."""
     if all(stop == first for (_, stop), (first, _) in pairwise(ranges)):
         return x[:, :, ranges[0][0] : ranges[-1][1]]
     return torch.cat([x[:, :, slice(*each)] for each in ranges], 2)

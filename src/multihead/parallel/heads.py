@@ -1,4 +1,4 @@
-"""Split the heads of layers over ranks (tensor parallelism), also those of transformers."""
+"""Split the heads of attention layers of this library and of transformers over ranks (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ M = TypeVar("M", bound=nn.Module)
 def parallelize(module: M, mesh: Any) -> M:
     """Split the heads of every attention layer in a module over ranks, in place.
 
-    These are the `MultiHeadAttention` in it, and the layers of Hugging Face models with q_proj, k_proj, v_proj and
-    o_proj, such as those of Llama, Qwen 3, Gemma 3 and GPT-OSS, and those of GPT-NeoX.
+    Supported are `MultiHeadAttention`, the layers of Hugging Face models with q_proj, k_proj, v_proj and o_proj, such
+    as Llama, Qwen 3, Gemma 3 and GPT-OSS, and the layers of GPT-NeoX.
 
     q_proj, k_proj and v_proj are split by columns and out_proj by rows, as PyTorch's own plans do
-    (arXiv:1909.08053). With fewer key/value heads than ranks, k_proj and v_proj stay whole, and each rank uses its
-    heads. All other parameters stay whole, and so do the inputs, the outputs and the arguments of a call. After the
-    backward pass every rank has the whole gradient of what is whole. (In layers of transformers, sinks are split, and
-    norms of single heads are DTensors, whose gradients are summed where they are used.)
+    (arXiv:1909.08053). With fewer key/value heads than ranks, k_proj and v_proj are replicated, and each rank uses
+    the heads it needs. All other parameters, the inputs and the outputs are replicated. After the backward pass every
+    rank has the complete gradient of each replicated parameter. (In layers of transformers, sinks are split, and norms
+    of single heads are DTensors, whose gradients are summed when they are used.)
 
     Args:
         module: a layer, or a model that contains some.
@@ -35,8 +35,8 @@ def parallelize(module: M, mesh: Any) -> M:
         number of ranks.
 
     Raises:
-        ArgumentError: the module has no such layer, a layer of transformers has other parameters, or the heads of one
-            cannot be divided; nothing is changed then.
+        ArgumentError: the module has no such layer, a layer of transformers has other parameters, or the heads of a
+            layer cannot be divided by the number of ranks. Nothing is changed then.
 
     >>> import torch.distributed as dist, tempfile
     >>> store = dist.FileStore(tempfile.mktemp(), 1)
@@ -55,7 +55,7 @@ def parallelize(module: M, mesh: Any) -> M:
     for name, each in module.named_modules():
         if isinstance(each, MultiHeadAttention):
             plans[name] = _plan_of_projections(name, each, ranks.size)
-        elif (found := _as_transformers_layer(name, each)) is not None:
+        elif (found := _splittable_transformers_layer(name, each)) is not None:
             plans[name] = found.plan(ranks.size)
     if not plans:
         raise ArgumentError(
@@ -72,7 +72,7 @@ def parallelize(module: M, mesh: Any) -> M:
 
 
 def _plan_of_projections(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
-    """Return how the projections of a layer are split, or raise an error."""
+    """Return the plan of a layer for `parallelize_module`; an ArgumentError if the layer cannot be split."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     check_heads_divide(name or type(layer).__name__, layer.num_heads, layer.num_kv_heads, ranks)
@@ -84,25 +84,25 @@ def _plan_of_projections(name: str, layer: MultiHeadAttention, ranks: int) -> di
     return plan if layer.out_proj is None else plan | {"out_proj": RowwiseParallel()}
 
 
-_SEPARATE = ("q_proj", "k_proj", "v_proj")
-_OUTPUTS = ("o_proj", "dense")
-# Names of modules that project to queries, keys and values at once.
-_TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv")
-_NORMS = ("q_norm", "k_norm")
-# Model types whose fused q/k/v projection is ordered head by head, so that the heads of a rank are consecutive columns.
-# Other types have the columns of all queries first: a rank would get queries and no keys.
-_BY_HEADS = {"gpt_neox": "query_key_value"}
-_INSTEAD = "Split the sequence instead, with context_parallel."
+_SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
+_OUTPUT_PROJECTIONS = ("o_proj", "dense")
+# Names of projections that compute queries, keys and values together.
+_FUSED_QKV = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv")
+_HEAD_NORMS = ("q_norm", "k_norm")
+# Model types whose fused q/k/v projection is ordered by head, so that the heads of a rank are consecutive columns. In
+# other model types the columns of all queries come first, and a rank would get queries without keys.
+_FUSED_QKV_ORDERED_BY_HEAD = {"gpt_neox": "query_key_value"}
+_SPLIT_SEQUENCE_ADVICE = "Split the sequence instead, with context_parallel."
 
 
 class _TransformersLayer(NamedTuple):
-    """An attention layer of transformers that may be split.
+    """An attention layer of transformers whose heads can be split.
 
     Attributes:
-        name: its name in the model.
+        name: qualified name of the layer in the model.
         module: the layer.
-        columns: the projections that are split by columns.
-        rows: the output projection, which is split by rows.
+        columns: names of the projections that are split by columns.
+        rows: name of the output projection, which is split by rows.
     """
 
     name: str
@@ -111,37 +111,37 @@ class _TransformersLayer(NamedTuple):
     rows: str
 
     def plan(self, ranks: int) -> dict[str, Any]:
-        """Return how the modules of the layer are split, for `parallelize_module`, or raise an ArgumentError."""
+        """Return the plan of the layer for `parallelize_module`; an ArgumentError if it cannot be split."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
         head_dim = _head_dim(self.module)
         norms, others = [], []
         for name, parameter in self.module.named_parameters():
             owner = name.rpartition(".")[0]
-            if owner in _NORMS and parameter.shape == (head_dim,):
+            if owner in _HEAD_NORMS and parameter.shape == (head_dim,):
                 norms.append(owner)
             elif owner not in (*self.columns, self.rows) and name != "sinks":
                 others.append(name)
         if others or not isinstance(head_dim, int):
             raise ArgumentError(
                 f"{self.name} has {others[0] if others else 'no head_dim'}, which parallelize cannot split by heads.",
-                _INSTEAD,
+                _SPLIT_SEQUENCE_ADVICE,
             )
         heads, kv_heads = _count_heads(self.module)
         check_heads_divide(self.name, heads, kv_heads, ranks)
         plan: dict[str, Any] = {each: ColwiseParallel() for each in self.columns}
         plan[self.rows] = RowwiseParallel()
-        # A norm of single heads takes (batch, tokens, heads of this rank, head_dim), and its gradient is summed.
+        # A norm of single heads gets (batch, tokens, heads of this rank, head_dim); its gradient is summed over ranks.
         plan |= {each: SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
-        if kv_heads % ranks:  # fewer key/value heads than ranks: k_proj and v_proj stay whole
+        if kv_heads % ranks:  # fewer key/value heads than ranks: k_proj and v_proj are replicated
             plan = {name: style for name, style in plan.items() if not name.startswith(("k_", "v_"))}
         return plan
 
 
-def _as_transformers_layer(name: str, module: nn.Module) -> _TransformersLayer | None:
-    """Return a module as a layer that may be split, or None where it is no attention layer of transformers.
+def _splittable_transformers_layer(name: str, module: nn.Module) -> _TransformersLayer | None:
+    """Describe an attention layer of transformers that can be split; None for other modules.
 
-    Raises an ArgumentError if one module projects to queries, keys and values, and its columns are not ordered by head.
+    Raises an ArgumentError if the layer has a fused q/k/v projection whose columns are not ordered by head.
     """
 
     def is_linear(each: str) -> bool:
@@ -149,25 +149,25 @@ def _as_transformers_layer(name: str, module: nn.Module) -> _TransformersLayer |
 
     if not hasattr(module, "config"):
         return None
-    rows = next((each for each in _OUTPUTS if is_linear(each)), None)
-    if rows is not None and all(is_linear(each) for each in _SEPARATE):
-        return _TransformersLayer(name, module, _SEPARATE, rows)
-    together = next((each for each in _TOGETHER if isinstance(getattr(module, each, None), nn.Module)), None)
+    rows = next((each for each in _OUTPUT_PROJECTIONS if is_linear(each)), None)
+    if rows is not None and all(is_linear(each) for each in _SEPARATE_QKV):
+        return _TransformersLayer(name, module, _SEPARATE_QKV, rows)
+    together = next((each for each in _FUSED_QKV if isinstance(getattr(module, each, None), nn.Module)), None)
     if together is None:
         return None
-    if rows is not None and _BY_HEADS.get(getattr(module.config, "model_type", "")) == together:
+    if rows is not None and _FUSED_QKV_ORDERED_BY_HEAD.get(getattr(module.config, "model_type", "")) == together:
         return _TransformersLayer(name, module, (together,), rows)
     raise ArgumentError(
         f"{name} projects queries, keys and values together, by {together}, and not head by head: a rank cannot have "
         "the columns of its heads alone.",
-        _INSTEAD,
+        _SPLIT_SEQUENCE_ADVICE,
     )
 
 
 def _store_held_heads(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
-    """Store in a layer of transformers which heads this rank will have, and split its sinks.
+    """Store in a layer of transformers which heads this rank computes (`held_heads`), and split its sinks.
 
-    Call it before the projections are split. The attention reads `held_heads`, because the layer does not know them.
+    To be called before the projections are split. The attention function reads `held_heads`.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -184,7 +184,7 @@ def _head_dim(module: nn.Module) -> Any:
 
 
 def _count_heads(module: nn.Module) -> tuple[int, int]:
-    """Return how many query heads and key/value heads a layer has, before it is split."""
+    """Return the numbers of query heads and key/value heads of a layer that is not yet split."""
 
     def heads_of_projection(name: str) -> int:
         projection: Any = module.get_submodule(name)

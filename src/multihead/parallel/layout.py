@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds."""
+"""Layouts of a split sequence: which tokens each rank has."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Range = tuple[int, int]  # [first, stop)
 
 
 class Layout(NamedTuple):
-    """Which tokens of a sequence each rank holds, in order of their positions.
+    """The layout of a split sequence: which tokens each rank has, in ascending order of position.
 
-    "contiguous": rank r holds the r-th of as many equal chunks as there are ranks.
-    "balanced": there are twice as many chunks, and rank r holds the r-th and the r-th from the end, so that under a
-    causal mask all ranks have the same work (the zig-zag order of ring attention).
+    "contiguous": the sequence is cut into one chunk per rank, all of equal length, and rank r has chunk r.
+    "balanced": the sequence is cut into two chunks per rank, and rank r has chunk r and chunk r from the end, so that
+    all ranks have equal work under a causal mask (the zig-zag order of ring attention).
 
     Attributes:
         kind: "contiguous" or "balanced".
@@ -32,14 +32,14 @@ class Layout(NamedTuple):
     ranks: int
 
     def chunks(self, rank: int, length: int) -> tuple[Range, ...]:
-        """Return the ranges of positions that a rank holds, of a sequence of `length` tokens."""
+        """Return the ranges of positions, [first, stop) each, of a rank's tokens in a sequence of `length` tokens."""
         size = length // self.chunk_count
         indices = (rank,) if self.kind == "contiguous" else (rank, self.chunk_count - 1 - rank)
         return tuple((index * size, (index + 1) * size) for index in indices)
 
     @property
     def chunk_count(self) -> int:
-        """The number of chunks of the whole sequence."""
+        """Number of chunks into which the sequence is cut."""
         return self.ranks if self.kind == "contiguous" else 2 * self.ranks
 
     def positions(self, rank: int, length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -47,20 +47,20 @@ class Layout(NamedTuple):
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(rank, length)])
 
     def take(self, whole: Tensor, rank: int, dim: int) -> Tensor:
-        """Return the tokens of a rank from a tensor whose dimension `dim` has the tokens of the whole sequence."""
+        """Slice the tokens of a rank from a tensor of the whole sequence, whose dimension `dim` is tokens."""
         length = whole.shape[dim]
         parts = [whole.narrow(dim, first, stop - first) for first, stop in self.chunks(rank, length)]
         return torch.cat(parts, dim)
 
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
-        """Return the whole sequence from the tokens of every rank, in the order of the ranks."""
+        """Concatenate the tokens of all ranks, listed by rank, to the whole sequence along dimension `dim`."""
         count = self.chunk_count // self.ranks
         chunks = [part.chunk(count, dim) for part in parts]
         ordered = [each[0] for each in chunks] + [each[1] for each in reversed(chunks) if count > 1]
         return torch.cat(ordered, dim)
 
     def check_length(self, length: int) -> None:
-        """Check that all chunks of a sequence have the same number of tokens."""
+        """Check that a sequence of `length` tokens can be cut into chunks of equal length."""
         if length % self.chunk_count or not length:
             lower, upper = (
                 length // self.chunk_count * self.chunk_count,
@@ -74,7 +74,7 @@ class Layout(NamedTuple):
 
 
 def check_layout_name(layout: str) -> Kind:
-    """Check the name of a layout."""
+    """Return the name of a layout; an ArgumentError if it is neither "contiguous" nor "balanced"."""
     if layout not in get_args(Kind):
         raise ArgumentError(f"layout is {layout!r}.", 'Give "contiguous" or "balanced".')
     return layout  # type: ignore[return-value]

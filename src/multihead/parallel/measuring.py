@@ -1,6 +1,7 @@
-"""Statistics of queries whose keys lie on several ranks: measured for each part of the keys, and merged exactly.
+"""Measure statistics of queries whose keys are on several ranks: separately for each subset of keys, merged exactly.
 
-If l is the logsumexp over a part of the keys and L that over all keys, the part has the share exp(l - L) of the weight.
+If l is the logsumexp over a subset of the keys and L the logsumexp over all keys, the subset has the share exp(l - L)
+of the attention weight.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance
 def measure_over_keys(
     request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
 ) -> dict[Part, Tensor]:
-    """Return the parts of statistics that a request wants, (batch, heads, queries) each.
+    """Return the statistics that a request on a subset of the keys wants, (batch, heads, queries) each.
 
-    Those that the kernel did not return are measured now. The request is a call on some of the keys; first_key, an
-    int or (batch or 1,), is counted from the first of these keys.
+    Statistics that the kernel did not return are measured here. `first_key`, an int or (batch or 1,), is the index of
+    the sequence's first visible key, counted from the first key of the subset.
     """
     wanted = _add_companion_parts(request.wanted)
     known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY}
@@ -37,16 +38,16 @@ def measure_over_keys(
         call = MeasuredCall.of(request, attended.logsumexp.detach(), context)
         known |= measure_parts(call, wanted - known.keys())
     empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
-    # Sorted, because all ranks need the same order, and that of a set of strings differs between processes.
+    # Sorted, because the order of a set of strings differs between processes, and all ranks need the same order.
     return {part: set_empty_and_bad_queries(known[part], empty, bad) for part in sorted(known, key=str)}
 
 
-class MergedParts:
-    """Parts of statistics of some queries, over the keys that were added so far.
+class MergedStatistics:
+    """Merges statistics of queries that are measured on disjoint subsets of the keys.
 
     Args:
-        wanted: the parts to return.
-        like: a tensor (batch, heads, queries), whose sizes and device the parts get.
+        wanted: names of the statistics to return.
+        like: tensor (batch, heads, queries) with the sizes and the device of the statistics.
     """
 
     def __init__(self, wanted: Collection[Part], like: Tensor) -> None:
@@ -61,7 +62,7 @@ class MergedParts:
         self.largest_key = torch.full_like(self.logsumexp, -1, dtype=torch.int64)
 
     def add(self, at: slice, first_key: int, logsumexp: Tensor, parts: dict[Part, Tensor]) -> None:
-        """Add what `measure_parts` returned for some keys, from `first_key` on, and for the queries at `at`."""
+        """Merge the statistics of the queries `at` over a subset of keys, the first of which is key `first_key`."""
         before, added = self.logsumexp[:, :, at], logsumexp.double()
         total = torch.logaddexp(before, added)
         empty = total == -torch.inf
@@ -84,7 +85,7 @@ class MergedParts:
             if part in (_MEAN, _SPREAD):
                 continue
             mixed = old * own[:, :, at] + new * found[part]
-            if part == "entropy":  # add the entropy of the two shares
+            if part == "entropy":  # plus the entropy of the two shares
                 mixed = mixed - _share_times_log(old, log_old) - _share_times_log(new, log_new)
             own[:, :, at] = mixed
         if _LARGEST in found:
@@ -92,7 +93,7 @@ class MergedParts:
         self.logsumexp[:, :, at] = total
 
     def _add_largest(self, at: slice, first_key: int, logsumexp: Tensor, weight: Tensor, key: Tensor | None) -> None:
-        """Update the largest score of each query and its key; of equal scores the first key is kept."""
+        """Update the largest score of each query and its key; ties go to the first key."""
         score = weight.log() + logsumexp
         best = self.largest_score[:, :, at]
         if key is not None:
@@ -102,7 +103,7 @@ class MergedParts:
         self.largest_score[:, :, at] = torch.maximum(score, best)
 
     def results(self, logsumexp: Tensor) -> dict[Part, Tensor]:
-        """Return the wanted parts, (batch, heads, queries) each; the logsumexp is over all keys and the sink."""
+        """Return the wanted statistics, (batch, heads, queries) each; `logsumexp` is over all keys and the sink."""
         wide = logsumexp.double()
         empty, bad = wide == -torch.inf, wide.isnan()
         log_share = (self.logsumexp - wide).masked_fill(empty, 0)
@@ -125,22 +126,22 @@ class MergedParts:
 
 
 def stack_parts(parts: dict[Part, Tensor]) -> Tensor:
-    """Return parts as one tensor (batch, heads, queries, parts) in float64, which holds every key exactly."""
+    """Stack statistics to one tensor (batch, heads, queries, statistics) in float64, exact for indices of keys."""
     return torch.stack([value.double() for value in parts.values()], -1)
 
 
 def unstack_parts(tensor: Tensor, like: dict[Part, Tensor]) -> dict[Part, Tensor]:
-    """Undo `stack_parts`, with the names and dtypes of the parts in `like`."""
+    """Split a tensor of `stack_parts` into statistics, with the names and dtypes of `like`."""
     each = zip(like.items(), tensor.unbind(-1), strict=True)
     return {part: value.to(other.dtype) for (part, other), value in each}
 
 
 def _add_companion_parts(wanted: Iterable[Part]) -> frozenset[Part]:
-    """Add the parts without which others cannot be merged: a spread needs its mean, a key its weight."""
+    """Add the statistics that merging needs: the mean for a spread, the largest weight for its key."""
     found = frozenset(wanted)
     return found | {_MEAN for part in found if part == _SPREAD} | {_LARGEST for part in found if part == _KEY}
 
 
 def _share_times_log(share: Tensor, log: Tensor) -> Tensor:
-    """Return share * ln share, given both factors; 0 for a share of 0."""
+    """Return share * ln share, where `log` is ln share; 0 for a share of 0."""
     return share * log.masked_fill(share == 0, 0)

@@ -1,4 +1,4 @@
-"""What a ring computes and sends, and how many bytes each strategy sends."""
+"""Plan the steps of ring attention, and compute how many bytes each strategy of sequence parallelism sends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from multihead.tensors.shapes import AttentionShape
 
 @dataclass(frozen=True, eq=False)
 class MapBlockMask(Mask):
-    """The mask of a whole sequence for positions [first, stop) of its queries and of its keys, both counted from 0."""
+    """The mask of a rectangle of the attention map: queries `rows` and keys `keys` of a mask, numbered from 0."""
 
     mask: Mask
     whole: KeyBounds
@@ -32,12 +32,12 @@ class MapBlockMask(Mask):
     keys: Range
 
     def tile(self, place: TilePositions) -> Tensor:
-        """Evaluate the mask of the whole sequence at the positions of the block."""
+        """Evaluate the mask of the whole sequence at positions that are relative to the block."""
         rows = place.rows + self.rows[0]
         return self.mask.tile(TilePositions(rows, rows, place.columns + self.keys[0]))
 
     def bounds(self, extent: CallPositions) -> KeyBounds:
-        """Cut the intervals of the whole sequence to the block."""
+        """Clip the whole mask's intervals of visible keys to the block."""
         (first, stop), device = self.keys, extent.positions.device
         edges = (edge[:, slice(*self.rows)].to(device) for edge in (self.whole.start, self.whole.stop))
         start, end = (edge.clamp(first, stop) - first for edge in edges)
@@ -46,14 +46,14 @@ class MapBlockMask(Mask):
 
 
 class MapPiece(NamedTuple):
-    """A rectangle of the attention map that one rank computes in one call.
+    """A rectangle of the attention map that one rank computes in one attention call.
 
     Attributes:
-        rows: the positions of its queries in the sequence, [first, stop).
-        keys: the positions of its keys.
-        at: the slice of its queries among the queries of the rank.
-        among: the slice of its keys among the keys that the rank has in this step.
-        mask: the mask between these queries and these keys.
+        rows: positions of the queries in the sequence, [first, stop).
+        keys: positions of the keys in the sequence, [first, stop).
+        at: slice of the queries in the rank's own queries.
+        among: slice of the keys in the keys that the rank has in this step.
+        mask: mask between these queries and keys.
     """
 
     rows: Range
@@ -64,13 +64,13 @@ class MapPiece(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """What a rank computes and sends in one step of the ring; in the first step it has its own keys, and sends none.
+    """What a rank computes, receives and sends in one step of ring attention.
 
     Attributes:
-        distance: the keys are those of the rank `distance` before this one; 0 = its own.
-        pieces: the rectangles of the map that the rank computes with these keys.
-        received: the keys that arrive, as ranges among the tokens of the rank that holds them.
-        sent: the keys that leave for the rank `distance` after this one, as ranges among this rank's tokens.
+        distance: in this step rank r uses the keys of rank r - distance; 0 in the first step, which sends nothing.
+        pieces: rectangles of the attention map that the rank computes with these keys.
+        received: keys that the rank uses, as ranges of the tokens of rank r - distance.
+        sent: keys that are sent to rank r + distance, as ranges of this rank's tokens.
     """
 
     distance: int
@@ -80,24 +80,24 @@ class RingStep(NamedTuple):
 
     @property
     def keys_received(self) -> int:
-        """How many keys are received."""
+        """Number of keys that are received in this step."""
         return _count_positions(self.received)
 
     @property
     def keys_sent(self) -> int:
-        """How many keys are sent."""
+        """Number of keys that are sent in this step."""
         return _count_positions(self.sent)
 
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """The steps of one rank in a ring.
+    """The steps of one rank in ring attention.
 
     Attributes:
         length: number of tokens of the whole sequence.
-        mask: the mask of the whole sequence.
-        bounds: the intervals of visible keys of each query, 16 bytes per token of the whole sequence.
-        steps: the steps in order; every rank has equally many, so that their messages match.
+        mask: mask of the whole sequence.
+        bounds: interval of visible keys of each query, 16 bytes per token of the whole sequence.
+        steps: the steps in order; every rank has the same number of steps, so that their messages match.
     """
 
     length: int
@@ -107,19 +107,19 @@ class RingPlan:
 
     @cached_property
     def checksum(self) -> str:
-        """A checksum of the keys that the mask shows; ranks with equal masks have equal checksums."""
+        """Checksum of the visible keys of all queries, equal on all ranks with equal masks."""
         bounds = self.bounds
         return f"{zlib.crc32(repr(comparable_value((bounds.start, bounds.stop, bounds.remainder))).encode()):08x}"
 
     @property
     def keys_sent(self) -> int:
-        """How many keys this rank sends in a forward pass."""
+        """Number of keys that this rank sends in a forward pass."""
         return sum(step.keys_sent for step in self.steps)
 
     def first_keys(self, request: AttentionRequest) -> Tensor:
-        """Return the first key that some query of each sample sees: (batch or 1,), -1 for none.
+        """Return the first key of each sample that any query sees, (batch or 1,); -1 if there is none.
 
-        The request is a call on part of the sequence, with the bias of the whole sequence.
+        `request` has q, k and v of some tokens, and the bias of the whole sequence.
         """
         shape = request.shape._replace(query_length=self.length, key_length=self.length)
         return first_key_of_samples(replace(request, shape=shape, mask=self.mask, query_start=0), self.bounds)
@@ -129,7 +129,7 @@ _PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)
 
 
 def plan_ring(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
-    """Plan the ring of one rank, given the mask and the length of the whole sequence; equal plans are made once."""
+    """Plan ring attention for one rank, given the mask and the length of the whole sequence; plans are cached."""
     of_mask = mask.cache_key()
     key = None if of_mask is None else (of_mask, length, layout, rank)
     known = None if key is None else _PLANS.entries.get(key)
@@ -150,29 +150,29 @@ def plan_ring(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
 def _steps_of_rank(
     mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int
 ) -> list[RingStep]:
-    """Plan how a rank attends to the keys of a rank: two steps, so that sending overlaps computing; one for its own."""
+    """Plan the steps with the keys of rank - distance: two, so that sending overlaps computing; one for distance 0."""
     own = layout.chunks(rank, length)
     if distance == 0:
-        needed = _keys_seen(bounds, own, own)
-        return [RingStep(0, _rectangles_of_chunks(mask, bounds, own, needed), _places_on_rank(needed, own), ())]
+        needed = _visible_key_ranges(bounds, own, own)
+        return [RingStep(0, _rectangles_of_chunks(mask, bounds, own, needed), _to_indices_on_rank(needed, own), ())]
     theirs = layout.chunks((rank - distance) % layout.ranks, length)
     following = layout.chunks((rank + distance) % layout.ranks, length)
     most = length // layout.ranks // 4
-    received = _halve_ranges(_keys_seen(bounds, own, theirs), most)
-    sent = _halve_ranges(_keys_seen(bounds, following, own), most)
+    received = _split_ranges_in_halves(_visible_key_ranges(bounds, own, theirs), most)
+    sent = _split_ranges_in_halves(_visible_key_ranges(bounds, following, own), most)
     return [
         RingStep(
             distance,
             _rectangles_of_chunks(mask, bounds, own, arriving),
-            _places_on_rank(arriving, theirs),
-            _places_on_rank(leaving, own),
+            _to_indices_on_rank(arriving, theirs),
+            _to_indices_on_rank(leaving, own),
         )
         for arriving, leaving in zip(received, sent, strict=True)
     ]
 
 
-def _keys_seen(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]) -> list[Range]:
-    """Return the range from the first to the last key that some row sees, of each chunk that has visible keys."""
+def _visible_key_ranges(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]) -> list[Range]:
+    """Return, for each chunk of keys, the range from the first to the last key that any row sees; skip empty ones."""
     found = []
     for keys in key_chunks:
         rectangles = [visible_rectangle(bounds, rows, keys) for rows in row_chunks]
@@ -182,11 +182,11 @@ def _keys_seen(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tup
     return found
 
 
-def _halve_ranges(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
-    """Cut ranges of keys in two halves, the second one empty where there are at most `most` keys.
+def _split_ranges_in_halves(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
+    """Split ranges of keys into two halves; the second half is empty if there are at most `most` keys.
 
-    A rank holds the keys that it computes with, the keys that arrive, and the gradients of both; with half of the keys
-    at a time this memory is halved. All ranks cut their keys in the same way, so that their work stays equal.
+    A rank stores the keys that it computes with, the keys being received, and the gradients of both. With half of the
+    keys at a time this memory is halved. All ranks split alike, so that their work stays equal.
     """
     total = _count_positions(tuple(ranges))
     left = total if total <= most else -(-total // 2)
@@ -204,7 +204,7 @@ def _halve_ranges(ranges: list[Range], most: int) -> tuple[list[Range], list[Ran
 def _rectangles_of_chunks(
     mask: Mask, bounds: KeyBounds, row_chunks: tuple[Range, ...], ranges: list[Range]
 ) -> tuple[MapPiece, ...]:
-    """Return the rectangles of the map where chunks of queries see ranges of keys, which are concatenated in memory."""
+    """Return one rectangle per chunk of queries and range of keys with visible cells; key ranges are concatenated."""
     found = []
     first_row = 0
     for chunk in row_chunks:
@@ -221,8 +221,8 @@ def _rectangles_of_chunks(
     return tuple(found)
 
 
-def _places_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Convert ranges of positions in the sequence to ranges among a rank's tokens, which are its chunks."""
+def _to_indices_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Convert ranges of positions in the sequence to ranges of indices in a rank's tokens, given its chunks."""
     found = []
     before = 0
     for first, stop in chunks:
@@ -232,7 +232,7 @@ def _places_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Ran
 
 
 def visible_rectangle(bounds: KeyBounds, rows: Range, keys: Range) -> tuple[Range, Range] | None:
-    """Return the smallest ranges of queries and keys outside of which no key is visible; None if no key is visible."""
+    """Return the smallest rectangle of queries and keys that has all visible cells of `rows` x `keys`; None if none."""
     start, stop = (edge[:, slice(*rows)].clamp(*keys) for edge in (bounds.start, bounds.stop))
     seen = start < stop  # (batch or 1, rows)
     index = seen.any(0).nonzero()
@@ -244,7 +244,7 @@ def visible_rectangle(bounds: KeyBounds, rows: Range, keys: Range) -> tuple[Rang
 
 
 def _mask_of_rectangle(mask: Mask, bounds: KeyBounds, rows: Range, keys: Range) -> Mask:
-    """Return the mask of a rectangle of the map; `Full` if all its keys are visible."""
+    """Return the mask of a rectangle of the attention map; `Full` if every query sees every key in it."""
     start, stop = bounds.start[:, slice(*rows)], bounds.stop[:, slice(*rows)]
     if bounds.remainder is None and bool((start <= keys[0]).all() & (stop >= keys[1]).all()):
         return Full()
@@ -256,7 +256,7 @@ def _count_positions(ranges: tuple[Range, ...]) -> int:
 
 
 def work_per_rank(bounds: KeyBounds, layout: Layout) -> list[int]:
-    """Return the number of visible cells that each rank computes, over the samples of the bounds."""
+    """Return the number of visible cells of the attention map that each rank computes, summed over samples."""
     cells = (bounds.stop - bounds.start).clamp(min=0).sum(0)  # (queries,)
     return [
         sum(int(cells[slice(*chunk)].sum()) for chunk in layout.chunks(rank, len(cells)))
@@ -265,9 +265,9 @@ def work_per_rank(bounds: KeyBounds, layout: Layout) -> list[int]:
 
 
 def count_keys_sent(bounds: KeyBounds, layout: Layout) -> int:
-    """Return about how many keys all ranks together send in a ring, the same number on every rank.
+    """Estimate how many keys all ranks together send in ring attention; every rank computes the same number.
 
-    The keys of a chunk of queries are counted as one range, from the first to the last key that one of them sees.
+    Each chunk of queries counts the range from the first to the last key that any of its queries sees.
     """
     length, parts = bounds.start.shape[1], layout.chunk_count
     size = length // parts
@@ -289,14 +289,14 @@ Strategy = Literal["gather", "ulysses", "ring"]
 
 
 class Traffic(NamedTuple):
-    """How many bytes one rank sends to others in a call, and holds of their tensors.
+    """Bytes that one rank sends to other ranks in an attention call, and stores of their tensors.
 
-    The 16 bytes to each other rank, which compare their calls first, are not counted.
+    The message of 16 bytes per rank that compares the calls of all ranks is not counted.
 
     Attributes:
         forward: bytes sent in the forward pass.
         backward: bytes sent in the backward pass.
-        held: bytes of other ranks' tensors that the rank holds at once in the forward pass.
+        held: largest number of bytes of other ranks' tensors that the rank stores in the forward pass.
     """
 
     forward: int
@@ -305,20 +305,20 @@ class Traffic(NamedTuple):
 
 
 def bytes_sent(strategy: Strategy, shape: AttentionShape, planned: RingPlan, ranks: int) -> Traffic:
-    """Return how many bytes a rank sends with a strategy, given the sizes of its call and its plan of a ring."""
+    """Return how many bytes a rank sends and stores with a strategy, given the shape of its call and its ring plan."""
     own = bytes_of_keys(shape, shape.key_length)
     others = ranks - 1
-    if strategy == "gather":  # keys and values are sent to each other rank, and their gradients back
+    if strategy == "gather":  # sends its keys and values to all other ranks, and gradients back
         return Traffic(own * others, own * others, own * others)
     if strategy == "ulysses":
         copies = copies_for_ulysses(shape, ranks) or 1
         features = shape.num_heads * (shape.head_dim + shape.value_dim)  # features of q and of the output
         of_logsumexp = shape.batch * shape.num_heads * shape.query_length * working_dtype(shape.dtype).itemsize
         inputs = shape.batch * shape.query_length * features * shape.dtype.itemsize + copies * own
-        heads = inputs * others // ranks  # a rank keeps the part of its own heads
+        heads = inputs * others // ranks  # the heads of the rank itself are not sent
         return Traffic(heads + of_logsumexp * others // ranks, heads, heads)
     sent, received = planned.keys_sent, [step.keys_received for step in planned.steps[1:]]
-    # the keys of a step and of the next one
+    # A rank stores the keys of a step and of the next step.
     at_once = max((sum(pair) for pair in pairwise([0, *received, 0])), default=0)
     # The backward pass sends keys and values again, and the gradients of those that the rank received.
     return Traffic(
@@ -332,7 +332,7 @@ def bytes_of_keys(shape: AttentionShape, keys: int) -> int:
 
 
 def copies_for_ulysses(shape: AttentionShape, ranks: int) -> int | None:
-    """Return how many copies of each key/value head Ulysses needs; None where the heads cannot be divided.
+    """Return how often Ulysses must copy each key/value head; None if the heads cannot be divided by the ranks.
 
     >>> import torch
     >>> q, k = torch.zeros(1, 8, 4, 2), torch.zeros(1, 2, 4, 2)

@@ -1,11 +1,11 @@
-"""Attention over a sequence whose keys stay on their ranks: a rank receives the keys its queries see, step by step.
+"""Ring attention: each rank receives the keys that its queries see from the other ranks, step by step.
 
-Rank r computes with its own keys, then with those of rank r - 1, r - 2 and so on, each in two messages; while it
-computes with one, the next one arrives. The parts are merged by their logsumexp. The backward pass is a ring of its
-own: keys and values arrive again, and their gradients return to their ranks, so that a rank holds two messages of keys
-at a time and never the keys of the sequence.
+Rank r computes with its own keys, then with the keys of rank r - 1, r - 2 and so on, two messages for each; while it
+computes with one message, it receives the next. The outputs are merged by their logsumexp. The backward pass is another
+ring: keys and values are sent again, and their gradients are sent back, so that a rank stores two messages of keys at a
+time and never the keys of the whole sequence.
 
-Source: Ring Attention, arXiv:2310.01889; the merge is equation 2 of arXiv:2205.14135 for blocks.
+Source: Ring Attention, arXiv:2310.01889; outputs are merged by equation 2 of arXiv:2205.14135.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multihead.kernels.parts import Part
 from multihead.kernels.sequence_split import use_split
 from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_token_major
 from multihead.parallel.layout import Range
-from multihead.parallel.measuring import MergedParts, measure_over_keys
+from multihead.parallel.measuring import MergedStatistics, measure_over_keys
 from multihead.parallel.plan import MapPiece, RingPlan, RingStep
 from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
@@ -38,7 +38,7 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """Ring attention of one request: q, k and v are those of this rank, mask and bias those of the whole sequence."""
+    """Ring attention for one request, with q, k and v of this rank, and mask and bias of the whole sequence."""
 
     ranks: Ranks
     plan: RingPlan
@@ -50,20 +50,20 @@ class Ring:
         """Compute the attention of this rank's queries, and the statistics that the request wants."""
         request = self.request
         bias = None if request.bias is None else values_of(request.bias)
-        # The tensors are arguments of the autograd function, which saves them; this copy of the ring holds none.
+        # Tensors must be arguments of the autograd function, so this copy of the ring has none.
         ring = replace(self, request=replace(request, bias=_drop_bias_values(request.bias), sinks=None))
         output, logsumexp = _RingFunction.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
         return AttentionResult(output, logsumexp, ring.statistics)
 
     def first_keys(self, bias: Tensor | None) -> Tensor:
-        """Return the first key that some query of each sample sees, (batch or 1,); a bias of -inf hides keys."""
+        """Return the first key of each sample that any query sees, (batch or 1,); a bias of -inf hides keys."""
         request = self.request
         if bias is not None and request.bias is not None:
             request = replace(request, bias=with_values(request.bias, bias))
         return self.plan.first_keys(request)
 
     def start_transfer(self, index: int, k: Tensor, v: Tensor) -> Transfer | None:
-        """Start to send and receive the keys and values of step `index`; None if none are sent or received."""
+        """Start to send and receive the keys and values of step `index`; None if the step transfers nothing."""
         if index >= len(self.plan.steps):
             return None
         step = self.plan.steps[index]
@@ -74,20 +74,20 @@ class Ring:
     def return_gradients(
         self, step: RingStep, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor
     ) -> Transfer | None:
-        """Start to send the gradients of a step to the rank that holds its keys; None if none are sent or received."""
+        """Start to send the gradients of a step's keys and values back to their rank; None without a transfer."""
         if step.distance == 0 or not (step.sent or step.received):
             return None
         message = (
             ()
             if gradients is None
-            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _packed_ranges(step.received))
+            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _concatenated_ranges(step.received))
         )
         return self._exchange_ranges(message, (k, v), step.sent, -step.distance)
 
     def _exchange_ranges(
         self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[Range, ...], distance: int
     ) -> Transfer:
-        """Send to the rank `distance` after this one, and receive ranges from the rank `distance` before it."""
+        """Start to send tensors to rank r + distance and to receive ranges from rank r - distance (this rank is r)."""
         rank, count = self.ranks.rank, self.ranks.size
         return Transfer(
             self.ranks, sent, (rank + distance) % count, like, _lengths_of_ranges(ranges), (rank - distance) % count
@@ -96,7 +96,7 @@ class Ring:
     def wait_for_keys(
         self, step: RingStep, transfer: Transfer | None, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Wait for the keys and values of a step, and return them; None if the rank needs none."""
+        """Wait for the keys and values of a step, and return them; None if the rank needs no keys in the step."""
         found = () if transfer is None else transfer.wait()
         if not step.received:
             return None
@@ -109,16 +109,16 @@ def _lengths_of_ranges(ranges: tuple[Range, ...]) -> tuple[int, ...]:
     return tuple(stop - first for first, stop in ranges)
 
 
-def _packed_ranges(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Return the ranges that the given ones become when their tokens are concatenated."""
+def _concatenated_ranges(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Return where each range lies after the tokens of all ranges are concatenated."""
     ends = list(accumulate(_lengths_of_ranges(ranges), initial=0))
     return tuple(pairwise(ends))
 
 
 class PieceTensors(NamedTuple):
-    """The tensors of one piece of the attention map, whose gradients are computed.
+    """The tensors of one piece (rectangle) of the attention map.
 
-    q is (batch, heads, rows, head_dim), k and v are (batch, kv_heads, keys, dim); the bias is that of the piece.
+    q is (batch, heads, rows, head_dim), k and v are (batch, kv_heads, keys, dim); the bias is sliced to the piece.
     """
 
     q: Tensor
@@ -127,11 +127,11 @@ class PieceTensors(NamedTuple):
     bias: Bias | None
 
     def build_request(self, ring: Ring, piece: MapPiece) -> AttentionRequest:
-        """Build the request that computes the piece."""
+        """Build the attention request for the piece."""
         q, k, v, bias = self
         shape = AttentionShape.of(q, k, v)
-        part = dropout_of_part(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
-        # Only statistics use the position of the queries, because they measure distances.
+        part = dropout_of_piece(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
+        # Only statistics of distances use the position of the queries.
         start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
         return replace(
             ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part, query_start=start
@@ -139,7 +139,7 @@ class PieceTensors(NamedTuple):
 
 
 class _RingFunction(torch.autograd.Function):
-    """Ring attention as an autograd function, which can be differentiated once."""
+    """Ring attention as an autograd function; second derivatives are not supported."""
 
     @staticmethod
     def forward(
@@ -148,10 +148,10 @@ class _RingFunction(torch.autograd.Function):
         dtype = working_dtype(q.dtype)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        merged = MergedParts(ring.request.wanted, logsumexp)
+        merged = MergedStatistics(ring.request.wanted, logsumexp)
         transfer = None
         for index, step in enumerate(ring.plan.steps):
-            following = ring.start_transfer(index + 1, k, v)  # keys move during this step
+            following = ring.start_transfer(index + 1, k, v)  # runs during this step
             held = ring.wait_for_keys(step, transfer, k, v)
             if held is not None:
                 for piece in step.pieces:
@@ -187,10 +187,10 @@ class _RingFunction(torch.autograd.Function):
 
 
 class _RingBackward:
-    """The gradients of a ring, summed step by step.
+    """Computes the gradients of ring attention, summed step by step.
 
-    With the logsumexp L and the output O of the whole row, the weights of a part are p = exp(s - L), and the gradient
-    of the scores is p (dO v - delta), delta = dO . O - dL.
+    With the logsumexp L and the output O of a query over all keys, the weights of a piece are p = exp(s - L), and the
+    gradient of the scores s is p (dO v - delta), where delta = dO . O - dL.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class _RingBackward:
         grad_logsumexp: Tensor | None,
     ) -> None:
         self.ring, self.tensors, self.bias = ring, tensors, bias
-        # A query with a NaN logsumexp and a gradient of 0 must not affect other gradients: it is treated as keyless.
+        # A query with a NaN logsumexp and a gradient of 0 must not affect other gradients, so it gets no keys.
         unused = logsumexp.isnan() & (grad_output == 0).all(-1)
         if grad_logsumexp is not None:
             unused = unused & (grad_logsumexp == 0)
@@ -220,7 +220,7 @@ class _RingBackward:
         self.of_bias: Tensor | None = None
 
     def compute(self, *, bias_wanted: bool) -> None:
-        """Compute the gradients of all steps, and sum them in `sums` and `of_bias`."""
+        """Compute the gradients of all steps, and sum them in `sums` (of q, k, v) and `of_bias`."""
         _q, k, v = self.tensors
         if bias_wanted and self.bias is not None:
             self.of_bias = torch.zeros_like(self.bias)
@@ -228,23 +228,23 @@ class _RingBackward:
         returning: Transfer | None = None
         before: RingStep | None = None
         for index, step in enumerate(self.ring.plan.steps):
-            following = self.ring.start_transfer(index + 1, k, v)  # keys move during this step
+            following = self.ring.start_transfer(index + 1, k, v)  # runs during this step
             held = self.ring.wait_for_keys(step, transfer, k, v)
             gradients = None if held is None else self.compute_step(step, *held)
             held = None
-            self.add_returned(before, returning)
+            self.add_returned_gradients(before, returning)
             returning, before = self.ring.return_gradients(step, gradients, k, v), step
             transfer, gradients = following, None
-        self.add_returned(before, returning)
+        self.add_returned_gradients(before, returning)
 
     def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the pieces of a step: add the gradients of q and the bias, return those of k and v.
+        """Add the gradients of q and the bias in one step to their sums, and return the gradients of k and v.
 
-        In the first step the keys are the rank's own, whose gradients are added to `sums` here.
+        In the first step, whose keys are the rank's own, the gradients of k and v are also added to `sums`.
         """
         dtype, own = self.logsumexp.dtype, step.distance == 0
         views = [slice_ranges(each, step.received) for each in self.sums[1:]] if own else []
-        at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - what is added to a copy would be lost
+        at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - adding to a copy would have no effect
         dk, dv = views if at_once else (torch.zeros_like(each, dtype=dtype) for each in (k, v))
         for piece in step.pieces:
             of_q, of_k, of_v, of_bias = self.compute_piece(piece, k, v)
@@ -252,7 +252,7 @@ class _RingBackward:
             dk[:, :, piece.among] += of_k
             dv[:, :, piece.among] += of_v
             if of_bias is not None and self.of_bias is not None:
-                _add_to_bias(self.of_bias, self.ring, piece, of_bias)
+                _add_bias_gradient(self.of_bias, self.ring, piece, of_bias)
             del of_q, of_k, of_v, of_bias  # frees their memory before the next piece is computed
         if own and not at_once:
             self.add_own_gradients(step.received, (dk, dv))
@@ -278,7 +278,7 @@ class _RingBackward:
     def _recompute_piece(
         self, terms: PieceTensors, piece: MapPiece, logsumexp: Tensor, grad_output: Tensor
     ) -> Gradients:
-        """Compute a piece again, and return its gradients in the merged output sum_b w_b o_b, w_b = exp(l_b - L)."""
+        """Recompute a piece with autograd, and return its gradients; its output has the weight exp(l - L)."""
         values = None if terms.bias is None else values_of(terms.bias)
         inputs = [x.detach().requires_grad_() for x in terms[:3]]
         if values is not None and self.of_bias is not None:
@@ -306,15 +306,15 @@ class _RingBackward:
         return known[0], known[1], known[2], known[3] if len(known) > 3 else None
 
     def add_own_gradients(self, ranges: tuple[Range, ...], gradients: tuple[Tensor, ...]) -> None:
-        """Add gradients of ranges of this rank's own keys and values."""
+        """Add gradients of k and v at some ranges of this rank's keys to `sums`."""
         for total, part in zip(self.sums[1:], gradients, strict=True):
             first = 0
             for start, stop in ranges:
                 total[:, :, start:stop] += part[:, :, first : first + stop - start]
                 first += stop - start
 
-    def add_returned(self, step: RingStep | None, transfer: Transfer | None) -> None:
-        """Add the gradients of keys and values that were sent to another rank in a step, which computed them."""
+    def add_returned_gradients(self, step: RingStep | None, transfer: Transfer | None) -> None:
+        """Wait for the gradients that another rank computed for this rank's keys and values, and add them to `sums`."""
         found = () if transfer is None else transfer.wait()
         if step is not None and found:
             self.add_own_gradients(step.sent, found)
@@ -326,7 +326,7 @@ class _RingBackward:
 
 
 def merge_outputs(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
-    """Merge the output (batch, heads, queries, value_dim) over other keys into an output and its logsumexp, in place.
+    """Merge `part`, an output over other keys, into `output`, both (batch, heads, queries, value_dim), in place.
 
     An output with the logsumexp l has the weight exp(l - L), where L is the logsumexp over all keys.
     """
@@ -345,18 +345,18 @@ def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bi
     return PieceTensors(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
 
 
-def dropout_of_part(request: AttentionRequest, **place: int) -> DropoutPart | None:
-    """Return the dropout of a part of a call, which starts at `place` (see `DropoutPlace`); None without dropout."""
+def dropout_of_piece(request: AttentionRequest, **place: int) -> DropoutPart | None:
+    """Return the dropout seed of a call with the offset `place` of a piece (a `DropoutPlace`); None without dropout."""
     return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
 
 
-def _add_to_bias(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
-    """Add the gradient of a piece of the bias to `total`, that of the whole bias; its key axis may have size 1."""
+def _add_bias_gradient(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
+    """Add the bias gradient of a piece to the gradient `total` of the whole bias, whose key axis may have size 1."""
     part = with_values(ring.request.bias, total)  # type: ignore[arg-type]
     target = values_of(part_of_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
     target += gradient.sum_to_size(target.shape).to(target.dtype)
 
 
 def _drop_bias_values(bias: Bias | None) -> Bias | None:
-    """Return a bias of the same class whose values are dropped."""
+    """Return a bias of the same class with an empty tensor of values."""
     return None if bias is None else with_values(bias, values_of(bias).new_empty((0,) * values_of(bias).dim()))

@@ -1,4 +1,4 @@
-"""Split a sequence over ranks, compute its attention together, and join it again."""
+"""Sequence parallelism: split a sequence over ranks, compute its attention, and join it again."""
 
 from __future__ import annotations
 
@@ -30,9 +30,15 @@ from multihead.kernels.sequence_split import RankWork, use_split
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.parallel.exchange import Ranks, compare_calls, gather_sequence, heads_for_tokens, tokens_for_heads
+from multihead.parallel.exchange import (
+    Ranks,
+    compare_calls,
+    gather_sequence,
+    reshard_heads_to_tokens,
+    reshard_tokens_to_heads,
+)
 from multihead.parallel.layout import Kind, Layout, Range, check_layout_name
-from multihead.parallel.measuring import MergedParts, measure_over_keys, stack_parts, unstack_parts
+from multihead.parallel.measuring import MergedStatistics, measure_over_keys, stack_parts, unstack_parts
 from multihead.parallel.plan import (
     MapBlockMask,
     RingPlan,
@@ -45,7 +51,7 @@ from multihead.parallel.plan import (
     visible_rectangle,
     work_per_rank,
 )
-from multihead.parallel.ring import Ring, dropout_of_part, slice_piece
+from multihead.parallel.ring import Ring, dropout_of_piece, slice_piece
 from multihead.scores.bias import part_of_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
@@ -53,11 +59,11 @@ from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of
 Check = Literal["every call", "first call"]
 
 _FULL = Full()
-_OUTSIDE = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
+_OUTSIDE_OF_GRAPHS_REASON = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
 
 
 class ChosenStrategy(NamedTuple):
-    """A strategy, and why it was chosen, in one line."""
+    """A strategy of sequence parallelism, and in one line why it was chosen."""
 
     strategy: Strategy
     reason: str
@@ -65,14 +71,14 @@ class ChosenStrategy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of a sequence that one rank holds.
+    """The tokens of one rank of a split sequence.
 
     Attributes:
-        tensors: the tensors of `shard` by name, (batch, tokens of this rank, ...); labels are those of the next token.
-        position_ids: (1, tokens) int64, the position of each token in the whole sequence.
-        layout: which tokens each rank holds, for `context_parallel` and `unshard`.
+        tensors: name -> tensor (batch, tokens of this rank, ...); `labels` are shifted, so that each is the next token.
+        position_ids: (1, tokens) int64, position of each token in the whole sequence.
+        layout: the layout of the tokens, an argument of `context_parallel` and `unshard`.
 
-    A tensor is read by its name.
+    Indexing with a name returns a tensor.
 
     >>> Shard({"input_ids": torch.tensor([[5, 6]])}, torch.tensor([[0, 1]]), "contiguous")["input_ids"]
     tensor([[5, 6]])
@@ -97,21 +103,21 @@ def shard(
     ignore_index: int = -100,
     **tensors: Tensor,
 ) -> Shard:
-    """Return the part of each tensor that this rank holds. Every rank has the whole tensors, which are compared.
+    """Slice tensors of a whole sequence to the tokens of this rank. All ranks pass equal tensors, which is checked.
 
     Args:
-        mesh: the ranks that share a sequence: a process group, or a DeviceMesh of one dimension.
-        mask: the mask of the whole sequence, which decides the layout.
+        mesh: the ranks that split a sequence: a process group, or a DeviceMesh of one dimension.
+        mask: mask of the whole sequence, used to choose the layout.
         layout: "contiguous", "balanced" (twice as many chunks, from both ends, so that all ranks have the same work
-            under a causal mask), or "auto": balanced where that saves a tenth of the work of the busiest rank.
-        labels: (batch, tokens), the tokens themselves. They are shifted before the split, because the next token of a
-            rank's last one lies on another rank: label i of the result is token i + 1.
-        ignore_index: the label of the last token, which has no next one.
-        tensors: (batch, tokens, ...) each, by name, such as `input_ids`.
+            under a causal mask), or "auto": balanced if that saves a tenth of the work of the busiest rank.
+        labels: (batch, tokens), not shifted. They are shifted before the split, because the token after a rank's last
+            token is on another rank: label i of the result is token i + 1.
+        ignore_index: the label of the last token, which has no next token.
+        tensors: (batch, tokens, ...) each, such as `input_ids`.
 
     Raises:
-        ShapeError: the tensors have different lengths, or the ranks cannot hold equal parts.
-        RankError: a tensor differs between ranks, in any bit; or one of them stopped.
+        ShapeError: the tensors have different lengths, or the length is not a multiple of the number of chunks.
+        RankError: a tensor differs between ranks in any bit, or a rank stopped.
 
     >>> import torch.distributed as dist, tempfile
     >>> store = dist.FileStore(tempfile.mktemp(), 1)
@@ -151,19 +157,19 @@ def _layout_with_less_work(mask: Mask, length: int, ranks: int) -> Kind:
 
 
 def unshard(mesh: Any, tensor: Tensor, *, layout: Kind, dim: int = 1) -> Tensor:
-    """Return the whole sequence on every rank, from the part that each rank holds.
+    """Return the whole sequence on every rank, from the tokens of each rank.
 
     Args:
         mesh: the ranks, as for `shard`.
-        tensor: (batch, tokens of this rank, ...), equally large on all ranks.
-        layout: that of `shard`.
+        tensor: (batch, tokens of this rank, ...), of the same shape on all ranks.
+        layout: the layout that `shard` returned.
         dim: the dimension of the tokens.
 
     Returns:
-        (batch, tokens, ...). It is differentiable: each rank receives the sum of all ranks' gradients of its part.
+        (batch, tokens, ...), differentiable: each rank receives the sum of all ranks' gradients for its tokens.
 
     Raises:
-        RankError: the parts differ in shape or dtype, or a rank stopped.
+        RankError: the tensors differ in shape or dtype, or a rank stopped.
 
     >>> import torch.distributed as dist, tempfile
     >>> store = dist.FileStore(tempfile.mktemp(), 1)
@@ -197,25 +203,25 @@ def context_parallel(
 ) -> Iterator[None]:
     """Compute attention over sequences whose tokens are split over ranks.
 
-    In this context every call of our layers, of `mh.attention`, and of Hugging Face models that use our attention
-    takes the queries, keys and values of this rank's tokens. Masks and biases are those of the whole sequence. The
-    gradient of a parameter is the share of this rank's tokens: sum it over the ranks.
+    In this context every call of this library's layers, of `mh.attention`, and of Hugging Face models that use this
+    library's attention takes queries, keys and values of this rank's tokens, and masks and biases of the whole
+    sequence. The gradient of a parameter covers only this rank's tokens: sum it over the ranks.
 
     Args:
-        mesh: the ranks that share a sequence: a process group, or a DeviceMesh of one dimension.
+        mesh: the ranks that split a sequence: a process group, or a DeviceMesh of one dimension.
         strategy: "ring" sends each rank the keys that its queries see, step by step; memory per rank is
             O(length / ranks) (arXiv:2310.01889). "ulysses" exchanges all heads of a rank's tokens for all tokens of
-            its heads; the heads must divide by the ranks (arXiv:2309.14509). "gather" gives every rank all keys.
-            "auto" takes of the first two the one that sends less.
-        layout: which tokens each rank holds, as `shard` returns it.
-        mask: joined with the mask of every call; for models that make their masks themselves.
-        check: whether the ranks compare "every call", with its mask, bias and sinks bit for bit, or the "first call"
-            only. Then a later call that differs returns wrong numbers, waits for the group's timeout, or ends the
-            process.
+            its heads; the number of heads must be a multiple of the number of ranks (arXiv:2309.14509). "gather" sends
+            all keys to every rank. "auto" chooses "ring" or "ulysses", whichever sends fewer bytes.
+        layout: the layout of the tokens that `shard` returned.
+        mask: combined with the mask of every call, for models that make their masks themselves.
+        check: whether the ranks compare "every call", with its mask, bias and sinks bit for bit, or only the "first
+            call". Without the check, a call that differs between ranks returns wrong numbers, waits for the group's
+            timeout, or kills the process.
 
     Raises:
         ArgumentError: there are no ranks, or a name is unknown.
-        RankError: in a call: the ranks make different calls, or one of them stopped.
+        RankError: in a call, if the ranks make different calls, or a rank stopped.
 
     >>> import torch.distributed as dist, tempfile
     >>> import multihead as mh
@@ -234,16 +240,16 @@ def context_parallel(
     check_is_mask(mask)
     ranks = Ranks.of_mesh(mesh)
     if sequence_split.active is not None:
-        raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
+        raise ArgumentError("This is inside another context_parallel.", "Leave the outer one first.")
     with use_split(_SplitOverRanks(ranks, Layout(check_layout_name(layout), ranks.size), strategy, mask, check)):
         yield
 
 
 @dataclass(eq=False)
 class _SplitOverRanks:
-    """A sequence that is split over ranks: see `sequence_split.SequenceSplit`.
+    """Implementation of the protocol `sequence_split.SequenceSplit` for torch.distributed.
 
-    `mask` is joined with the mask of every call. `compared`: whether the ranks have compared a call already.
+    `mask` is combined with the mask of every call. `compared` is whether the ranks have already compared a call.
     """
 
     ranks: Ranks
@@ -270,13 +276,13 @@ class _SplitOverRanks:
         if shape.query_length != shape.key_length:
             raise ArgumentError(
                 f"The call has {shape.query_length} queries and {shape.key_length} keys, and context_parallel splits "
-                "sequences that attend to themselves.",
-                "Compute cross-attention and decoding with a cache outside of it.",
+                "sequences only in self-attention.",
+                "Compute cross-attention and decoding with a cache outside of this context.",
             )
         length = shape.query_length * self.ranks.size
         return shape._replace(query_length=length, key_length=length)
 
-    @outside_of_graphs(_OUTSIDE)
+    @outside_of_graphs(_OUTSIDE_OF_GRAPHS_REASON)
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
         observed = bool(listeners()) and not is_traced() and not is_in_backward_pass()
         request, planned, chosen = self._plan_call(request, kernel)
@@ -308,9 +314,9 @@ class _SplitOverRanks:
             pieces = [piece for step in planned.steps for piece in step.pieces]
             parts = [slice_piece(ring, piece, request.q, k, v, bias).build_request(ring, piece) for piece in pieces]
         elif strategy == "ulysses":
-            parts = [self._call_of_heads(request, *self._valueless_heads(request, length))]
+            parts = [self._request_of_heads(request, *self._placeholder_heads(request, length))]
         else:
-            parts = [part for part, _ in self._calls_of_chunks(request, planned, k, v)]
+            parts = [part for part, _ in self._requests_of_chunks(request, planned, k, v)]
         shown = work_per_rank(planned.bounds, self.layout)
         own = sum(shown) / ranks if strategy == "ulysses" else shown[rank]
         per_cell = shape.batch * shape.num_heads / len(planned.bounds.start)
@@ -326,10 +332,10 @@ class _SplitOverRanks:
     def _plan_call(
         self, request: AttentionRequest, kernel: str | None
     ) -> tuple[AttentionRequest, RingPlan, ChosenStrategy]:
-        """Check a call, plan it and choose the strategy, without talking to other ranks.
+        """Check a call, plan it and choose the strategy, without communication.
 
         Returns:
-            the call with the mask of this context, its plan as a ring, and the strategy with its reason.
+            the request combined with the mask of this context, its ring plan, and the strategy with its reason.
         """
         if not isinstance(request.query_start, int) or request.query_start:
             raise ArgumentError(
@@ -352,7 +358,7 @@ class _SplitOverRanks:
         return request, planned, self._choose_strategy(request.shape, planned)
 
     def _choose_strategy(self, shape: AttentionShape, planned: RingPlan) -> ChosenStrategy:
-        """Choose the strategy; all ranks choose the same one."""
+        """Choose the strategy of a call from sizes that are equal on all ranks."""
         ranks, copies = self.ranks.size, copies_for_ulysses(shape, self.ranks.size)
         if self.strategy == "ulysses" and copies is None:
             raise ArgumentError(
@@ -374,12 +380,12 @@ class _SplitOverRanks:
     def _compare_with_ranks(
         self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool
     ) -> int:
-        """Compare a call with those of the other ranks, before anything else is sent.
+        """Check that all ranks make the same call, before anything else is sent.
 
         Returns:
-            the seed of the dropout of the call, equal on all ranks.
+            the dropout seed of the call, equal on all ranks.
         """
-        # Every rank draws a seed, so that their random number generators stay alike; the seed of rank 0 is used.
+        # Every rank draws a seed, so that their random number generators stay in step; the seed of rank 0 is used.
         seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
         if self.compared and self.check == "first call":
             return compare_calls(self.ranks, {"The call": "attention"}, seed) if request.dropout else seed
@@ -415,10 +421,10 @@ class _SplitOverRanks:
         """Gather all keys and values on every rank, and compute the attention of this rank's queries."""
         k = gather_sequence(request.k, self.ranks, self.layout, 2)
         v = gather_sequence(request.v, self.ranks, self.layout, 2)
-        merged = MergedParts(request.wanted, request.q[..., 0])
+        merged = MergedStatistics(request.wanted, request.q[..., 0])
         outputs: list[Tensor] = []
         logsumexps: list[Tensor] = []
-        for part, (first_key, _) in self._calls_of_chunks(request, planned, k, v):
+        for part, (first_key, _) in self._requests_of_chunks(request, planned, k, v):
             with use_split(None):
                 found = attend(part, kernel=kernel, published=False)
             first = sum(each.shape[2] for each in outputs)
@@ -431,16 +437,16 @@ class _SplitOverRanks:
         logsumexp = torch.cat(logsumexps, 2)
         return AttentionResult(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
 
-    def _calls_of_chunks(
+    def _requests_of_chunks(
         self, request: AttentionRequest, planned: RingPlan, k: Tensor, v: Tensor
     ) -> Iterator[tuple[AttentionRequest, Range]]:
-        """Yield a request for each chunk of this rank's queries, with the keys that they see, and the keys' range."""
+        """Yield a request for each chunk of this rank's queries and the range of keys that they see, and the range."""
         first = 0
         for rows in self.layout.chunks(self.ranks.rank, planned.length):
             q = request.q[:, :, first : first + rows[1] - rows[0]]
             first += rows[1] - rows[0]
             seen = visible_rectangle(planned.bounds, rows, (0, planned.length))
-            keys = (0, 1) if seen is None else seen[1]  # no key is visible: take one, which the mask hides
+            keys = (0, 1) if seen is None else seen[1]  # if no key is visible, use one hidden key
             of_k, of_v = k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             part = replace(
                 request,
@@ -450,7 +456,7 @@ class _SplitOverRanks:
                 shape=AttentionShape.of(q, of_k, of_v),
                 mask=MapBlockMask(request.mask, planned.bounds, rows, keys),
                 bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
-                part=dropout_of_part(request, query_start=rows[0], key_start=keys[0]),
+                part=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
                 query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
             )
             yield part, keys
@@ -459,22 +465,22 @@ class _SplitOverRanks:
         """Exchange tokens for heads (Ulysses), and compute the attention of this rank's heads on the whole sequence."""
         copies = copies_for_ulysses(request.shape, self.ranks.size) or 1
         q, k, v = request.q, request.k, request.v
-        if copies != 1:  # the ranks that share a key/value head receive a copy each
+        if copies != 1:  # each of the ranks that use a key/value head gets a copy
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
-        part = self._call_of_heads(request, q, k, v)
+        q, k, v = (reshard_tokens_to_heads(x, self.ranks, self.layout) for x in (q, k, v))
+        part = self._request_of_heads(request, q, k, v)
         with use_split(None):
             found = attend(part, kernel=kernel, published=False)
-        output = tokens_for_heads(found.output, self.ranks, self.layout)
-        logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
+        output = reshard_heads_to_tokens(found.output, self.ranks, self.layout)
+        logsumexp = reshard_heads_to_tokens(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:
             return AttentionResult(output, logsumexp)
         parts = measure_over_keys(part, found, planned.first_keys(request))
-        exchanged = tokens_for_heads(stack_parts(parts), self.ranks, self.layout)
+        exchanged = reshard_heads_to_tokens(stack_parts(parts), self.ranks, self.layout)
         return AttentionResult(output, logsumexp, unstack_parts(exchanged, parts))
 
-    def _call_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
-        """Return the request of this rank's heads; q, k and v have the tokens of the whole sequence."""
+    def _request_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
+        """Return a request for this rank's heads, given q, k and v of these heads for the whole sequence."""
         total = request.shape.num_heads
         count = total // self.ranks.size
         own = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
@@ -490,11 +496,11 @@ class _SplitOverRanks:
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],
-            part=dropout_of_part(request, head_start=own.start, total_heads=total),
+            part=dropout_of_piece(request, head_start=own.start, total_heads=total),
         )
 
-    def _valueless_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of this rank's heads, expanded from one uninitialised number, for their shapes only."""
+    def _placeholder_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return placeholders without memory for q, k and v of this rank's heads and `length` tokens."""
         ranks, blank = self.ranks.size, request.q.new_empty(())
         kv_heads = request.shape.num_kv_heads * (copies_for_ulysses(request.shape, ranks) or 1) // ranks
         counts = (request.shape.num_heads // ranks, kv_heads, kv_heads)

@@ -1,4 +1,4 @@
-"""Probes: exact statistics and tiles of an attention map that is never held whole."""
+"""Probes: exact statistics of attention heads, computed without storing the attention map."""
 
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 from multihead.probes.context import ProbeContext

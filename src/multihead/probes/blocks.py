@@ -1,4 +1,4 @@
-"""Pool a rectangle of an attention map into blocks, exactly, from q, k and the logsumexp alone."""
+"""Sum the weights in blocks of an attention map exactly, from q, k and the logsumexp."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_traced
 
-STRIP = 1 << 24  # scores of one head that are computed between two checks for cancellation
-VANISHING = 2.0**60  # a larger base leaves no digit of a score of moderate size in float64
-DENSE_STRIP = 1 << 22  # STRIP where visibility is evaluated cell by cell in PyTorch
-SMALL = 1 << 18  # scores below which preparing a call for the native kernel costs more than it saves
+STRIP = 1 << 24  # scores of one head per strip of rows; cancellation is checked before each strip
+VANISHING = 2.0**60  # above this base (see `score_base`) float64 rounds scores of moderate size away
+DENSE_STRIP = 1 << 22  # scores per strip if visibility is evaluated cell by cell in PyTorch
+MIN_NATIVE_SCORES = 1 << 18  # up to this many scores PyTorch is faster than preparing a call of the native kernel
 
 
 class CancelledError(Exception):
-    """The caller cancelled the computation."""
+    """Raised when the caller cancels a computation."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSums:
-    """Sums of weights over the blocks, queries x keys, of a rectangle of a head's map.
+    """Sums of attention weights over blocks of queries x keys, for a rectangle of the attention map.
 
     Attributes:
         sums: (heads, row blocks, column blocks), float64, sum of the weights.
-        counts: (heads, row blocks, column blocks), int64, how many of the cells are visible.
+        counts: (heads, row blocks, column blocks), int64, number of visible cells.
     """
 
     sums: Tensor
@@ -67,24 +67,24 @@ def blocks(
     cancelled: Callable[[], bool] | None = None,
     totals: RowLogsumexps | None = None,
 ) -> BlockSums:
-    """Sum the weights of each block of a rectangle of a map, and count the cells that are visible.
+    """Sum the weights in each block of a rectangle of an attention map, and count the visible cells.
 
-    Blocks are counted from the first query and the first key of the rectangle; the last ones may be smaller. What
-    is held is the blocks and a strip of the map, never queries x keys. A query whose logsumexp is NaN adds nothing.
+    Blocks start at the first query and the first key of the rectangle; the last blocks may be smaller. Memory is used
+    for the blocks and a strip of the map, never for queries x keys. A query whose logsumexp is NaN adds nothing.
 
-    Blocks of one cell, which are weights, and blocks of calls with a large logsumexp are computed as `tile`
-    computes weights, in float64; other sums from the logsumexp as it is.
+    Blocks of one cell (single weights), and calls with a large logsumexp, are computed in float64 as in `tile`; other
+    sums use the given logsumexp.
 
     Args:
         request: a call with a batch of one.
         logsumexp: (1, heads, queries) of the whole call, nats.
-        heads: an index, several, or a slice.
-        queries: which queries, one after the other.
-        keys: which keys, one after the other.
-        block: queries and keys a block.
-        without_first_key: whether the key 0 counts as hidden.
-        cancelled: called between strips; the computation ends once it returns True.
-        totals: keeps the logsumexp of the call in float64 for its next blocks.
+        heads: an index, several indices, or a slice.
+        queries: the queries, a slice of step 1.
+        keys: the keys, a slice of step 1.
+        block: numbers of queries and keys per block.
+        without_first_key: whether key 0 counts as hidden.
+        cancelled: called before each strip of rows; if it returns True, the computation stops.
+        totals: a cache for the logsumexp in float64, to be passed again with the same call.
 
     Raises:
         ArgumentError: a head that does not exist, a slice with steps, or an empty block.
@@ -95,7 +95,7 @@ def blocks(
         _checked_slice_ends("keys", keys, request.shape.key_length),
     )
     if min(block) < 1:
-        raise ArgumentError(f"block is {block}.", "Give queries and keys a block, at least 1 each.")
+        raise ArgumentError(f"block is {block}.", "Give the numbers of queries and keys per block, at least 1 each.")
     chosen = head_indices(heads, request.shape.num_heads).to(request.shape.device)
     size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
     sums = torch.zeros(len(chosen), *size, dtype=torch.float64, device=request.shape.device)
@@ -112,12 +112,12 @@ def blocks(
             if cancelled is not None and cancelled():
                 raise CancelledError
             first = (strip[0] - rows[0]) // block[0]
-            shown = _bounds_within(bounds, strip, columns, without_first_key=without_first_key)
+            shown = _clip_bounds(bounds, strip, columns, without_first_key=without_first_key)
             reached = _columns_seen_by_strip(shown, columns, block[1])
             if reached != columns:
-                # Half of a causal map is hidden, and nearly all of a window's: these keys are skipped.
-                shown = _bounds_within(bounds, strip, reached, without_first_key=without_first_key)
-            part = _part_of_call(request, chosen, strip, reached)
+                # Skip hidden keys: half of the map under a causal mask, and nearly all under a window.
+                shown = _clip_bounds(bounds, strip, reached, without_first_key=without_first_key)
+            part = _slice_call(request, chosen, strip, reached)
             cells = None
             if dense:
                 cells = _visible_cells(request, chosen, shown, strip, reached)
@@ -140,12 +140,12 @@ def blocks(
 def _checked_slice_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
     first, stop, step = chosen.indices(length)
     if step != 1:
-        raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of neighbours, such as slice(0, 512).")
+        raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of step 1, such as slice(0, 512).")
     return first, max(first, stop)
 
 
 def _needs_cell_visibility(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether visibility must be evaluated cell by cell."""
+    """Whether intervals of keys do not describe which cells are visible (other masks, or a bias of -inf)."""
     if bounds.remainder is not None:
         return True
     return request.bias is not None and bool((values_of(request.bias) == -torch.inf).any())
@@ -154,17 +154,17 @@ def _needs_cell_visibility(request: AttentionRequest, bounds: KeyBounds) -> bool
 def _strips_of_rows(
     rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int], *, dense: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield strips: as many whole rows of blocks at a time as have about STRIP scores."""
+    """Yield ranges of rows [first, stop), each of whole blocks and with about STRIP scores."""
     width = max(columns[1] - columns[0], 1)
     height = max((DENSE_STRIP if dense else STRIP) // width // block[0], 1) * block[0]
     for first in range(*rows, height):
         yield first, min(first + height, rows[1])
 
 
-def _bounds_within(
+def _clip_bounds(
     bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *, without_first_key: bool
 ) -> KeyBounds:
-    """Slice the bounds to some rows, and count their keys from the first column."""
+    """Slice the intervals of visible keys to some rows and columns, with keys numbered from the first column."""
     start = bounds.start[:1, slice(*rows)] - columns[0]
     stop = bounds.stop[:1, slice(*rows)] - columns[0]
     width = columns[1] - columns[0]
@@ -174,7 +174,7 @@ def _bounds_within(
 
 
 def _columns_seen_by_strip(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[int, int]:
-    """Return the columns that some row of a strip sees, in whole blocks; at least one block."""
+    """Return the range of columns that any row of a strip sees, extended to whole blocks; at least one block."""
     seeing = shown.start < shown.stop
     if not bool(seeing.any()):
         return columns[0], min(columns[0] + block, columns[1])
@@ -182,10 +182,10 @@ def _columns_seen_by_strip(shown: KeyBounds, columns: tuple[int, int], block: in
     return columns[0] + first, min(columns[0] - int(-shown.stop.max() // block) * block, columns[1])
 
 
-def _part_of_call(
+def _slice_call(
     request: AttentionRequest, heads: Tensor, rows: tuple[int, int], columns: tuple[int, int]
 ) -> AttentionRequest:
-    """Slice heads, rows and columns of a call; its visible cells are given by the bounds alone."""
+    """Slice a call to heads, rows and columns, without a mask; the caller applies the bounds."""
     shape = request.shape
     every = len(heads) == shape.num_heads and bool((heads.diff() == 1).all())
     q, k = request.q[:, :, slice(*rows)], request.k[:, :, slice(*columns)]
@@ -206,7 +206,7 @@ def _part_of_call(
         mask=Full(),
         query_start=0,
         bias=None if request.bias is None else _slice_bias(request.bias, heads, shape, rows, columns),
-        sinks=None,  # their share is in the logsumexp
+        sinks=None,  # the logsumexp includes them
         dropout=0.0,
         wanted=frozenset(),
         origin=None,
@@ -214,7 +214,7 @@ def _part_of_call(
 
 
 def _subtract_base_from_bias(part: AttentionRequest, base: Tensor) -> AttentionRequest:
-    """Subtract the base of its rows, (1, heads, rows), from the bias of a part in float64."""
+    """Return a sliced call in float64 with `base`, (1, heads, rows), see `score_base`, subtracted from its bias."""
     assert part.bias is not None
     bias = bias_tile(part.bias, part.shape, slice(None), slice(None)) - base[..., None]
     return replace(part, q=part.q.masked_fill(base[..., None].abs() > VANISHING, 0), bias=bias)
@@ -234,7 +234,7 @@ def _slice_bias(
 def _visible_cells(
     request: AttentionRequest, heads: Tensor, shown: KeyBounds, rows: tuple[int, int], columns: tuple[int, int]
 ) -> Tensor:
-    """Return which cells are visible: (1, heads or 1, rows, columns) bool."""
+    """Return which cells of a strip are visible: (1, heads or 1, rows, columns) bool."""
     cells = seen(request, slice(*rows), slice(*columns))
     cells = cells[:, heads] if cells.shape[1] > 1 else cells
     key = torch.arange(columns[1] - columns[0], device=cells.device)
@@ -244,7 +244,7 @@ def _visible_cells(
 def _sum_strip(
     part: AttentionRequest, shown: KeyBounds, cells: Tensor | None, logsumexp: Tensor, block: tuple[int, int]
 ) -> BlockSums:
-    """Sum and count a strip over the visible `cells`, (1, heads or 1, rows, columns), or None = those of the bounds."""
+    """Sum and count the blocks of a strip over visible cells, (1, heads or 1, rows, columns), None: by the bounds."""
     counts = (
         _count_cells_of_blocks(shown, part, block)
         if cells is None
@@ -256,7 +256,7 @@ def _sum_strip(
     if cells is not None:
         part = replace(part, mask=Keep(cells))
         bounds = KeyBounds(shown.start, shown.stop, part.mask)
-    if scores_in_all > SMALL and not is_traced() and kernel.refusal(part, bounds) is None:
+    if scores_in_all > MIN_NATIVE_SCORES and not is_traced() and kernel.refusal(part, bounds) is None:
         _, sums = sum_weights_per_key(part, bounds, logsumexp, cell=block)
         if sums is not None:
             return BlockSums(sums[0].double(), counts)
@@ -266,7 +266,7 @@ def _sum_strip(
 def _sum_strip_in_torch(
     part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, cells: Tensor | None, block: tuple[int, int]
 ) -> Tensor:
-    """Sum a strip in PyTorch, rows of blocks at a time: (heads, row blocks, column blocks), float64."""
+    """Sum the blocks of a strip in PyTorch, some rows at a time: (heads, row blocks, column blocks), float64."""
     width = part.shape.num_heads * part.shape.key_length
     height = max(DENSE_STRIP // width // block[0], 1) * block[0]
     key = torch.arange(part.shape.key_length, device=part.shape.device)
@@ -285,7 +285,7 @@ def _sum_strip_in_torch(
 
 
 def _sum_over_blocks(cells: Tensor, block: tuple[int, int]) -> Tensor:
-    """Sum (heads, rows, columns) over blocks: (heads, row blocks, column blocks)."""
+    """Sum the numbers in each block: (heads, rows, columns) -> (heads, row blocks, column blocks)."""
     rest = (0, -cells.shape[2] % block[1], 0, -cells.shape[1] % block[0])
     whole = torch.nn.functional.pad(cells, rest)
     added: Tensor = whole.unflatten(2, (-1, block[1])).sum(-1).unflatten(1, (-1, block[0])).sum(2)
@@ -293,7 +293,7 @@ def _sum_over_blocks(cells: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _count_cells_of_blocks(shown: KeyBounds, part: AttentionRequest, block: tuple[int, int]) -> Tensor:
-    """Count the cells of each block that the bounds show: (1, row blocks, column blocks), int64."""
+    """Count the cells of each block within the intervals of visible keys: (1, row blocks, column blocks), int64."""
     height, width = block
     first = torch.arange(-(-part.shape.key_length // width), device=part.shape.device) * width
     counts = []

@@ -13,7 +13,7 @@ from multihead.probes.probe import SHARE, Parts, Probe, Statistic
 
 
 def _part_reader(part: Part) -> Callable[[Parts], Tensor]:
-    """Return the function of a statistic that equals one part."""
+    """Return a function that reads one part, for a statistic that equals this part."""
     return itemgetter(part)
 
 
@@ -29,11 +29,11 @@ def _coverage_of_parts(parts: Parts) -> Tensor:
     return parts["received"].clamp(max=1)
 
 
-_OFFSETS = {0: "self_mass", -1: "previous_mass", 1: "next_mass"}
+_NAMES_BY_OFFSET = {0: "self_mass", -1: "previous_mass", 1: "next_mass"}
 _OFFSET_SOURCES = {-1: "arXiv:1905.09418, 2209.11895", 1: "arXiv:1906.04341, section 3.1"}
 
 
-def _mass_at_offset(offset: int, name: str, label: str, short_label: str = "") -> Probe:
+def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = "") -> Probe:
     part: Part = ("offset_mass", offset)
     places = {0: "the query's own position", -1: "the position before", 1: "the position after"}
     return Probe(
@@ -44,13 +44,13 @@ def _mass_at_offset(offset: int, name: str, label: str, short_label: str = "") -
         short_label=short_label,
         number_format=SHARE,
         source=_OFFSET_SOURCES.get(offset, ""),
-        default=offset in _OFFSETS,
+        default=offset in _NAMES_BY_OFFSET,
         about=f"p_ij at {places.get(offset, f'position_i {offset:+d}')}",
         counted=f"offset {offset:+d}" if offset else "all",
     )
 
 
-def _mass_on_first_keys(count: int, name: str, label: str) -> Probe:
+def _first_keys_mass_probe(count: int, name: str, label: str) -> Probe:
     part: Part = ("first_keys_mass", count)
     return Probe(
         name,
@@ -64,7 +64,7 @@ def _mass_on_first_keys(count: int, name: str, label: str) -> Probe:
     )
 
 
-def _mass_on_set(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
+def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
     part: Part = ("tokens_mass", name)
     special = name == "special"
     return Probe(
@@ -81,9 +81,9 @@ def _mass_on_set(name: str, label: str, about: str, tokens: frozenset[int] | Non
     )
 
 
-# In the order of tables and of the documentation. What is on by default costs next to nothing: all that the native
-# kernel measures in its one pass, and the mass of the learned sink.
-_LISTED = (
+# In the order of tables and of the documentation. Default statistics cost next to nothing: the native kernel measures
+# them in one pass, and the mass of the learned sink follows from the logsumexp.
+_BUILT_IN = (
     Probe(
         "entropy",
         _part_reader("entropy"),
@@ -126,11 +126,11 @@ _LISTED = (
         default=True,
         about="the standard deviation of that distance; 0 is all weight at one distance",
     ),
-    _mass_at_offset(0, "self_mass", "self"),
-    _mass_at_offset(-1, "previous_mass", "previous", "prev."),
-    _mass_at_offset(1, "next_mass", "next"),
-    _mass_on_first_keys(1, "first_mass", "first"),
-    _mass_on_set("special", "special", "Σ p_ij over the special keys, such as separators"),
+    _offset_mass_probe(0, "self_mass", "self"),
+    _offset_mass_probe(-1, "previous_mass", "previous", "prev."),
+    _offset_mass_probe(1, "next_mass", "next"),
+    _first_keys_mass_probe(1, "first_mass", "first"),
+    _token_set_mass_probe("special", "special", "Σ p_ij over the special keys, such as separators"),
     Probe(
         "largest_weight",
         _part_reader("largest_weight"),
@@ -236,14 +236,14 @@ _LISTED = (
         chance=False,
     ),
 )
-PROBES: dict[str, Probe] = {probe.name: probe for probe in _LISTED}
+PROBES: dict[str, Probe] = {probe.name: probe for probe in _BUILT_IN}
 """The built-in probes by name."""
 
-DEFAULT = tuple(probe.name for probe in _LISTED if probe.default)
-"""The names of the probes that are computed if none are chosen."""
+DEFAULT = tuple(probe.name for probe in _BUILT_IN if probe.default)
+"""Names of the probes that are computed by default."""
 
 SEPARATOR = Statistic("separator_mass", label="separator", number_format=SHARE)
-"""Special tokens after the first: `analysis.highlights` derives it from `special_mass` and `first_mass`."""
+"""Weight on special tokens after the first token, which `record.analysis.highlights` derives from other statistics."""
 
 REPEATED = {
     "repeated_induction": "induction_mass",
@@ -251,34 +251,34 @@ REPEATED = {
     "repeated_previous": "previous_mass",
     "repeated_first": "first_mass",
 }
-"""Statistics on repeated random tokens -> the probe that measures them there, see `observation.textbook`."""
+"""Name of a statistic on repeated random tokens -> name of its probe, see `observation.textbook`."""
 
-_DERIVED = (
+_DERIVED_STATISTICS = (
     SEPARATOR,
     *(
         Statistic(name, label=f"{PROBES[of].label} on random repeats", number_format=SHARE)
         for name, of in REPEATED.items()
     ),
 )
-_SHOWN: dict[str, Statistic] = {**PROBES, **{each.name: each for each in _DERIVED}}
+_STATISTICS_BY_NAME: dict[str, Statistic] = {**PROBES, **{each.name: each for each in _DERIVED_STATISTICS}}
 
 
 def statistic(name: str, made: Mapping[str, Statistic] | None = None) -> Statistic:
-    """Return the label, unit and number format of a statistic: built in, else those in `made`, else made of its name.
+    """Return a built-in statistic by name, else the one in `made`, else one that is labelled by its name.
 
     >>> statistic("entropy").heading, statistic("late_mass").heading
     ('entropy (nats)', 'late mass')
     """
-    return _SHOWN.get(name) or (made or {}).get(name) or Statistic(name)
+    return _STATISTICS_BY_NAME.get(name) or (made or {}).get(name) or Statistic(name)
 
 
 def offset_mass(offset: int) -> Probe:
-    """Return the probe of the weight on the key at an offset from the query's own position.
+    """Return the probe that measures the weight on the key at an offset from the query's own position.
 
-    Its number is 0 where that key is hidden or does not exist; queries without such a key do not count in a mean.
+    The weight is 0 where that key is hidden or does not exist; means leave out queries without such a key.
 
     Raises:
-        ProbeError: the offset is no integer.
+        ProbeError: the offset is not an integer.
 
     >>> offset_mass(-5)
     Probe(name='offset_minus_5_mass')
@@ -287,29 +287,31 @@ def offset_mass(offset: int) -> Probe:
     """
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ProbeError(f"offset_mass was given {offset!r}.", "Give an integer: -1 is the key before the query.")
-    if offset in _OFFSETS:
-        return PROBES[_OFFSETS[offset]]
-    return _mass_at_offset(
+    if offset in _NAMES_BY_OFFSET:
+        return PROBES[_NAMES_BY_OFFSET[offset]]
+    return _offset_mass_probe(
         offset, f"offset_{'minus' if offset < 0 else 'plus'}_{abs(offset)}_mass", f"offset {offset:+d}"
     )
 
 
 def first_keys_mass(count: int) -> Probe:
-    """Return the probe of the weight on the first keys of the text, from the first that any of its queries may see.
+    """Return the probe that measures the weight on the first `count` keys that any query of the text may see.
 
     Raises:
-        ProbeError: the count is no integer of at least 1.
+        ProbeError: the count is not an integer of at least 1.
 
     >>> first_keys_mass(4)
     Probe(name='first_4_mass')
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ProbeError(f"first_keys_mass was given {count!r}.", "Give an integer of at least 1.")
-    return PROBES["first_mass"] if count == 1 else _mass_on_first_keys(count, f"first_{count}_mass", f"first {count}")
+    return (
+        PROBES["first_mass"] if count == 1 else _first_keys_mass_probe(count, f"first_{count}_mass", f"first {count}")
+    )
 
 
 def probe_of_part(part: Part, tokens: Iterable[int] | None = None) -> Probe:
-    """Return the probe whose statistic is one part with an argument, such as ("offset_mass", -5).
+    """Return the probe that measures a part with an argument, such as ("offset_mass", -5).
 
     >>> probe_of_part(("first_keys_mass", 4)), probe_of_part(("tokens_mass", "digits"), (3, 4))
     (Probe(name='first_4_mass'), Probe(name='digits_mass'))
@@ -326,14 +328,14 @@ def probe_of_part(part: Part, tokens: Iterable[int] | None = None) -> Probe:
 
 
 def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
-    """Return the probe of the weight on a set of tokens.
+    """Return the probe that measures the weight on the keys of a set of tokens.
 
     Args:
-        name: the name of the set; the statistic is called `name_mass`.
-        ids: the token ids in the set; None if `ProbeContext.sets` holds the keys that belong to it.
+        name: name of the set; the statistic is called `{name}_mass`.
+        ids: token ids in the set; None if `ProbeContext.sets[name]` has the keys.
 
     Raises:
-        ProbeError: the name is no Python identifier or is taken, or the ids are no integers.
+        ProbeError: the name is not a Python identifier or is already used, or the ids are not integers.
 
     >>> tokens_mass("punctuation", ids=(11, 13))
     Probe(name='punctuation_mass')
@@ -346,10 +348,10 @@ def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
         raise ProbeError(f"{name}_mass is the name of another statistic.", "Give the set another name.")
     label, about = name.replace("_", " "), f"Σ p_ij over the keys of the set {name}"
     if ids is None:
-        return _mass_on_set(name, label, about)
+        return _token_set_mass_probe(name, label, about)
     counted = frozenset(ids)
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in counted):
         raise ProbeError(
             f"tokens_mass({name!r}) was given ids that are no integers.", "Give token ids, such as [11, 13]."
         )
-    return _mass_on_set(name, label, about, counted)
+    return _token_set_mass_probe(name, label, about, counted)

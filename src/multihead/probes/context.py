@@ -1,4 +1,4 @@
-"""Further inputs of probes: token ids, sets of keys, the output projection."""
+"""Inputs of probes besides q and k: token ids, sets of keys, the output projection."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Pool = Literal["mean", "max"]
 
 @dataclass(frozen=True, eq=False)
 class ProbeContext:
-    """What some probes need besides q and k; all of it may be left out.
+    """Inputs that some probes need besides q and k; all are optional.
 
     Attributes:
-        special_keys: (batch, keys) bool, the keys that `special_mass` counts.
-        ids: (batch, keys) int64, the token id of each key; the token of a query is that of the key at its position.
-        sets: name of a set -> (batch, keys) bool, for `probes.tokens_mass` without ids.
-        output_weight: (embed_dim, heads * value_dim), the output projection, as `nn.Linear` stores it.
-        first_key: which key is the sample's first, an int or (batch,); it may lie before those of the call. None is
-            the first that some query sees.
-        key_start: how many keys of the sample lie before those of the call, such as keys that a cache has dropped.
-        id_before: (batch,) int64, the token id of the key right before those of the call, which a cache has dropped.
-        map_size: the most rows and columns of `pooled_map`.
-        map_pool: what a block of `pooled_map` holds, the "mean" or the "max" of its weights.
+        special_keys: (batch, keys) bool, True for the keys that `special_mass` counts.
+        ids: (batch, keys) int64, token id of each key. A query has the token of the key at its position.
+        sets: name of a set -> (batch, keys) bool, True for its keys; for `probes.tokens_mass` without ids.
+        output_weight: (embed_dim, heads * value_dim), weight of the output projection, as in `nn.Linear`.
+        first_key: index of the sample's first key, an int or (batch,); negative if a cache has dropped this key. None:
+            the first key that any query sees.
+        key_start: number of the sample's keys before the keys of the call, such as keys that a cache has dropped.
+        id_before: (batch,) int64, token id of the dropped key just before the keys of the call.
+        map_size: maximum number of rows and columns of `pooled_map`.
+        map_pool: whether a cell of `pooled_map` is the "mean" or the "max" of the weights in its block.
 
     >>> ProbeContext(special_keys=torch.tensor([[True, False, True]])).map_pool
     'mean'
@@ -48,10 +48,10 @@ class ProbeContext:
 
 
 def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
-    """Reject a context that does not fit the call.
+    """Check the inputs in a context against the shape of a call.
 
     Raises:
-        ProbeError: a shape, dtype or option is wrong.
+        ProbeError: a shape, a dtype or an option is wrong.
     """
     sizes = (shape.batch, shape.key_length)
     for name, flags in (("special_keys", context.special_keys), *context.sets.items()):
@@ -73,10 +73,10 @@ def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
 
 
 def check_output_weight_fits(weight: Tensor, shape: AttentionShape) -> None:
-    """Reject an output projection that does not fit the outputs of the heads.
+    """Check the weight of an output projection against the shape of a call.
 
     Raises:
-        ProbeError: it is not (embed_dim, heads * value_dim) of floating point numbers.
+        ProbeError: `weight` is not a floating-point tensor (embed_dim, heads * value_dim).
     """
     width = shape.num_heads * shape.value_dim
     if not weight.is_floating_point() or weight.dim() != 2 or weight.shape[1] != width:

@@ -1,4 +1,4 @@
-"""Measure parts with the native kernel, where it supports the call."""
+"""Measure the parts of statistics with the native kernel, for calls that it supports."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from multihead.tensors.tracing import is_traced
 
 
 def supports_call(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether the native kernel can measure a call: eager, and with terms that it knows."""
+    """Whether the native kernel can measure a call: not in a traced graph, and with supported masks and options."""
     return not is_traced() and kernel.refusal(request, bounds) is None
 
 
 def measurable_parts(context: ProbeContext, parts: Collection[Part]) -> frozenset[Part]:
-    """Return those of some parts that the native kernel can measure with this context."""
+    """Return the subset of `parts` that the native kernel can measure with this context."""
     known = _native_parts(
         mean=context.map_pool == "mean", first=context.first_key is None, special=context.special_keys is not None
     )
@@ -41,43 +41,43 @@ def measurable_parts(context: ProbeContext, parts: Collection[Part]) -> frozense
 
 @cache
 def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
-    """Return the parts that the kernel measures; the flags say whether three of them are included."""
+    """Return all parts that the kernel measures; the flags include the pooled map, first-key and special-key parts."""
     known = ONE_PASS | SECOND_PASS
     if not mean:
         known -= {"pooled_map"}
     if not first:
-        known -= {FIRST_KEY}  # the kernel takes the first key of the call
+        known -= {FIRST_KEY}  # the kernel assumes that the first key is in the call
     return known if special else known - {SPECIAL_KEYS}
 
 
 def first_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], context: ProbeContext
 ) -> tuple[Tensor, dict[Part, Tensor]]:
-    """Measure the logsumexp of a call, and in the same pass those of `parts` that are in `measurable_parts`.
+    """Measure the logsumexp of a call, and in the same pass all of `parts` that the native kernel supports.
 
     Returns:
-        The logsumexp and the parts, (batch, heads, queries) each.
+        the logsumexp and the parts, (batch, heads, queries) each.
     """
     return measure_in_one_pass(request, bounds, ONE_PASS & measurable_parts(context, parts), context.special_keys)
 
 
 def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
-    """Measure a call in one pass over its keys, and what each key receives in a second one.
+    """Measure the parts per query of a call in one pass, and the parts that sum over queries in a second pass.
 
     Args:
-        call: the call; gradients are not followed.
-        parts: some of `measurable_parts`.
+        call: the call; no gradients are computed.
+        parts: a subset of `measurable_parts`.
     """
     found: dict[Part, Tensor] = {}
     if not ONE_PASS.isdisjoint(parts):
         found |= first_pass(call.request, call.bounds, parts, call.context)[1]
     if not SECOND_PASS.isdisjoint(parts):
-        found |= _sum_over_queries(call, mapped="pooled_map" in parts)
+        found |= _measure_received_and_map(call, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
 
 
-def _sum_over_queries(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
-    """Sum what each key receives, and pool the map if `mapped`."""
+def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
+    """Measure "received", the sum of the weights on each key, and "pooled_map" if `mapped`."""
     request, shape = call.request, call.request.shape
 
     def empty_map() -> PooledMap:
@@ -88,7 +88,7 @@ def _sum_over_queries(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]
     received, sums = sum_weights_per_key(request, call.bounds, call.logsumexp.float(), cell=cell)
     found: dict[Part, Tensor] = {"received": received}
     if sums is not None:
-        means = [empty_map().sums]  # gives an empty batch its shape
+        means = [empty_map().sums]  # so that an empty batch has a shape
         for sample in range(shape.batch):
             pooled = empty_map()
             pooled.sums.copy_(sums[sample])

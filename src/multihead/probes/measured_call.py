@@ -1,4 +1,4 @@
-"""The attention call that probes measure, with its plan, its logsumexp and the context."""
+"""An attention call that probes measure, with its logsumexp and the other inputs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from multihead.probes.context import ProbeContext
 from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, request_in_float64, score_base
 from multihead.scores.bias import RelativeBias, values_of, with_values
 
-ROWS = 256  # queries per step where visibility is evaluated cell by cell
+ROWS = 256  # queries per step if visibility is evaluated cell by cell
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredCall:
-    """One call to be measured.
+    """One attention call that probes measure.
 
     Attributes:
         request: the call.
-        bounds: the plan of the call: which keys each query may see.
-        logsumexp: (batch, heads, queries), nats, relative to the base; -inf and NaN as they came.
-        context: further inputs of the probes.
-        output: (batch, heads, queries, value_dim) of the call without dropout, or None.
-        base: (batch, heads, queries), to subtract from scores before the logsumexp, or None; see `tile.score_base`.
+        bounds: interval of visible keys of each query.
+        logsumexp: (batch, heads, queries), nats, minus `base`; -inf without visible keys, or NaN.
+        context: inputs of the probes besides q and k.
+        output: (batch, heads, queries, value_dim) of the call without dropout, or None if unknown.
+        base: (batch, heads, queries), subtracted from huge scores, see `tile.score_base`; or None.
     """
 
     request: AttentionRequest
@@ -45,7 +45,7 @@ class MeasuredCall:
     def of(
         request: AttentionRequest, logsumexp: Tensor, context: ProbeContext, *, output: Tensor | None = None
     ) -> MeasuredCall:
-        """Plan a call; one with a large logsumexp is measured in float64."""
+        """Prepare a call for measuring; with a large logsumexp, its tensors are converted to float64."""
         bounds = bounds_of(request)
         base = score_base(request, logsumexp)
         if base is not None or (logsumexp.dtype != torch.float64 and has_large_logsumexp(logsumexp)):
@@ -58,32 +58,32 @@ class MeasuredCall:
         return MeasuredCall(request, bounds, logsumexp, context, output, base)
 
     @property
-    def whole_logsumexp(self) -> Tensor:
-        """(batch, heads, queries), nats: the logsumexp of the scores, before the base of each row is subtracted."""
+    def logsumexp_without_base(self) -> Tensor:
+        """Logsumexp of the scores without subtraction of `base`: (batch, heads, queries), nats."""
         return self.logsumexp if self.base is None else self.logsumexp + self.base
 
     @cached_property
     def request_without_nonfinite(self) -> AttentionRequest:
-        """The request free of NaN and inf: the rows that would see them have a logsumexp of NaN."""
+        """The request with NaN and inf replaced; queries that see such values have a logsumexp of NaN."""
         return replace_nonfinite(self.request, self.bounds)[0]
 
     @cached_property
     def finite_logsumexp(self) -> Tensor:
-        """The logsumexp with a huge number for each row that sees nothing or is NaN.
+        """The logsumexp, with a huge number for queries without visible keys or with NaN.
 
-        exp(s - huge) = 0 leaves such a row out; an infinite number would give 0 * inf in its entropy.
+        The weights exp(s - huge) of these queries are 0; infinity would give 0 * inf in their entropy.
         """
         left_out = self.logsumexp.isnan() | (self.logsumexp == -torch.inf)
         return self.logsumexp.masked_fill(left_out, torch.finfo(self.logsumexp.dtype).max / 4)
 
     def log_weights(self, scores: Tensor, rows: Any = ...) -> Tensor:
-        """Compute ln p = s - L from the scores (..., keys) of some rows, an index of (batch, heads, queries)."""
+        """Return ln p = s - L for scores (..., keys), whose `rows` is an index into (batch, heads, queries)."""
         if self.base is not None:
             scores = scores - self.base[rows][..., None]
         return self.clamp_log_weights(scores.to(self.finite_logsumexp.dtype) - self.finite_logsumexp[rows][..., None])
 
     def clamp_log_weights(self, logs: Tensor) -> Tensor:
-        """Clamp ln p = s - L in place to finite numbers up to 0, where s and L are so large that it may miss them."""
+        """Clamp ln p = s - L in place to finite numbers of at most 0, if L is so large that rounding matters."""
         return logs.clamp_(min=torch.finfo(logs.dtype).min, max=0) if self._has_large_logsumexp else logs
 
     @cached_property
@@ -92,7 +92,7 @@ class MeasuredCall:
 
     @cached_property
     def positions(self) -> Tensor:
-        """(batch, queries), int64: the positions of the queries among the keys."""
+        """Position of each query among the keys: (batch, queries) int64."""
         shape, start = self.request.shape, self.request.query_start
         row = torch.arange(shape.query_length, device=shape.device)
         if isinstance(start, Tensor):
@@ -101,14 +101,14 @@ class MeasuredCall:
 
     @cached_property
     def first_keys(self) -> Tensor:
-        """(batch,), int64: the first key of each sample; -1 where no query sees any."""
+        """Index of the first key of each sample: (batch,) int64; -1 if no query sees a key."""
         shape, first_key = self.request.shape, self.context.first_key
         if first_key is not None:
             return torch.as_tensor(first_key, device=shape.device).expand(shape.batch)
         return first_key_of_samples(self.request, self.bounds).expand(shape.batch)
 
     def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
-        """(batch, keys), bool: the keys of a set, read from the context or found by token ids."""
+        """Return which keys are in a set, (batch, keys) bool, from the context or by token ids."""
         device = self.request.shape.device
         if name == "special" and self.context.special_keys is not None:
             return self.context.special_keys.to(device)
@@ -118,10 +118,10 @@ class MeasuredCall:
         return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))
 
     def visible_at_keys(self, keys: Tensor) -> Tensor:
-        """Return which of some keys each query sees.
+        """Return which of n keys per query are visible.
 
         Args:
-            keys: (batch, queries, n), int64; those outside the call's keys are hidden.
+            keys: (batch, queries, n), int64; indices outside the call's keys are hidden.
 
         Returns:
             (batch, heads or 1, queries, n) bool.
@@ -142,7 +142,7 @@ class MeasuredCall:
         return cells & inside[:, None]
 
     def bias_at(self, keys: Tensor) -> Tensor | None:
-        """Return what is added to the scores of some keys: (batch, heads, queries, n) of keys (batch, queries, n)."""
+        """Return the bias of n keys per query, (batch, queries, n): (batch, heads, queries, n); None without a bias."""
         bias, shape = self.request_without_nonfinite.bias, self.request.shape
         if bias is None:
             return None
@@ -156,7 +156,7 @@ class MeasuredCall:
         return bias.detach().expand(sizes).gather(-1, keys)
 
     def request_of_sample(self, index: int) -> AttentionRequest:
-        """Slice one sample of the cleaned request; its mask stays that of the whole batch."""
+        """Slice q, k, v and bias of one sample from `request_without_nonfinite`; the mask is not sliced."""
         request = self.request_without_nonfinite
         bias = request.bias
         if bias is not None and len(values_of(bias)) > 1:

@@ -1,4 +1,4 @@
-"""Pool an attention map into blocks: the mean, or the largest, of the visible weights of a block."""
+"""Pool an attention map into blocks: the mean or the maximum of the visible weights in a block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import seen
 from multihead.masks.base import KeyBounds
 
-ROWS = 256  # queries whose cells are counted in one step, where visibility is evaluated cell by cell
+ROWS = 256  # queries per step if visible cells are counted one by one
 
 
 @dataclass(frozen=True, eq=False)
 class PooledMap:
-    """The sums and counts of a map's blocks, or their largest weights.
+    """Sums, counts and largest weights of the blocks of an attention map, filled tile by tile.
 
     Attributes:
         sums: (heads, row blocks, column blocks), float64, sum of the weights.
@@ -34,7 +34,7 @@ class PooledMap:
 
     @staticmethod
     def zero(heads: int, queries: int, keys: int, *, size: int, device: torch.device) -> PooledMap:
-        """Allocate at most size x size blocks of equal size; the last ones may be smaller."""
+        """Create an empty map of at most size x size blocks, all of equal size except the last ones."""
         row_block, column_block = max(1, -(-queries // size)), max(1, -(-keys // size))
         rows, columns = -(-queries // row_block), -(-keys // column_block)
         sums = torch.zeros(heads, rows, columns, dtype=torch.float64, device=device)
@@ -53,14 +53,14 @@ class PooledMap:
         block = torch.arange(*columns, device=weights.device) // self.column_block
         self.sums[:, first : first + by_row_block.shape[1]].index_add_(2, block, by_row_block.double())
 
-    def raise_maxima(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
-        """Raise the largest weights to those of a tile.
+    def update_maxima(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
+        """Update the largest weight of each block with the weights of a tile.
 
         Args:
             weights: (heads, rows, columns).
-            shown: (heads or 1, rows, columns) bool, or None where every cell may be seen.
-            rows: its queries.
-            columns: its first key and the end of its keys.
+            shown: (heads or 1, rows, columns) bool, True = visible; None if all cells are visible.
+            rows: queries of the tile.
+            columns: range of the tile's keys, [first, stop).
         """
         if shown is not None:
             weights = weights.masked_fill(~shown, -torch.inf)
@@ -70,7 +70,7 @@ class PooledMap:
         self.largest[place] = self.largest[place].maximum(cells.double())
 
     def count(self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)) -> None:
-        """Count the visible cells of one sample of a call; `heads` are those of this map."""
+        """Count the visible cells of one sample of a call; `heads` are the heads that this map has."""
         if bounds.remainder is None and request.bias is None:
             row = 0 if bounds.shared else sample
             self.count_intervals(bounds.start[row], bounds.stop[row])
@@ -84,7 +84,7 @@ class PooledMap:
             self.count_cells(shown.expand(-1, rows.stop - first, shape.key_length), rows)
 
     def count_cells(self, shown: Tensor, rows: slice) -> None:
-        """Count the visible cells of some rows: (heads or 1, rows, keys) bool."""
+        """Add the visible cells of some rows, given as (heads or 1, rows, keys) bool, to the counts."""
         first = rows.start // self.row_block
         block = torch.arange(shown.shape[2], device=shown.device) // self.column_block
         counted = self.sum_row_blocks(shown.float(), rows).double()
@@ -92,7 +92,7 @@ class PooledMap:
         self.counts[:, target].index_add_(2, block, counted.expand(self.counts.shape[0], -1, -1))
 
     def count_intervals(self, start: Tensor, stop: Tensor) -> None:
-        """Count the cells within each query's interval of keys: (queries,) each, start <= stop."""
+        """Add the cells in each query's interval of visible keys to the counts; (queries,) each, start <= stop."""
         keys = (
             torch.arange(self.counts.shape[2], device=start.device) * self.column_block
         )  # first key of each column block
@@ -112,12 +112,12 @@ class PooledMap:
         return self.largest.masked_fill(self.largest == -torch.inf, torch.nan)
 
     def _row_block_indices(self, rows: slice, device: torch.device) -> Tensor:
-        """Return the row block of each query: (rows,)."""
+        """Return the index of the row block of each query: (rows,)."""
         return torch.arange(rows.start, rows.stop, device=device) // self.row_block
 
 
 def _block_maxima(cells: Tensor, axis: int, first: int, block: int) -> Tensor:
-    """Return the largest of each block along an axis of (heads, rows, columns) that begins at `first`."""
+    """Return the maximum of each block along an axis of (heads, rows, columns) whose first index is `first`."""
     before = first % block
     after = -(before + cells.shape[axis]) % block
     filled = torch.nn.functional.pad(cells.movedim(axis, -1), (before, after), value=-torch.inf).contiguous()

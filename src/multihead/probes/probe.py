@@ -1,4 +1,4 @@
-"""A statistic and how it is shown; a probe, which is a statistic with the function that computes it."""
+"""`Statistic`: name, label, unit and number format of a statistic; `Probe`: a statistic and how it is computed."""
 
 from __future__ import annotations
 
@@ -17,43 +17,49 @@ from multihead.errors import ArgumentError
 from multihead.kernels.parts import Part, check_part
 
 Parts: TypeAlias = Mapping[Part, Tensor]
-"""Part -> what was measured; see `multihead.kernels.parts.PARTS` and `PART_FAMILIES`."""
+"""Measured quantity (part), such as "entropy" -> tensor; see `multihead.kernels.parts.PARTS` and `PART_FAMILIES`."""
 
 Need = Literal["special_keys", "ids", "sets", "output_weight", "values", "sinks"]
 Axes = Literal["queries", "keys", "map"]
 
 SHARE = "share"
-TEN_PERCENT = 0.0995  # written as 9.9 %; from here on a share is written without a decimal
+NO_DECIMAL_FROM = 0.0995  # 9.95 %, from which shares are written without a decimal
 _NUMBER_FORMAT = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
 _COUNTED = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
-_COLUMNS = ("layer", "head", "name", "kind", "of")  # no names of statistics: columns, and an option of `Record.find`
-_NEEDS: dict[str, tuple[Need, ...]] = {
+_RESERVED_NAMES = (
+    "layer",
+    "head",
+    "name",
+    "kind",
+    "of",
+)  # columns of tables, and an option of `find`
+_NEEDS_OF_PART: dict[str, tuple[Need, ...]] = {
     "sink_mass": ("sinks",),
     "duplicate_mass": ("ids",),
     "induction_mass": ("ids",),
     "contribution": ("values", "output_weight"),
     "output_norm": ("values", "output_weight"),
 }
-_AXES: dict[Part, Axes] = {"received": "keys", "pooled_map": "map"}
+_AXES_OF_PART: dict[Part, Axes] = {"received": "keys", "pooled_map": "map"}
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic of a head and how its numbers are shown. A record stores it for those that are not built in.
+    """A statistic of attention heads and how its numbers are shown. Records store it for user-defined statistics.
 
     Attributes:
-        name: its key in results, records and files.
-        label: its heading; the name with spaces if it is left out.
-        unit: the unit after the number or in the heading: "nats", "tokens", "%"; "" for none.
+        name: key in results, records and files.
+        label: heading of a column; by default the name with spaces.
+        unit: the unit after a number or in a heading: "nats", "tokens", "%"; "" for none.
         number_format: how a number is written: "share" (0.123 -> 12 %, one decimal below ten percent), ".2f" (two
             decimals) or ".3g" (three significant digits, no exponent).
-        short_label: the label for columns of few characters; the label if it is left out.
-        counted: which queries count in a mean or another summary, of those that see a key: "all"; "offset -2", those
-            whose text has a key at that offset from the query; "repeated", those whose token occurred before.
+        short_label: label for narrow columns; by default the label.
+        counted: which queries with visible keys count in a mean or another summary: "all"; "offset -2", queries with
+            a key at that offset in their text; "repeated", queries whose token occurred before.
 
     Raises:
-        ArgumentError: a field of another type, an unknown number format or rule of counting, or a share with a unit
-            other than "%".
+        ArgumentError: a field has the wrong type, `number_format` or `counted` is unknown, or a share has a unit other
+            than "%".
 
     >>> first = Statistic("first_mass", label="first", number_format="share")
     >>> first.heading, first.number(0.0931), first.text(0.41)
@@ -95,7 +101,7 @@ class Statistic:
         object.__setattr__(self, "short_label", self.short_label or self.label)
 
     def shown(self) -> Statistic:
-        """Return the statistic alone, which another process can load."""
+        """Return the statistic without its function, so that another process can load it."""
         return self
 
     @property
@@ -104,7 +110,7 @@ class Statistic:
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
     def number(self, value: float | None) -> str:
-        """Write a number without its unit; "-" for none and for NaN.
+        """Format a number without its unit; "-" for None and NaN.
 
         >>> Statistic("spread", number_format=".1f").number(3.14159)
         '3.1'
@@ -114,42 +120,42 @@ class Statistic:
         if math.isinf(value):
             return str(value)
         if self.number_format == SHARE:
-            return f"{100 * value:.{int(abs(value) < TEN_PERCENT)}f}"
+            return f"{100 * value:.{int(abs(value) < NO_DECIMAL_FROM)}f}"
         if self.number_format.endswith("g"):
             return format(Decimal(format(value, self.number_format)), "f")
         return format(value, self.number_format)
 
     def text(self, value: float | None) -> str:
-        """Write a number with its unit: "1.25 nats"."""
+        """Format a number with its unit: "1.25 nats"."""
         number = self.number(value)
         return f"{number} {self.unit}" if self.unit and number != "-" else number
 
     def display(self) -> dict[str, str]:
-        """Return what a file or a page needs to show it: field name -> text, without the name."""
+        """Return the fields that a file or a page needs to show the statistic, except its name: field -> text."""
         shown = (each.name for each in fields(Statistic) if each.name not in ("name", "counted"))
         return {name: getattr(self, name) for name in shown}
 
 
 @dataclass(frozen=True)
 class Probe(Statistic):
-    """A statistic and how it is computed from measured parts.
+    """A statistic and how it is computed from parts, the quantities that the kernels measure per query.
 
-    Two probes are equal if all but `of` and `about` are equal.
+    Two probes are equal if all attributes except `of` and `about` are equal.
 
     Attributes:
-        of: computes the statistic from its parts. A query's number may depend on this query's parts alone, since a
-            batch, packed texts and the steps of a decoding arrive in different pieces.
-        parts: the set of parts that it needs, of those in `multihead.kernels.parts`.
-        tokens: the token ids of its `tokens_mass` part; None if the context has the set, or nothing is counted.
-        source: the paper and equation.
-        default: whether it is computed if no probes are chosen.
-        chance: whether what an even spread over the visible keys gives is shown next to it, if it has a number per
-            query: False for what is no matter of where a query looks, such as the norm of an output.
-        about: the definition in a line.
+        of: function from the parts to the statistic. The number of a query may only depend on the parts of this query,
+            because queries of batches, packed texts and decoding steps are passed in different groups.
+        parts: names of the parts that `of` reads, see `multihead.kernels.parts`.
+        tokens: token ids of the `tokens_mass` part; None if the context has the set, or there is no such part.
+        source: paper and equation.
+        default: whether the probe is computed if the user chooses no probes.
+        chance: whether the chance level (even weights over the visible keys) is shown next to the statistic; False for
+            statistics that do not depend on where a query attends, such as the norm of an output.
+        about: definition in one line.
 
     Raises:
-        ArgumentError: the name is no identifier or is a column of every table, or a part is unknown or of
-            another shape than the others.
+        ArgumentError: the name is not an identifier or is a column of every table, or a part is unknown, or the parts
+            have different shapes.
 
     >>> OWN = ("offset_mass", 0)
     >>> other = Probe("other_mass", lambda parts: 1 - parts[OWN], {OWN}, label="other keys", number_format="share")
@@ -167,10 +173,10 @@ class Probe(Statistic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.name.isidentifier() or self.name in _COLUMNS:
+        if not self.name.isidentifier() or self.name in _RESERVED_NAMES:
             raise ArgumentError(
                 f"A probe is called {self.name!r}.",
-                f'Give a Python identifier other than {", ".join(_COLUMNS)}, such as "late_mass".',
+                f'Give a Python identifier other than {", ".join(_RESERVED_NAMES)}, such as "late_mass".',
             )
         if not callable(self.of):
             raise ArgumentError(
@@ -178,7 +184,7 @@ class Probe(Statistic):
                 'Give one, such as lambda parts: parts["entropy"].exp().',
             )
         object.__setattr__(self, "parts", _checked_parts(self.name, self.parts))
-        if len({_AXES.get(part, "queries") for part in self.parts}) > 1:
+        if len({_AXES_OF_PART.get(part, "queries") for part in self.parts}) > 1:
             raise ArgumentError(
                 f"The parts of {self.name} have different shapes.",
                 'Combine parts with a number per query, or take "received" or "pooled_map" alone.',
@@ -186,12 +192,12 @@ class Probe(Statistic):
 
     @cached_property
     def axes(self) -> Axes:
-        """Whether there is a number per query, a number per key, or a map per head."""
-        return _AXES.get(next(iter(self.parts)), "queries")
+        """What the statistic has per head: "queries" (one number per query), "keys" (one per key) or "map"."""
+        return _AXES_OF_PART.get(next(iter(self.parts)), "queries")
 
     @cached_property
     def needs(self) -> frozenset[Need]:
-        """What must be known besides q and k."""
+        """Names of the inputs that the probe needs besides q and k."""
         found: set[Need] = set()
         for part in self.parts:
             if part == ("tokens_mass", "special"):
@@ -199,23 +205,23 @@ class Probe(Statistic):
             elif part[0] == "tokens_mass":
                 found.add("sets" if self.tokens is None else "ids")
             elif isinstance(part, str):
-                found.update(_NEEDS.get(part, ()))
+                found.update(_NEEDS_OF_PART.get(part, ()))
         return frozenset(found)
 
     @property
     def only_part(self) -> Part | None:
-        """The one part that the statistic equals; None where it is computed from parts."""
+        """The part that the statistic equals; None if the statistic is computed from parts."""
         return next(iter(self.parts)) if isinstance(self.of, itemgetter) and len(self.parts) == 1 else None
 
     def shown(self) -> Statistic:
-        """Return the statistic as another process can load it: without its function, unless it equals one part."""
+        """Return the statistic without its function, so that another process can load it; self if it is one part."""
         if self.only_part is not None:
             return self
         return Statistic(self.name, **self.display(), counted=self.counted)
 
 
 def _checked_parts(name: str, parts: object) -> frozenset[Part]:
-    """Return the parts of a probe as a frozenset, and reject anything else than known parts."""
+    """Return the parts of a probe as a frozenset; an ArgumentError if one is unknown or there is none."""
     if not isinstance(parts, Set) or not parts:
         raise ArgumentError(f"The parts of {name} are {parts!r}.", 'Give a set of at least one, such as {"entropy"}.')
     for part in parts:

@@ -1,4 +1,4 @@
-"""Weights on earlier occurrences of a query's token, and on the keys right after them."""
+"""Sum the weights on earlier occurrences of a query's token (duplicate), or on the keys after these (induction)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from multihead.scores.bias import RelativeBias
 from multihead.scores.terms import apply_softcap
 
 CELLS = 1 << 19  # weights that are computed at once, over all heads
-SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
+KEY_SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
 
 
 @dataclass(frozen=True, eq=False)
 class _TokenGroup:
-    """Some tokens that occur about equally often, with the queries and the keys that have them.
+    """Distinct tokens that occur about equally often, and their queries and keys.
 
     Attributes:
-        queries: (tokens, n), int64, indices of queries with that token, which has occurred before them; padded with -1.
-        keys: (tokens, m), int64, indices of keys with that token; padded with -1.
+        queries: (tokens, n), int64, indices of the queries with each token that is repeated there; padded with -1.
+        keys: (tokens, m), int64, indices of the keys with each token; padded with -1.
     """
 
     queries: Tensor
@@ -33,20 +33,20 @@ class _TokenGroup:
 
 
 def supports_call(call: MeasuredCall) -> bool:
-    """Whether pairs of equal tokens can be looked up one by one: each query sees one interval of keys."""
+    """Whether `measure_repeats` supports a call: each query sees one interval of keys."""
     return call.bounds.remainder is None
 
 
 def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
-    """Sum the weights on earlier occurrences of a query's token, or on the keys after them, token by token.
+    """Sum each query's weights on earlier occurrences of its token, or on the keys after them.
 
     Args:
-        call: a call that this module `supports_call`, with token ids in its context.
+        call: a call for which `supports_call` is True, with token ids in its context.
         parts: "duplicate_mass", "induction_mass" or both.
 
     Returns:
-        (batch, heads, queries) each. Of queries x keys only the pairs of equal tokens are computed: about one in a
-        hundred in a text.
+        part -> (batch, heads, queries). Only weights between equal tokens are computed, about 1 % of queries x keys in
+        a text.
     """
     shape, ids = call.request.shape, call.context.ids
     assert ids is not None
@@ -56,11 +56,11 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
         for alike in _group_by_token(ids[index].to(shape.device), call.positions[index]):
             for chunk in _split_group(alike, shape.num_heads):
                 if not bool((chunk.queries >= 0).any()):
-                    continue  # nothing but padding, of tokens with fewer queries
-                chunk = _without_unseen_keys(call, index, chunk)  # noqa: PLW2901
+                    continue  # only padding
+                chunk = _drop_hidden_keys(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
-                    sums = _sum_of_shifted_keys(call, sample, index, chunk, SHIFTS[part]).flatten(
+                    sums = _sum_weights_at_shift(call, sample, index, chunk, KEY_SHIFTS[part]).flatten(
                         1
                     )  # (heads, tokens * n)
                     total[index].index_add_(1, queries.clamp(min=0), sums.to(total.dtype))
@@ -68,11 +68,11 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
 
 
 def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_TokenGroup]:
-    """Group queries and keys by token, and tokens by how often they occur, up to the next power of two."""
+    """Group queries and keys by token, and tokens by number of occurrences, rounded up to a power of two."""
     if not len(ids):
         return
     _, token, count = ids.unique(return_inverse=True, return_counts=True)
-    order = token.argsort(stable=True)  # keys, token after token, each in their order
+    order = token.argsort(stable=True)  # keys sorted by token, then by position
     begin = count.cumsum(0) - count
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(ids), device=ids.device) - begin.repeat_interleave(count)
@@ -93,14 +93,14 @@ def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_TokenGroup]:
 
 
 def _slices_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:
-    """Return slices of `values`, `count` numbers from `begin` each, as rows padded with -1: (slices, width)."""
+    """Return the slices values[begin : begin + count] as rows, padded with -1: (slices, width)."""
     column = torch.arange(width, device=values.device)
     index = (begin[:, None] + column).clamp(max=max(len(values) - 1, 0))
     return values[index].masked_fill(column >= count[:, None], -1)
 
 
 def _split_group(alike: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
-    """Split a group into parts of at most CELLS weights: few tokens at once, and few queries of a frequent one."""
+    """Split a group by tokens, and by queries if a token is frequent, into groups of at most CELLS weights."""
     most = max(1, CELLS // (heads * alike.keys.shape[1]))  # queries at once
     rows = min(alike.queries.shape[1], most)
     tokens = max(1, most // rows)
@@ -110,8 +110,8 @@ def _split_group(alike: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
             yield _TokenGroup(alike.queries[some, row : row + rows], alike.keys[some])
 
 
-def _without_unseen_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> _TokenGroup:
-    """Leave out the keys at or after all queries, and those before all intervals: half of a causal map."""
+def _drop_hidden_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> _TokenGroup:
+    """Drop keys at or after all queries of a group, and keys before all their visible intervals."""
     queries, row = alike.queries[alike.queries >= 0], 0 if call.bounds.shared else index
     last, first = int(call.positions[index, queries].max()), int(call.bounds.start[row, queries].min())
     keys = alike.keys  # in ascending order, -1 at the end
@@ -120,10 +120,10 @@ def _without_unseen_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> 
     return _TokenGroup(alike.queries, keys[:, min(before, stop) : stop])
 
 
-def _sum_of_shifted_keys(
+def _sum_weights_at_shift(
     call: MeasuredCall, sample: AttentionRequest, index: int, alike: _TokenGroup, shift: int
 ) -> Tensor:
-    """Sum each query's weights on the keys `shift` places after an earlier occurrence: (heads, tokens, n)."""
+    """Sum each query's weights on the keys `shift` after an earlier occurrence of its token: (heads, tokens, n)."""
     shape, bounds = call.request.shape, call.bounds
     queries, earlier = alike.queries.clamp(min=0), alike.keys
     keys = (earlier + shift).clamp(0, shape.key_length - 1)
@@ -131,15 +131,13 @@ def _sum_of_shifted_keys(
     q = sample.q[0][:, queries].to(dtype).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, tokens, n, dim)
     k = sample.k[0][:, keys].to(dtype)  # (kv_heads, tokens, m, head_dim)
     product = q.transpose(1, 2).flatten(2, 3) @ k.mT  # (kv_heads, tokens, group * n, m)
-    product = (
-        product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)
-    )  # per head and token, queries x keys
+    product = product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)  # (heads, tokens, n, m)
     cells = apply_softcap(product * sample.scale, sample.softcap)
     row = 0 if bounds.shared else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
     place = call.positions[index, queries][..., None]
-    earlier_ones = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
-    shown = earlier_ones & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
+    is_earlier = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
+    shown = is_earlier & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
     if sample.bias is not None:
         added = _bias_of_pairs(sample.bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
         shown = shown & (added != -torch.inf)  # inf - inf would be NaN
@@ -149,7 +147,7 @@ def _sum_of_shifted_keys(
 
 
 def _bias_of_pairs(bias: Tensor | RelativeBias, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Look up what is added to the scores of some pairs, of one sample: (heads or 1, tokens, n, m)."""
+    """Look up the bias of one sample for pairs of queries and keys: (heads or 1, tokens, n, m)."""
     if isinstance(bias, RelativeBias):
         return bias.values[0][:, keys - queries + rows - 1]
     whole = bias[0]

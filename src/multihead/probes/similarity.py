@@ -1,4 +1,4 @@
-"""How similarly heads attend to the same text: the Jensen-Shannon divergence of their weights, a tile at a time."""
+"""Compute the Jensen-Shannon divergence between the attention weights of heads on the same text, tile by tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import without_autocast
 from multihead.probes.tile import head_indices, tile
 
-CELLS = 1 << 21  # weights of pairs of heads that are compared at once
+CELLS = 1 << 21  # maximum number of weights of pairs of heads that are compared at once
 Heads = int | Sequence[int] | slice
 
 
@@ -26,24 +26,24 @@ def divergence(
     other_heads: Heads = slice(None),
     queries: slice = slice(None),
 ) -> Tensor:
-    """Compare each of some heads with each of some others, by what their queries attend to.
+    """Return the Jensen-Shannon divergence of attention weights between each of `heads` and each of `other_heads`.
 
     Args:
         request: a call of one sample.
-        logsumexp: (1, heads, queries) of it, nats.
-        other: another call of one sample with as many queries and keys, or None for the same one.
-        other_logsumexp: of that call.
-        heads: which heads of the first call.
-        other_heads: which heads of the other.
-        queries: which queries; slice(None, None, 16) looks at every sixteenth.
+        logsumexp: (1, heads, queries) of `request`, nats.
+        other: another call of one sample with as many queries and keys; None: `request`.
+        other_logsumexp: (1, heads, queries) of `other`, nats.
+        heads: which heads of `request`.
+        other_heads: which heads of `other`.
+        queries: which queries; slice(None, None, 16) compares every sixteenth.
 
     Returns:
-        (heads, other_heads), float64, nats: the mean over the queries that see a key in both; 0 = the same
-        weights, ln 2 = no key in common, NaN where no query sees a key in both. A learned sink counts as one key more.
+        (heads, other_heads), float64, nats: the mean over queries that see a key in both calls; 0 = equal weights,
+        ln 2 = no key in common, NaN if there is no such query. A learned sink counts as one more key.
 
     Raises:
-        ArgumentError: a call of several samples, no query, or a head that does not exist.
-        ShapeError: the calls have not as many queries and keys.
+        ArgumentError: a call has several samples, no query is selected, or a head does not exist.
+        ShapeError: the calls differ in their number of queries or keys.
 
     Source: JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2, Lin 1991; between heads, arXiv:1906.04341, section 6.
 
@@ -63,7 +63,7 @@ def divergence(
     if rows.step < 0:
         raise ArgumentError(f"queries runs backwards by {-rows.step}.", "Give a slice whose step is positive.")
     if not rows:
-        raise ArgumentError(f"queries is {queries!r}, and that is none of them.", "Give a slice that keeps some.")
+        raise ArgumentError(f"queries is {queries!r}, which selects no query.", "Give a slice that selects some.")
     total = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
     count = torch.zeros_like(total)
     step = max(1, CELLS // (request.shape.key_length * (len(first) + len(second))))
@@ -78,10 +78,10 @@ def divergence(
 
 
 def _weights_of_rows(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the weights of some rows on the keys and, in the last column, on the sink; and which rows see a key.
+    """Return the weights of some rows on all keys and the sink, and which rows see a key.
 
     Returns:
-        (heads, rows, keys + 1), and (heads, rows) bool.
+        (heads, rows, keys + 1), with the weight of the sink in the last column; and (heads, rows) bool.
     """
     chosen = heads.tolist()
     cells = tile(request, logsumexp, heads=chosen, queries=rows)[0]
@@ -94,7 +94,7 @@ def _weights_of_rows(request: AttentionRequest, logsumexp: Tensor, heads: Tensor
 
 
 def _add_divergences(total: Tensor, count: Tensor, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
-    """Add the divergences of some rows, a few pairs of heads at a time."""
+    """Add the divergences of some rows to `total` and their number to `count`, in place."""
     (p, sees), (r, also) = one, other
     entropy_p, entropy_r = entropy_of(p), entropy_of(r)
     step = max(1, CELLS // r.numel())
@@ -103,7 +103,7 @@ def _add_divergences(total: Tensor, count: Tensor, one: tuple[Tensor, Tensor], o
         middle = entropy_of((p[some, None] + r) / 2)  # (some heads, other heads, rows)
         apart = middle - (entropy_p[some, None] + entropy_r) / 2
         both = sees[some, None] & also
-        total[some] += (apart.clamp(min=0) * both).sum(-1)  # of equal weights it can come out at -1e-7 by rounding
+        total[some] += (apart.clamp(min=0) * both).sum(-1)  # rounding can give -1e-7 for equal weights
         count[some] += both.sum(-1)
 
 
@@ -113,7 +113,7 @@ def entropy_of(weights: Tensor) -> Tensor:
     >>> entropy_of(torch.tensor([0.5, 0.0, 0.5])).exp()
     tensor(2.0000, dtype=torch.float64)
     """
-    # 0 ln 0 = 0; torch.special.entr does the same and takes several times as long.
+    # The clamp gives 0 ln 0 = 0; torch.special.entr is several times slower.
     logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
     return -(logs * weights).sum(-1).double()
 
@@ -121,9 +121,7 @@ def entropy_of(weights: Tensor) -> Tensor:
 def _check_same_lengths(request: AttentionRequest, other: AttentionRequest) -> None:
     for each in (request, other):
         if each.shape.batch != 1:
-            raise ArgumentError(
-                f"A call of {each.shape.batch} samples was given.", "Give one sample of it: their queries differ."
-            )
+            raise ArgumentError(f"A call of {each.shape.batch} samples was given.", "Give a call of one sample.")
     sizes = [(each.shape.query_length, each.shape.key_length) for each in (request, other)]
     if sizes[0] != sizes[1]:
         raise ShapeError(

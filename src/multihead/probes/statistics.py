@@ -1,4 +1,4 @@
-"""Measure the statistics of a call: in the native kernel, by few single weights, or tile by tile."""
+"""Measure the statistics of an attention call: in the native kernel, from single weights, or tile by tile."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from multihead.probes.streaming import STREAMED, measure_in_tiles
 from multihead.probes.tile import has_large_logsumexp, is_finite_and_small
 
 Wanted: TypeAlias = "str | Probe"
-OF_POSITIONS: frozenset[Part] = frozenset(
+POSITION_PARTS: frozenset[Part] = frozenset(
     {"mean_distance", "distance_spread", *(("offset_mass", offset) for offset in (0, -1, 1))}
 )
-"""The parts of the native kernel that depend on the positions of the queries among the keys."""
+"""The parts measured by the native kernel that depend on the positions of queries."""
 
-NOTHING = ProbeContext()
+NO_CONTEXT = ProbeContext()
 
-_ONE_PART: dict[str, Part] = {name: probe.only_part for name, probe in PROBES.items() if probe.only_part is not None}
-"""Name of each built-in statistic that is a part as it is -> that part."""
+_PART_OF_STATISTIC: dict[str, Part] = {
+    name: probe.only_part for name, probe in PROBES.items() if probe.only_part is not None
+}
+"""Name of a built-in statistic -> the part that it equals; without statistics that are computed from parts."""
 
-_MISSING: dict[Need, tuple[str, str]] = {
+_INPUT_ERRORS: dict[Need, tuple[str, str]] = {
     "special_keys": ("to know which keys are special", "Give special_keys."),
     "ids": ("the token of each key", "Give ids."),
     "sets": ("to know which keys belong to the set", "Give sets, or ids to tokens_mass."),
@@ -48,10 +50,10 @@ _MISSING: dict[Need, tuple[str, str]] = {
 
 
 def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
-    """Return the probes of some names and probes, each once.
+    """Look up probes that are given by name, and remove duplicates.
 
     Raises:
-        ProbeError: a name is unknown, or two different probes have one name.
+        ProbeError: a name is unknown, or two different probes have the same name.
 
     >>> [probe.name for probe in resolve_probes(("entropy", PROBES["received"], "entropy"))]
     ['entropy', 'received']
@@ -70,7 +72,7 @@ def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
             )
         probe = each if isinstance(each, Probe) else PROBES[each]
         built_in, same_name = PROBES.get(probe.name, probe), found.setdefault(probe.name, probe)
-        # Identity first, because a comparison of two probes takes microseconds.
+        # Identity is checked first, because comparing two probes takes microseconds.
         if built_in is not probe and built_in != probe:
             raise ProbeError(f"{probe.name} is the name of a built-in statistic.", "Give your probe another name.")
         if same_name is not probe and same_name != probe:
@@ -81,17 +83,17 @@ def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
 def missing_inputs(
     probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Need, ...]:
-    """Return what a probe needs and the call does not have."""
+    """Return the inputs that a probe needs and a call lacks."""
     if not probe.needs:
         return ()
     given = _inputs_given(request, context, has_values=has_values)
-    if all(name in context.sets for name in _set_names(probe)):
+    if all(name in context.sets for name in _token_set_names(probe)):
         given |= {"sets"}
-    return tuple(need for need in _MISSING if need in probe.needs - given)
+    return tuple(need for need in _INPUT_ERRORS if need in probe.needs - given)
 
 
 def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[Need]:
-    """Return which inputs of probes are known, except for sets, which have names."""
+    """Return which inputs of probes a call has; "sets" is never included, because sets differ by name."""
     inputs: dict[Need, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
@@ -104,20 +106,20 @@ def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_value
 
 @cache
 def default_probes() -> tuple[Probe, ...]:
-    """Return the probes of DEFAULT."""
+    """Return the probes named in DEFAULT."""
     return tuple(PROBES[name] for name in DEFAULT)
 
 
 @cache
 def _default_for_inputs(given: frozenset[Need]) -> tuple[Probe, ...]:
-    """Return the probes of DEFAULT that need nothing but some inputs."""
+    """Return the default probes that need only the inputs `given`."""
     return tuple(probe for probe in default_probes() if probe.needs <= given)
 
 
 def possible_probes(
     wanted: Iterable[Wanted], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
-    """Return the probes that have all they need."""
+    """Return the probes for which a call has all inputs."""
     return tuple(
         probe for probe in resolve_probes(wanted) if not missing_inputs(probe, request, context, has_values=has_values)
     )
@@ -126,14 +128,14 @@ def possible_probes(
 def check_inputs_given(
     probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> None:
-    """Reject a probe that needs what the call does not have.
+    """Check that a call has all inputs of some probes.
 
     Raises:
-        ProbeError: the error names what is missing and where to pass it.
+        ProbeError: an input is missing; the error names the input and the argument for it.
     """
     for probe in probes:
         for need in missing_inputs(probe, request, context, has_values=has_values):
-            absent, mend = _MISSING[need]
+            absent, mend = _INPUT_ERRORS[need]
             raise ProbeError(f"{probe.name} needs {absent}.", mend)
 
 
@@ -144,17 +146,17 @@ def choose_probes(
     *,
     has_values: bool = True,
 ) -> tuple[Probe, ...]:
-    """Return the wanted probes, or those of DEFAULT that have all they need, and check the context.
+    """Return the wanted probes, or the default probes for which the call has all inputs, and check the context.
 
     Raises:
-        ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
+        ProbeError: a statistic is unknown, an input of a probe is missing, or the context does not fit the call.
     """
     if wanted is None:
         probes = _default_for_inputs(_inputs_given(request, context, has_values=has_values))
     else:
         probes = resolve_probes(wanted)
         check_inputs_given(probes, request, context, has_values=has_values)
-    if context is not NOTHING:
+    if context is not NO_CONTEXT:
         check_context_fits(context, request.shape)
         if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
             check_output_weight_fits(context.output_weight, request.shape)
@@ -162,17 +164,17 @@ def choose_probes(
 
 
 def parts_of_probes(probes: Iterable[Probe]) -> frozenset[Part]:
-    """Return the parts of some probes."""
+    """Return the union of the parts of some probes."""
     return frozenset[Part]().union(*[probe.parts for probe in probes])
 
 
 class FirstPass(NamedTuple):
-    """What one pass over the keys measures without values.
+    """Results of one pass over the keys that does not read the values.
 
     Attributes:
         logsumexp: (batch, heads, queries), nats.
-        parts: the measured parts; none where the scores are so large that they must be measured in float64.
-        usual: whether every row sees a key and no NaN, and no row is large.
+        parts: the measured parts; empty if the scores are so large that parts must be measured in float64.
+        usual: True only if every query sees a key and no NaN, and every logsumexp is small.
     """
 
     logsumexp: Tensor
@@ -183,23 +185,24 @@ class FirstPass(NamedTuple):
 def first_pass(
     request: AttentionRequest,
     probes: Iterable[Probe] = (),
-    context: ProbeContext = NOTHING,
+    context: ProbeContext = NO_CONTEXT,
     *,
     has_values: bool = False,
 ) -> FirstPass | None:
     """Compute the logsumexp of a call, and the parts of probes that the native kernel measures in the same pass.
 
-    It does not multiply values, so it takes less time than a call. The other parts need the logsumexp.
+    The pass does not multiply values, so it is faster than the call. Other parts are measured later and need the
+    logsumexp.
 
     Args:
-        request: the call; gradients are not followed.
-        probes: as returned by `choose_probes`.
-        context: further inputs of the probes.
-        has_values: whether the request holds values, and not keys in their place.
+        request: the call; no gradients are computed.
+        probes: probes returned by `choose_probes`.
+        context: inputs of the probes besides q and k.
+        has_values: whether `request.v` has values; False if it has the keys instead.
 
     Returns:
-        What it measured. None where the native kernel does not support the call, and where a value is not finite, since
-        queries that see its key are NaN.
+        the results; None if the native kernel does not support the call, or a value is not finite, because queries that
+        see it are NaN.
     """
     bounds = bounds_of(request)
     if not from_native.supports_call(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
@@ -211,13 +214,13 @@ def first_pass(
 
 
 def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
-    """Measure the probes of DEFAULT that need nothing but q and k, where the call needs no plan.
+    """Measure the default probes that need only q and k, for calls that the native kernel can run without a plan.
 
-    The arguments are those of `functional.statistics`, and nothing about them has been checked.
+    Takes the arguments of `functional.statistics` before they are checked.
 
     Returns:
-        a dict from name to tensor (batch, heads, queries). None where the call needs a plan or an error, and where
-        the scores are so large that they must be measured in float64.
+        name -> (batch, heads, queries). None if the call needs a plan or is invalid, or if its scores are so large that
+        they must be measured in float64.
     """
     first = eager.statistics(q, k, terms)
     if first is None:
@@ -236,21 +239,20 @@ def complete_statistics(
     request: AttentionRequest,
     logsumexp: Tensor,
     probes: Sequence[Probe],
-    context: ProbeContext = NOTHING,
+    context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts,
     usual: bool = False,
     output: Tensor | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
-    """Compute statistics from parts that a kernel measured, and measure those that need more.
+    """Compute statistics from the parts that a kernel measured, and measure the missing parts.
 
-    Arguments and results are those of `measure_statistics`, in the order of `probes`; `usual` is as in
-    `statistic_from_parts`.
+    Arguments and results are as in `measure_statistics`; `usual` is as in `statistic_from_parts`.
     """
     ready: dict[str, Tensor] = {}
     for probe in probes:
-        part = _ONE_PART.get(probe.name)
+        part = _PART_OF_STATISTIC.get(probe.name)
         if part is None:
             if probe.parts <= parts.keys():
                 ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, usual=usual)
@@ -267,36 +269,36 @@ def measure_statistics(
     request: AttentionRequest,
     logsumexp: Tensor,
     wanted: Iterable[Wanted],
-    context: ProbeContext = NOTHING,
+    context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts = MappingProxyType({}),
     output: Tensor | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
-    """Compute statistics without ever holding queries x keys, in the native kernel if it supports the call.
+    """Compute statistics without storing queries x keys, in the native kernel if it supports the call.
 
     Args:
-        request: the call; gradients are not followed.
+        request: the call; no gradients are computed.
         logsumexp: (batch, heads, queries), nats, in float32 or float64.
         wanted: names of statistics, or probes.
-        context: further inputs of the probes.
-        parts: parts that are known.
-        output: (batch, heads, queries, value_dim) of the call without dropout, if it is known.
-        has_values: whether the request holds values, and not keys in their place.
+        context: inputs of the probes besides q and k.
+        parts: parts that have already been measured.
+        output: (batch, heads, queries, value_dim) of the call without dropout; None if unknown.
+        has_values: whether `request.v` has values; False if it has the keys instead.
 
     Returns:
-        a dict from name to tensor, each with the batch in front; a row of NaN is NaN (-1 for `largest_key`),
-        and counts as 0 in what keys receive and in a map.
+        name -> tensor (batch, heads, ...). A query with NaN has the statistic NaN (-1 for `largest_key`), and adds 0 to
+        `received` and to the map.
 
     Raises:
-        ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
+        ProbeError: a statistic is unknown, an input of a probe is missing, or the context does not fit the call.
     """
     probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.of(request, logsumexp, context, output=output)
         wanted_parts = parts_of_probes(probes)
         all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
-        all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets(call, probes))
+        all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets_of_parts(call, probes))
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:
@@ -308,17 +310,17 @@ def measure_statistics(
 
 
 def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = False) -> Tensor:
-    """Compute a statistic with a number per query from parts that the kernel measured: (batch, heads, queries).
+    """Compute a statistic per query from the parts that the kernel measured: (batch, heads, queries).
 
-    A statistic that is one part costs nothing: the kernel has already filled empty rows and rows of NaN.
+    A statistic that equals one part is not copied, because the kernel has already set queries without keys or with NaN.
 
     Args:
         probe: the statistic.
         parts: the measured parts.
         logsumexp: (batch, heads, queries).
-        usual: whether every row is known to see a key and no NaN.
+        usual: True if every query is known to see a key and no NaN.
     """
-    part = _ONE_PART.get(probe.name)
+    part = _PART_OF_STATISTIC.get(probe.name)
     if part is not None:
         return parts[part]
     value = _apply_probe(probe, parts)
@@ -328,10 +330,10 @@ def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual
 
 
 def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
-    """Apply the function of a probe.
+    """Call the function of a probe.
 
     Raises:
-        ProbeError: it returns something other than a tensor of the shape of its parts.
+        ProbeError: the function reads another part, or does not return a tensor with the shape of its parts.
     """
     try:
         value = probe.of(parts)
@@ -349,13 +351,13 @@ def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
         )
         raise ProbeError(
             f"The function of {probe.name} returned {returned}.",
-            f"Return a tensor of the shape of its parts, {tuple(expected)}: one number for each of theirs.",
+            f"Return a tensor with the shape of its parts, {tuple(expected)}.",
         )
     return value.float() if value.dtype == torch.bool else value
 
 
 def set_empty_and_bad_queries(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
-    """Set queries that see no key (`empty`) to 0, and those that see NaN (`bad`) to NaN; key indices of both to -1."""
+    """Set queries that see no key (`empty`) to 0, and queries that see NaN (`bad`) to NaN; in integer tensors to -1."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
     return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
 
@@ -363,12 +365,12 @@ def set_empty_and_bad_queries(value: Tensor, empty: Tensor, bad: Tensor) -> Tens
 def measure_parts(
     call: MeasuredCall, parts: frozenset[Part], key_sets: Mapping[Part, Tensor] = MappingProxyType({})
 ) -> dict[Part, Tensor]:
-    """Measure parts, each in the way that takes the least work.
+    """Measure parts, each in the fastest way.
 
     Args:
-        call: the call; gradients are not followed.
-        parts: the parts.
-        key_sets: (batch, keys) bool for each part that counts a set of keys.
+        call: the call; no gradients are computed.
+        parts: the parts to measure.
+        key_sets: part -> (batch, keys) bool, for the parts that sum the weights on a set of keys.
     """
     sets = {part: keys for part, keys in key_sets.items() if part in parts}
     found: dict[Part, Tensor] = {
@@ -383,9 +385,9 @@ def measure_parts(
             case ("first_keys_mass", int(count)):
                 found[part] = lookups.weight_on_first_keys(call, count)
     if "sink_mass" in parts and call.request.sinks is not None:
-        found["sink_mass"] = sink_mass(call.whole_logsumexp, call.request.sinks)
+        found["sink_mass"] = sink_mass(call.logsumexp_without_base, call.request.sinks)
     if "logsumexp" in parts:
-        found["logsumexp"] = call.whole_logsumexp
+        found["logsumexp"] = call.logsumexp_without_base
     if "position" in parts:
         found["position"] = (
             (call.positions[:, None] + call.context.key_start).to(call.logsumexp).expand_as(call.logsumexp)
@@ -404,16 +406,16 @@ def measure_parts(
 
 
 def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """Compute the weight of the learned sinks (heads,): (batch, heads, queries), 0 for queries that see no key."""
+    """Compute the weight on the learned sinks (heads,): (batch, heads, queries), 0 for queries without keys."""
     weights = (sinks.detach().to(logsumexp.dtype)[:, None] - logsumexp).exp()
     return weights.masked_fill_(logsumexp == -torch.inf, 0)
 
 
-def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
-    """Return the sets of keys that the probes count: (batch, keys) bool each.
+def _key_sets_of_parts(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+    """Return the set of keys of each `tokens_mass` part: part -> (batch, keys) bool.
 
     Raises:
-        ProbeError: two probes have different sets of one name.
+        ProbeError: two probes have different sets of the same name.
     """
     found: dict[Part, Tensor] = {}
     tokens: dict[str, frozenset[int] | None] = {}
@@ -428,20 +430,20 @@ def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]
     return found
 
 
-def _set_names(probe: Probe) -> list[str]:
-    """Return the names of the sets of keys that the context must hold for a probe."""
+def _token_set_names(probe: Probe) -> list[str]:
+    """Return the names of the sets of keys that a probe needs from the context."""
     return [str(part[1]) for part in probe.parts if part[0] == "tokens_mass" and part[1] != "special"]
 
 
 def _measure_over_all_keys(
     call: MeasuredCall, parts: Collection[Part], sets: Mapping[Part, Tensor]
 ) -> dict[Part, Tensor]:
-    """Measure what needs every weight of a query: in one walk over the tiles, or by one call with other values."""
+    """Measure parts that need all weights of a query: in tiles, or by an attention call with other values."""
     left = [part for part in sets if part in parts]
-    numbers = [weighted_values.column_of_set(call, sets[part]) for part in left]
+    numbers = [weighted_values.key_set_as_values(call, sets[part]) for part in left]
     weight = call.context.output_weight
     if "contribution" in parts and weight is not None:
-        numbers.append(weighted_values.value_norm_columns(call, weight))  # (batch, kv_heads, keys, group)
+        numbers.append(weighted_values.projected_value_norms(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
     walk = [part for part in parts if part in STREAMED]
     found: dict[Part, Tensor] = {}
@@ -449,31 +451,31 @@ def _measure_over_all_keys(
     if walk:
         found, weighed = measure_in_tiles(call, walk, stacked)
     elif stacked is not None:
-        weighed = weighted_values.weigh_values(call, stacked)
+        weighed = weighted_values.attention_weighted_sums(call, stacked)
     if weighed is not None:
         found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:
-            found["contribution"] = weighted_values.own_column_of_heads(call, weighed[..., len(left) :])
+            found["contribution"] = weighted_values.select_own_columns(call, weighed[..., len(left) :])
     return found
 
 
 def drop_position_parts(attended: AttentionResult) -> AttentionResult:
-    """Leave out the parts that depend on the positions of the queries among the keys."""
-    kept = {part: value for part, value in attended.statistics.items() if part not in OF_POSITIONS}
+    """Remove the statistics that depend on the positions of the queries from a result."""
+    kept = {part: value for part, value in attended.statistics.items() if part not in POSITION_PARTS}
     return replace(attended, statistics=kept)
 
 
 def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tensor | None) -> Parts | None:
-    """Measure the weight on special tokens and on sinks, and the logsumexp, of a whole call that has run.
+    """Measure the weights on special tokens and sinks, and the logsumexp, of a call that has run, for a whole batch.
 
     Args:
         call: the call.
-        parts: the parts that are missing.
-        special_keys: (batch, keys) bool, or None.
+        parts: the parts to measure.
+        special_keys: (batch, keys) bool, True = special; None if unknown.
 
     Returns:
-        the parts, (batch, heads, queries) each; None if another part is missing, or the native kernel does not
-        support the call.
+        the parts, (batch, heads, queries) each; None if `parts` has other parts, or the native kernel does not support
+        the call.
     """
     request, logsumexp = call.request, call.attended.logsumexp.detach()
     if parts - {SPECIAL_KEYS, "sink_mass", "logsumexp"} or (SPECIAL_KEYS in parts and special_keys is None):
@@ -483,28 +485,28 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
         return None
     found: dict[Part, Tensor] = {}
     if SPECIAL_KEYS in parts and special_keys is not None:
-        if lookups.is_small_set(special_keys):  # usually; another pass over all keys takes many times as long
+        if lookups.is_small_set(special_keys):  # the usual case; a pass over all keys is many times slower
             found[SPECIAL_KEYS] = lookups.weight_on_set(measured, special_keys)
         else:
             found |= from_native.measure(measured, [SPECIAL_KEYS])
     if "sink_mass" in parts and request.sinks is not None:
-        found["sink_mass"] = sink_mass(measured.whole_logsumexp, request.sinks)
+        found["sink_mass"] = sink_mass(measured.logsumexp_without_base, request.sinks)
     if "logsumexp" in parts:
-        found["logsumexp"] = measured.whole_logsumexp.to(logsumexp.dtype)
-    # The kernel fills its parts like this; here parts measured by other means need it.
+        found["logsumexp"] = measured.logsumexp_without_base.to(logsumexp.dtype)
+    # As the kernel does for the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: set_empty_and_bad_queries(value, empty, bad) for part, value in found.items()}
 
 
 def statistics_of_call(
-    call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING
+    call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NO_CONTEXT
 ) -> dict[str, Tensor]:
-    """Return statistics of a call that has run: from the parts that its kernel measured, or measured now.
+    """Return statistics of a call that has run, from the parts that its kernel measured, or measured here.
 
-    Arguments and results are those of `measure_statistics`, in the order of `wanted`.
+    Arguments and results are as in `measure_statistics`.
     """
     request, attended = call.request, call.attended
-    # The kernel takes the first key that some query may see; the context may know of an earlier one.
+    # The kernel used the first key that any query sees; the context may have an earlier first key.
     parts = {
         part: value for part, value in attended.statistics.items() if context.first_key is None or part != FIRST_KEY
     }

@@ -1,4 +1,4 @@
-"""Stream over the tiles of an attention map and accumulate the parts of statistics."""
+"""Compute an attention map tile by tile, and accumulate the parts of statistics."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from multihead.scores.bias import values_of, with_values
 
 ROWS = 64  # queries per tile
 WIDTH = 512  # keys per tile
-CELLS = 1 << 19  # weights per tile over the heads of a group: small enough for a cache
-_PER_QUERY: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
-_MASSES: tuple[Part, ...] = ("duplicate_mass", "induction_mass")
-STREAMED: frozenset[Part] = frozenset((*_PER_QUERY, *_MASSES, "received", "pooled_map"))
+CELLS = 1 << 19  # weights per tile over the heads of a group, so that a tile fits into a CPU cache
+_PER_QUERY_PARTS: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
+_TOKEN_MATCH_PARTS: tuple[Part, ...] = ("duplicate_mass", "induction_mass")
+STREAMED: frozenset[Part] = frozenset((*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS, "received", "pooled_map"))
 
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
-    """Some weights of some heads of one sample.
+    """The weights of a group of heads of one sample in a tile of the attention map.
 
     Attributes:
         rows: the queries.
-        columns: first key and the end of the keys.
-        logs: (heads, rows, columns), ln p_ij; where hidden any finite number.
+        columns: range of the keys, [first, stop).
+        logs: (heads, rows, columns), ln p_ij; any finite number where hidden.
         weights: (heads, rows, columns), p_ij; 0 where hidden.
-        shown: (heads or 1, rows, columns) bool, or None where every cell may be seen.
+        shown: (heads or 1, rows, columns) bool, True = visible; None if all cells are visible.
         side: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
     """
 
@@ -48,14 +48,14 @@ class _Tile:
 
 @dataclass(frozen=True, eq=False)
 class _HeadGroup:
-    """Some heads of one sample, with their key/value heads.
+    """A group of query heads of one sample, with their key/value heads.
 
     Attributes:
-        sample: which sample.
-        heads: which query heads.
-        request: the call with the q, k and bias of these alone, of one sample; its mask is that of the whole call.
-        q, k: (kv_heads, group, queries, head_dim + 1) and (kv_heads, keys, head_dim + 1), whose product is
-            ln p_ij = s_ij - L_i at once; None where scores are capped or have a bias.
+        sample: index of the sample.
+        heads: slice of the query heads.
+        request: the call with q, k and bias sliced to the sample and heads; its mask is not sliced.
+        q, k: (kv_heads, group, queries, head_dim + 1) and (kv_heads, keys, head_dim + 1), whose product is ln p_ij =
+            s_ij - L_i; None if the scores have a softcap or a bias.
     """
 
     sample: int
@@ -66,17 +66,17 @@ class _HeadGroup:
 
 
 @dataclass(eq=False)
-class _TileWalk:
-    """One walk over the map of a call.
+class _TiledMeasurement:
+    """Inputs and accumulated results of a computation over all tiles of a call.
 
     Attributes:
         call: the call.
-        parts: the parts to measure, some of STREAMED.
-        columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
-        found: (batch, heads, queries) of each part with a number per query.
-        weighed: (batch, heads, queries, n), or None.
-        received: (batch, heads, keys).
-        maps: the maps of the groups of heads, sample after sample.
+        parts: the parts to measure, a subset of STREAMED.
+        columns: (batch, kv_heads, keys, n), n numbers c_j per key, or None.
+        found: part -> (batch, heads, queries), for parts with a number per query.
+        weighed: (batch, heads, queries, n), the sums sum_j p_ij c_j, or None.
+        received: (batch, heads, keys), the sum of the weights on each key.
+        maps: pooled map of each group of heads, ordered by sample.
     """
 
     call: MeasuredCall
@@ -91,12 +91,12 @@ class _TileWalk:
 def measure_in_tiles(
     call: MeasuredCall, parts: Collection[Part], columns: Tensor | None = None
 ) -> tuple[dict[Part, Tensor], Tensor | None]:
-    """Measure a call tile by tile.
+    """Measure parts of a call tile by tile.
 
     Args:
         call: the call.
-        parts: some of STREAMED.
-        columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
+        parts: a subset of STREAMED.
+        columns: (batch, kv_heads, keys, n), n numbers c_j per key whose weighted sums are computed, or None.
 
     Returns:
         the parts, and sum_j p_ij c_j as (batch, heads, queries, n) or None; in float64.
@@ -107,11 +107,11 @@ def measure_in_tiles(
     def zeros_per_query(*more: int) -> Tensor:
         return torch.zeros(*size, *more, dtype=torch.float64, device=shape.device)
 
-    stream = _TileWalk(
+    stream = _TiledMeasurement(
         call,
         frozenset(parts),
         columns,
-        {part: zeros_per_query() for part in (*_PER_QUERY, *_MASSES) if part in parts},
+        {part: zeros_per_query() for part in (*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS) if part in parts},
         None if columns is None else zeros_per_query(columns.shape[-1]),
         torch.zeros(*size[:2], shape.key_length, dtype=torch.float64, device=shape.device),
     )
@@ -127,11 +127,11 @@ def measure_in_tiles(
     return found, stream.weighed
 
 
-def _join_maps(stream: _TileWalk) -> Tensor:
-    """Join the maps of all groups: (batch, heads, rows, columns)."""
+def _join_maps(stream: _TiledMeasurement) -> Tensor:
+    """Concatenate the pooled maps of all groups of heads: (batch, heads, row blocks, column blocks)."""
     shape = stream.call.request.shape
     pooled = [each.maxima() if stream.call.context.map_pool == "max" else each.means() for each in stream.maps]
-    if not pooled:  # an empty batch also needs the size of a map
+    if not pooled:  # an empty batch needs the shape of a map
         empty = _empty_map(stream.call, shape.num_heads).sums
         return empty.new_empty(shape.batch, *empty.shape)
     return torch.cat(pooled).view(shape.batch, shape.num_heads, *pooled[0].shape[1:])
@@ -144,9 +144,9 @@ def _empty_map(call: MeasuredCall, heads: int) -> PooledMap:
 
 
 def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
-    """Cut a call into samples, and its heads into groups whose tiles are small enough."""
+    """Yield the groups of heads of each sample of a call; a group has at most CELLS weights per tile."""
     shape = call.request.shape
-    most = max(1, CELLS // (ROWS * WIDTH * shape.group))  # key/value heads taken together
+    most = max(1, CELLS // (ROWS * WIDTH * shape.group))  # key/value heads per group
     for index in range(shape.batch):
         sample = call.request_of_sample(index)
         for first in range(0, shape.num_kv_heads, most):
@@ -168,7 +168,7 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
 def _append_logsumexp(
     call: MeasuredCall, part: AttentionRequest, sample: int, heads: slice
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Append -L to q and 1 to k: their product is ln p = s - L in one step."""
+    """Append -L to q and 1 to k, so that their product is ln p = s - L."""
     if part.bias is not None or part.softcap is not None:
         return None, None
     dtype = working_dtype(part.shape.dtype)
@@ -178,8 +178,8 @@ def _append_logsumexp(
     return q, torch.cat([k, k.new_ones(*k.shape[:2], 1)], -1)
 
 
-def _measure_group(stream: _TileWalk, group: _HeadGroup) -> None:
-    """Measure one group of heads."""
+def _measure_group(stream: _TiledMeasurement, group: _HeadGroup) -> None:
+    """Measure one group of heads, and add the results to `stream`."""
     call, shape = stream.call, stream.call.request.shape
     pooled = _empty_map(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
     for first in range(0, shape.query_length, ROWS):
@@ -193,7 +193,7 @@ def _measure_group(stream: _TileWalk, group: _HeadGroup) -> None:
             if pooled is not None and call.context.map_pool == "mean":
                 pooled.add(tile.weights, rows, tile.columns)
             elif pooled is not None:
-                pooled.raise_maxima(tile.weights, tile.shown, rows, tile.columns)
+                pooled.update_maxima(tile.weights, tile.shown, rows, tile.columns)
         block.write(stream, group)
     if pooled is not None:
         if call.context.map_pool == "mean":
@@ -201,8 +201,10 @@ def _measure_group(stream: _TileWalk, group: _HeadGroup) -> None:
         stream.maps.append(pooled)
 
 
-def _spans_of_keys(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
-    """Cut the keys that some of the rows see into spans: their ends, whether every cell is seen, and their side."""
+def _spans_of_keys(
+    stream: _TiledMeasurement, group: _HeadGroup, rows: slice
+) -> Iterator[tuple[tuple[int, int], bool, int]]:
+    """Split the keys that any of the rows sees into spans; yield (first, stop), whether all cells are visible, side."""
     bounds = stream.call.bounds
     plan_row = 0 if bounds.shared else group.sample
     start, stop = bounds.start[plan_row, rows], bounds.stop[plan_row, rows]
@@ -215,7 +217,7 @@ def _spans_of_keys(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterato
     if bounds.remainder is not None or group.request.bias is not None or not bool(seeing.all()):
         free = seen_stop = most
     before, after = (int(stream.call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
-    # Cuts that are a whole number of parts apart; the keys between two are seen by all rows, or on one side of all.
+    # Spans are multiples of PART keys, and either fully visible or not, and either on one side of all rows or not.
     wanted = (least - (least - free) // PART * PART, least + (seen_stop - least) // PART * PART)
     sides = (least + (before + 1 - least) // PART * PART, least - (least - after) // PART * PART)
     cuts = sorted({least, most, *(edge for edge in (*wanted, *sides) if least < edge < most)})
@@ -225,8 +227,8 @@ def _spans_of_keys(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterato
             yield (first, min(first + WIDTH, end)), free <= begin and end <= seen_stop, side
 
 
-def _tiles_of_rows(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
-    """Yield the tiles of some rows that the bounds do not hide."""
+def _tiles_of_rows(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
+    """Yield the tiles of some rows that have visible keys."""
     call, request = stream.call, group.request
     bounds, plan_row = call.bounds, 0 if call.bounds.shared else group.sample
     every_cell_read = bounds.remainder is not None or request.bias is not None
@@ -256,16 +258,16 @@ def _tiles_of_rows(stream: _TileWalk, group: _HeadGroup, rows: slice) -> Iterato
 
 @dataclass(eq=False)
 class _RowSums:
-    """What is summed over the keys of some queries of a group of heads: (heads, rows) float64 each.
+    """Running sums over the keys, for some queries of a group of heads: (heads, rows) float64 each.
 
     Attributes:
         rows: the queries.
-        positions: (rows,), of the queries among the keys.
-        sums: those of surprisal, duplicate and induction weights.
-        moments: of the distance, or None.
-        largest: the logarithm of the largest weight, which may be too small for a weight; -inf where none is seen.
-        largest_key: its key, -1 where none is seen.
-        weighed: (heads, rows, n), or None.
+        positions: (rows,), positions of the queries among the keys.
+        sums: part -> sum, for "entropy", "duplicate_mass" and "induction_mass".
+        moments: sums for the mean and the spread of the distance, or None.
+        largest: logarithm of the largest weight, which may underflow as a weight; -inf before any visible key.
+        largest_key: key of the largest weight; -1 before any visible key.
+        weighed: (heads, rows, n), weighted sums of numbers of the keys, or None.
     """
 
     rows: slice
@@ -277,11 +279,11 @@ class _RowSums:
     weighed: Tensor | None
 
     @staticmethod
-    def zero(stream: _TileWalk, group: _HeadGroup, rows: slice) -> _RowSums:
-        """Return the sums over no keys."""
+    def zero(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> _RowSums:
+        """Create the sums of some rows before any key is added."""
         size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
         nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
-        summed: tuple[Part, ...] = ("entropy", *_MASSES)
+        summed: tuple[Part, ...] = ("entropy", *_TOKEN_MATCH_PARTS)
         return _RowSums(
             rows,
             stream.call.positions[group.sample, rows],
@@ -292,15 +294,15 @@ class _RowSums:
             None if stream.columns is None else nothing.new_zeros(*size, stream.columns.shape[-1]),
         )
 
-    def add(self, tile: _Tile, stream: _TileWalk, group: _HeadGroup) -> None:
-        """Add the weights of a tile."""
+    def add(self, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> None:
+        """Add the weights of a tile to all sums."""
         if "entropy" in self.sums:
             self.sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.logs)
         if self.moments is not None:
             self.moments.add(tile.weights, self.positions, tile.columns, tile.side)
         if {"largest_weight", "largest_key"} & stream.parts:
-            self._keep_largest(tile)
-        for part in _MASSES:
+            self._update_largest(tile)
+        for part in _TOKEN_MATCH_PARTS:
             if part in self.sums:
                 self.sums[part] += (tile.weights * self._keys_of_same_token(part, tile, stream, group)).sum(-1)
         if self.weighed is not None and stream.columns is not None:
@@ -310,8 +312,8 @@ class _RowSums:
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
             self.weighed += (by_kv @ columns).view(self.weighed.shape)
 
-    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _TileWalk, group: _HeadGroup) -> Tensor:
-        """Return which keys are earlier ones with the query's token, or right after one: (rows, columns) bool."""
+    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> Tensor:
+        """Return which keys have the query's token earlier, or follow such a key: (rows, columns) bool."""
         assert stream.call.context.ids is not None
         ids = stream.call.context.ids[group.sample].to(self.positions.device)
         known = (self.positions >= 0) & (self.positions < len(ids))
@@ -320,20 +322,20 @@ class _RowSums:
         alike = (ids[key.clamp(min=0)] == own[:, None]) & (key >= 0)
         return alike & known[:, None] & (key < self.positions[:, None])
 
-    def _keep_largest(self, tile: _Tile) -> None:
-        """Keep the largest weight so far and its key; of equal ones the first."""
+    def _update_largest(self, tile: _Tile) -> None:
+        """Update the largest weight and its key; ties go to the first key."""
         logs = tile.logs if tile.shown is None else tile.logs.masked_fill(~tile.shown, -torch.inf)
         value, key = _largest_and_index(logs)
         larger = value > self.largest
         self.largest = torch.where(larger, value.double(), self.largest)
         self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
 
-    def write(self, stream: _TileWalk, group: _HeadGroup) -> None:
-        """Write the results of these rows into the tensors of the whole call."""
+    def write(self, stream: _TiledMeasurement, group: _HeadGroup) -> None:
+        """Write the results of these rows into `stream.found` and `stream.weighed`."""
         place = (group.sample, group.heads, self.rows)
         found: dict[Part, Tensor] = {"largest_weight": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
         if "entropy" in found:
-            found["entropy"].clamp_(min=0)  # the entropy of a single key can come out at -1e-7 by rounding
+            found["entropy"].clamp_(min=0)  # rounding can give -1e-7 for a single key
         if self.moments is not None:
             found |= {"mean_distance": self.moments.mean(), "distance_spread": self.moments.spread()}
         for part, tensor in stream.found.items():
@@ -343,7 +345,7 @@ class _RowSums:
 
 
 def _largest_and_index(cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest number of each row and its first index, as `max(-1)`, in half the time."""
+    """Return the largest number of each row and its first index, like `max(-1)`, but twice as fast."""
     if cells.shape[-1] % PART:
         return cells.max(-1)
     parts = cells.unflatten(-1, (-1, PART))

@@ -1,4 +1,4 @@
-"""Any weights of the attention map, exact at any size of the scores, from q and k in the memory of a tile."""
+"""Compute tiles of attention weights from q and k, exact for scores of any size, in O(tile) memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.tensors.tracing import is_traced
 
-CELLS = 1 << 20  # scores held in float64 at a time, unless a few rows of a head have more
-ROWS = 32  # queries for which the keys are converted to float64 once, at least
-WIDTH = 512  # keys of a block, at least, where rows are summed block by block
-# Where a logsumexp is larger, its rounding and that of float32 scores reach the fourth digit of a weight.
+CELLS = 1 << 20  # scores in float64 at a time, unless ROWS rows of one head are more
+ROWS = 32  # minimum number of queries per conversion of the keys to float64
+WIDTH = 512  # minimum number of keys per block when a logsumexp is computed in blocks
+# Above this logsumexp, rounding of float32 scores and logsumexps changes the fourth digit of a weight.
 LARGE = 1024.0
-# Where a logsumexp is larger still, as with a bias of the lowest float, float64 loses the logarithm of a sum in it.
+# Above this logsumexp, as with a bias of the lowest float, even float64 rounds the logarithm of a sum away.
 HUGE = 2.0**33
 
 
 class RowLogsumexps:
-    """The logsumexp of each row of one call, in float64: computed for a row when it is first needed, then kept.
+    """A cache of the float64 logsumexp of each query of one call, which is computed when it is first needed.
 
-    exp(s - L) is exact only if s and L are: float32 rounds a logsumexp of 400 by 1.5e-5, and scores of 400 that are
+    exp(s - L) is only as exact as s and L: float32 rounds a logsumexp of 400 by 1.5e-5, and scores of 400 that are
     summed in another order differ by 1e-4. In float64 neither is visible, whatever the shape of the tile.
     """
 
@@ -37,13 +37,13 @@ class RowLogsumexps:
         self._found: Tensor | None = None  # (batch, heads, queries), NaN where not computed yet
 
     def of(self, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None) -> Tensor:
-        """Return the logsumexp of some rows of a call, always the same call: (batch, heads, rows), nats.
+        """Return the logsumexp of some rows: (batch, heads, rows), nats, minus `base`.
 
         Args:
-            request: the call.
+            request: the call, the same one for each use of this object.
             heads: indices of the heads.
             rows: which queries.
-            base: the base of all rows of the call, see `score_base`; the result is relative to it.
+            base: (batch, heads, queries) from `score_base`, or None.
         """
         if self._found is None:
             shape = request.shape
@@ -67,21 +67,22 @@ def tile(
 ) -> Tensor:
     """Compute p_ij = exp(s_ij - L_i) for some heads, queries and keys, with s and L in float64.
 
-    L is computed anew: over the tile if it has all keys that its queries see, else over those keys block by block.
-    A logsumexp that differs by more than rounding is used as it is: it is over more keys than the
-    call has, or over sinks that an older record did not keep.
+    L is recomputed: from the tile if it has all keys that its queries see, else over these keys in blocks. If the given
+    logsumexp differs by more than rounding, it is used instead: it is over more keys than the call has, or over sinks
+    that an older record did not store.
 
     Args:
         request: the attention call.
-        logsumexp: (batch, heads, queries) of the whole call, nats; -inf for empty rows, NaN for rows of NaN.
-        heads: an index, several, or a slice.
+        logsumexp: (batch, heads, queries) of the whole call, nats; -inf for queries without keys, NaN for queries that
+            see NaN.
+        heads: an index, several indices, or a slice.
         queries: which queries.
         keys: which keys.
-        totals: keeps the L of the call for its next tile.
+        totals: a cache for L, to be passed again with the same call.
 
     Returns:
-        (batch, heads, queries, keys) of the tile, in the dtype of the logsumexp; 0 where a key is hidden,
-        NaN in the cells that a row of NaN does see.
+        (batch, heads, queries, keys) of the tile, in the dtype of the logsumexp; 0 where a key is hidden, NaN in the
+        visible cells of queries that see NaN.
 
     Raises:
         ArgumentError: a head does not exist.
@@ -93,13 +94,13 @@ def tile(
     num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
     num_rows = max(ROWS, CELLS // (of_head * num_heads))
     found = []
-    large = is_traced() or has_large_logsumexp(logsumexp)  # s and L are rounded, so that s - L may be above 0
+    large = is_traced() or has_large_logsumexp(logsumexp)  # rounding may make s - L positive
     with torch.no_grad(), without_autocast(shape.device):
         for some_heads in chosen.to(shape.device).split(num_heads):
             parts = []
             for first in range(0, max(len(rows), 1), num_rows):
                 part = _slice_of_range(rows[first : first + num_rows])
-                cells, shown = _scores_less_base(request, some_heads, part, _slice_of_range(columns), base)
+                cells, shown = _scores_minus_base(request, some_heads, part, _slice_of_range(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
                 begin, end = _range_of_seen_keys(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
@@ -108,11 +109,11 @@ def tile(
                     own = totals.of(request, some_heads, part, base)
                 else:
                     own = _logsumexp_block_by_block(request, some_heads, part, base)
-                own = _own_or_recorded(own, row, request, some_heads, part, base)
+                own = _computed_or_recorded_logsumexp(own, row, request, some_heads, part, base)
                 own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
                 logs = (cells - own).to(logsumexp.dtype)
                 weights = (logs.clamp_(max=0) if large else logs).exp_()
-                # Hidden cells of a row of NaN are 0 too.
+                # Hidden cells are 0 for queries that see NaN too.
                 parts.append(weights if shown is None else weights.masked_fill_(~shown, 0))
             found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -126,25 +127,27 @@ def logsumexp_of_rows(
     rows: slice,
     base: Tensor | None = None,
 ) -> Tensor:
-    """Compute the logsumexp of some rows in float64, as `tile` does: (batch, heads, rows), relative to the base.
+    """Compute the logsumexp of some rows in float64, as in `tile`: (batch, heads, rows), minus `base`.
 
     Args:
         request: the call.
-        logsumexp: (batch, heads, rows), of these rows.
-        totals: keeps what is computed.
+        logsumexp: (batch, heads, rows), recorded for these rows.
+        totals: cache of the results.
         heads: indices of the heads.
         rows: which queries.
-        base: the base of all rows of the call, see `score_base`.
+        base: (batch, heads, queries) from `score_base`, or None.
     """
     with torch.no_grad(), without_autocast(request.shape.device):
-        return _own_or_recorded(totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base)
+        return _computed_or_recorded_logsumexp(
+            totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base
+        )
 
 
 def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
-    """Return what to subtract from the scores of each row before its logsumexp, (batch, heads, queries) float64.
+    """Return a base to subtract from huge scores before their logsumexp, (batch, heads, queries) float64.
 
-    It is the largest bias that a query sees, where its L is HUGE: exp(s - L) = exp((s - base) - (L - base)). None where
-    no L is so large.
+    If |L| > HUGE, the base of a query is its largest visible bias, else 0: exp(s - L) = exp((s - base) - (L - base)).
+    Returns None if no L is that large.
     """
     if request.bias is None or is_traced() or is_finite_and_small(logsumexp):
         return None
@@ -161,7 +164,7 @@ def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
 
 
 def is_finite_and_small(logsumexp: Tensor) -> bool:
-    """Whether every row sees a key and no NaN, and no row is large, in one operation."""
+    """Whether every logsumexp is a number between -LARGE and LARGE, so that each query sees a key and no NaN."""
     if not logsumexp.numel():
         return True
     least, most = logsumexp.aminmax()
@@ -169,14 +172,14 @@ def is_finite_and_small(logsumexp: Tensor) -> bool:
 
 
 def has_large_logsumexp(logsumexp: Tensor) -> bool:
-    """Whether exp(s - L) in float32 is visibly off in some row; see LARGE."""
+    """Whether some finite logsumexp L is larger than LARGE, so that exp(s - L) is inexact in float32."""
     if is_finite_and_small(logsumexp):
         return False
     return bool((logsumexp.abs() > LARGE).logical_and(logsumexp.isfinite()).any())
 
 
 def request_in_float64(request: AttentionRequest) -> AttentionRequest:
-    """Return a call with all its tensors in float64, so that its scores and weights are computed in float64."""
+    """Convert all tensors of a call to float64."""
     bias, sinks = request.bias, request.sinks
     return replace(
         request,
@@ -189,16 +192,17 @@ def request_in_float64(request: AttentionRequest) -> AttentionRequest:
     )
 
 
-def _scores_less_base(
+def _scores_minus_base(
     request: AttentionRequest, heads: Tensor, queries: slice, keys: slice, base: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores of a tile in float64, less the base of its rows, -inf where hidden; and which may be seen.
+    """Compute the scores of a tile in float64 minus `base`, and which of them are visible.
 
     Returns:
-        (batch, heads, queries, keys), and bool that broadcasts to it, or None where all may be seen.
+        (batch, heads, queries, keys), -inf where hidden; and a bool tensor that broadcasts to it, True = visible, or
+        None if all cells are visible.
     """
     precise = _most_precise_dtype(request.shape.device)
-    # Cut before heads are chosen: choosing copies, and a tile is far smaller than the keys of a long text.
+    # Sliced before heads are selected, because selecting copies, and a tile is smaller than all keys.
     q, k = request.q[:, :, queries], request.k[:, :, keys]
     narrow = select_request_heads(replace(request, q=q, k=k, v=k, bias=None), heads)
     cells = scores(replace(narrow, q=narrow.q.to(precise), k=narrow.k.to(precise)))
@@ -207,15 +211,15 @@ def _scores_less_base(
         cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
     if base is not None:
         cells = cells - base[:, heads][:, :, queries, None]
-    if _is_all_seen(request, queries, keys):
+    if _all_keys_visible(request, queries, keys):
         return cells, None
     shown = seen(request, queries, keys)
     shown = shown[:, heads] if shown.shape[1] > 1 else shown
-    return cells.masked_fill(~shown, -torch.inf), shown  # whatever a hidden score is, NaN and inf included
+    return cells.masked_fill(~shown, -torch.inf), shown  # hidden scores may be NaN or inf
 
 
-def _is_all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
-    """Whether the bounds show that each of the queries sees each of the keys."""
+def _all_keys_visible(request: AttentionRequest, queries: slice, keys: slice) -> bool:
+    """Whether each of the queries certainly sees each of the keys, by the intervals of visible keys."""
     if is_traced() or request.bias is not None:
         return False
     bounds, columns = bounds_of(request), range(request.shape.key_length)[keys]
@@ -226,10 +230,10 @@ def _is_all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool
 
 
 def _logsumexp_of_cells(cells: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the logsumexp over the last axis, -inf of nothing.
+    """Compute the logsumexp over the last axis; -inf over no keys.
 
-    The exponentials are at most 1. In float32, the dtype of the weights, they are exact enough and several times as
-    fast as in float64.
+    The exponentials, which are at most 1, are computed in `dtype`: float32 is exact enough, and several times faster
+    than float64.
     """
     if not cells.shape[-1]:
         return cells.new_full(cells.shape[:-1], -torch.inf)
@@ -243,7 +247,7 @@ def _logsumexp_of_cells(cells: Tensor, dtype: torch.dtype) -> Tensor:
 def _add_sinks(
     total: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
 ) -> Tensor:
-    """Add the sinks of a call to a logsumexp that is relative to the base: (batch, heads, queries)."""
+    """Add the sinks of a call to a logsumexp from which `base` is subtracted: (batch, heads, queries)."""
     if request.sinks is None:
         return total
     sinks = request.sinks[heads].to(total.dtype)[:, None]
@@ -253,7 +257,7 @@ def _add_sinks(
 def _logsumexp_block_by_block(
     request: AttentionRequest, heads: Tensor, queries: slice, base: Tensor | None = None
 ) -> Tensor:
-    """Compute the logsumexp of some rows over all keys they see, block by block: (batch, heads, queries)."""
+    """Compute the logsumexp of some rows over their visible keys in blocks: (batch, heads, queries)."""
     shape, rows = request.shape, range(request.shape.query_length)[queries]
     dtype = working_dtype(shape.dtype)
     of_row = max(1, shape.batch * len(heads))
@@ -263,16 +267,16 @@ def _logsumexp_block_by_block(
         part = _slice_of_range(rows[first : first + num_rows])
         begin, end = _range_of_seen_keys(request, part)
         width = max(WIDTH, CELLS // (of_row * num_rows))
-        total = _logsumexp_of_cells(_scores_less_base(request, heads, part, slice(0, 0))[0], dtype)
+        total = _logsumexp_of_cells(_scores_minus_base(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
-            cells, _ = _scores_less_base(request, heads, part, slice(key, min(key + width, end)), base)
+            cells, _ = _scores_minus_base(request, heads, part, slice(key, min(key + width, end)), base)
             total = total.logaddexp(_logsumexp_of_cells(cells, dtype))
         found.append(total)
     return _add_sinks(torch.cat(found, 2), request, heads, queries, base)
 
 
 def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, int]:
-    """Return the first key that some of the queries see, and the end of those that they see."""
+    """Return the range [first, stop) of the keys that any of the queries sees."""
     if is_traced():
         return 0, request.shape.key_length
     bounds = bounds_of(request)
@@ -281,26 +285,26 @@ def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, in
     return (int(start[seeing].min()), int(stop[seeing].max())) if bool(seeing.any()) else (0, 0)
 
 
-def _own_or_recorded(
+def _computed_or_recorded_logsumexp(
     own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
 ) -> Tensor:
-    """Return the logsumexp of the call's own keys, relative to the base; the recorded one where they differ."""
+    """Return the computed logsumexp `own`, or the recorded one where they differ by more than rounding."""
     if not request.shape.key_length:
         return recorded.to(own.dtype)
     relative = recorded.to(own.dtype) if base is None else recorded - base[:, heads][:, :, rows]
     apart, rounding = (own - relative).abs(), 16 * torch.finfo(recorded.dtype).eps
     near = apart <= rounding * (1 + recorded.abs())
     if is_traced() or not bool(near.all()):
-        # Terms of a score may be larger than the score: it is rounded at most at the product of the norms.
+        # A score may be smaller than its terms, so its rounding error is bounded by the product of the norms.
         q, k = request.q[:, heads][:, :, rows].to(own.dtype), request.k[:, heads // request.shape.group].to(own.dtype)
-        norms = k.norm(dim=-1).nan_to_num(nan=0, posinf=0)  # a key that is not finite is hidden from rows that matter
+        norms = k.norm(dim=-1).nan_to_num(nan=0, posinf=0)  # keys with NaN or inf are hidden from these queries
         size = q.norm(dim=-1) * norms.amax(-1, keepdim=True) * abs(request.scale)
         near = apart <= rounding * (1 + recorded.abs() + size)
     return torch.where(near, own, relative)
 
 
 def _most_precise_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, where the device has it."""
+    """Return float64, or float32 if the device does not support float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

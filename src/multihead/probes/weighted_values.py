@@ -1,4 +1,4 @@
-"""Attention-weighted sums of a number per key: one attention call whose values are these numbers."""
+"""Compute weighted sums of numbers per key by an attention call whose values are these numbers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.streaming import measure_in_tiles
 
 
-def column_of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
-    """Return a set of keys as a column: (batch, kv_heads, keys, 1) of (batch, keys) bool."""
+def key_set_as_values(call: MeasuredCall, flags: Tensor) -> Tensor:
+    """Convert a set of keys, (batch, keys) bool, to values 0 and 1: (batch, kv_heads, keys, 1)."""
     return flags.to(working_dtype(call.request.shape.dtype))[:, None, :, None].expand(
         -1, call.request.shape.num_kv_heads, -1, -1
     )
 
 
-def value_norm_columns(call: MeasuredCall, output_weight: Tensor) -> Tensor:
-    """Return ||f_h(x_j)|| as columns, one per head of a group: (batch, kv_heads, keys, group).
+def projected_value_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
+    """Return ||W_O^h v_j|| for each head h that uses a key/value head: (batch, kv_heads, keys, group).
 
-    They are finite, since 0 * inf would be NaN for the queries that do not see the key.
+    Infinite norms are replaced by finite numbers, because 0 * inf would be NaN for queries that do not see the key.
     """
     shape = call.request.shape
     factors = _factors_of_projection(call, output_weight).unflatten(
@@ -36,33 +36,33 @@ def value_norm_columns(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     return torch.stack(found, -1).nan_to_num(nan=most, posinf=most)
 
 
-def own_column_of_heads(call: MeasuredCall, weighed: Tensor) -> Tensor:
-    """Pick each head's own column out of those of its group: (batch, heads, queries)."""
+def select_own_columns(call: MeasuredCall, weighed: Tensor) -> Tensor:
+    """Select each head's own column: (batch, heads, queries, group) -> (batch, heads, queries)."""
     shape = call.request.shape
     own = torch.arange(shape.num_heads, device=shape.device) % shape.group
     return weighed.gather(-1, own[:, None, None].expand(*weighed.shape[:3], 1))[..., 0]
 
 
 def output_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
-    """Return the norm of what each head adds to the layer's output: (batch, heads, queries)."""
+    """Return the norm of each head's contribution to the layer's output: (batch, heads, queries)."""
     factors = _factors_of_projection(call, output_weight)
     output = call.output
     if output is None:
-        output = weigh_values(call, call.request_without_nonfinite.v.detach())
+        output = attention_weighted_sums(call, call.request_without_nonfinite.v.detach())
     return _norm_of_vectors(output.detach().to(factors.dtype) @ factors.mT)
 
 
-def weigh_values(call: MeasuredCall, columns: Tensor) -> Tensor:
-    """Sum numbers of the keys, weighed: (P c)_i = sum_j p_ij c_j.
+def attention_weighted_sums(call: MeasuredCall, columns: Tensor) -> Tensor:
+    """Compute attention-weighted sums of numbers per key: (P c)_i = sum_j p_ij c_j.
 
     Args:
         call: the call.
-        columns: (batch, kv_heads, keys, n).
+        columns: (batch, kv_heads, keys, n), n numbers c_j per key.
 
     Returns:
         (batch, heads, queries, n).
 
-    Source: P c is attention with values c, so a kernel does it; by tiles where only the reference kernel would.
+    P c is attention with values c, so a kernel computes it; the tiles do if only the reference kernel could.
     """
     request = call.request_without_nonfinite
     dtype = working_dtype(request.shape.dtype)
@@ -75,7 +75,7 @@ def weigh_values(call: MeasuredCall, columns: Tensor) -> Tensor:
         dropout=0.0,
         wanted=frozenset(),
     )
-    # A fused kernel that pads few columns to the head dim computes more than the tiles do.
+    # If sdpa pads few columns to head_dim, the tiles are faster.
     padding = columns.shape[-1] * 2 < request.shape.head_dim
     for name in ("native", "sdpa"):
         kernel = KERNELS[name]
@@ -89,7 +89,7 @@ def weigh_values(call: MeasuredCall, columns: Tensor) -> Tensor:
 
 
 def _factors_of_projection(call: MeasuredCall, output_weight: Tensor) -> Tensor:
-    """Return R_h of W_O^h = Q_h R_h, (heads, rank, value_dim): ||W_O^h v|| = ||R_h v||, in fewer rows."""
+    """Return R_h of the QR decomposition W_O^h = Q_h R_h, (heads, rank, value_dim); ||W_O^h v|| = ||R_h v||."""
     shape = call.request.shape
     weight = output_weight.detach().to(device=shape.device, dtype=working_dtype(shape.dtype)).contiguous()
     heads = weight.view(-1, shape.num_heads, shape.value_dim).transpose(0, 1)  # (heads, embed_dim, value_dim)
@@ -100,7 +100,7 @@ def _factors_of_projection(call: MeasuredCall, output_weight: Tensor) -> Tensor:
 
 
 def _norm_of_vectors(vectors: Tensor) -> Tensor:
-    """Compute the norm of each vector, (...) of (..., dim), divided by its largest number: squares could overflow."""
+    """Compute the norms of vectors, (..., dim) -> (...), scaled so that squares do not overflow."""
     if not vectors.shape[-1]:
         return vectors.new_zeros(vectors.shape[:-1])
     largest = vectors.abs().amax(-1)

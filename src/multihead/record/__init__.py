@@ -1,1 +1,1 @@
-"""The record of a run: its layers and samples, their statistics and tokens, and its file."""
+"""The contents of a record of attention: layers, samples, statistics and tokens; saving and loading."""

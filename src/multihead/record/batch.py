@@ -21,7 +21,7 @@ from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.place import SampleSpan
 from multihead.probes.probe import Parts, Probe
-from multihead.probes.statistics import OF_POSITIONS, statistic_from_parts
+from multihead.probes.statistics import POSITION_PARTS, statistic_from_parts
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, copy_contiguous
@@ -29,8 +29,8 @@ from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias, dense_bias
 
-CUTTING = RLock()
-"""Held while samples are cut out, because several threads may read a record."""
+SLICING_LOCK = RLock()
+"""Lock for slicing samples out of a batch, because several threads may read a record."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class BatchRows:
     """Which rows of a tensor (batch, heads, rows, features) belong to samples; the other rows are padding.
 
     Attributes:
-        spans: per sample, its index in the batch, its first row and the row after its last, among the kept rows.
-        index: (kept rows,) int64, indices of the kept rows among batch * rows; None if all rows are kept.
+        spans: per sample [index in the batch, first row, row after the last row], counted in the kept rows.
+        index: (kept rows,) int64, index of each kept row in the flattened (batch * rows); None if all rows are kept.
     """
 
     spans: list[list[int]]
@@ -47,12 +47,12 @@ class BatchRows:
 
     @staticmethod
     def from_spans(sample: Tensor, start: Tensor, stop: Tensor, *, batch: int, rows: int) -> BatchRows:
-        """Return the rows that belong to samples, from the first and last row of each sample.
+        """Create from the range of rows of each sample.
 
         Args:
             sample: (samples,) int64, index of each sample in the batch.
             start: (samples,) int64, first row of each sample.
-            stop: (samples,) int64, the row after the last of each sample.
+            stop: (samples,) int64, row after the last row of each sample.
             batch: size of the tensor's first dimension.
             rows: size of the tensor's third dimension.
         """
@@ -64,7 +64,7 @@ class BatchRows:
         return BatchRows(spans, concatenate_ranges(sample * rows + start, lengths))
 
     def select_rows(self, tensor: Tensor) -> Tensor:
-        """Return only the kept rows, (1, heads, rows, features); the tensor itself if all are kept."""
+        """Slice (batch, heads, rows, features) to the kept rows, (1, heads, kept, features), unless all are kept."""
         if self.index is None:
             return tensor
         # (batch * rows, heads * features): a view if the heads are contiguous in each row, as after a projection
@@ -80,22 +80,22 @@ class BatchRows:
         return tensor.detach().to(device, copy=True) if tensor.stride(-1) == 1 else copy_contiguous(tensor, device)
 
     def rows_of_sample(self, index: int, compact: Tensor) -> Tensor:
-        """Return one sample's rows of a result of `select_rows` or `copy_rows`: (1, heads, its rows, features)."""
+        """Slice the rows of one sample, (1, heads, rows, features), from a result of `select_rows` or `copy_rows`."""
         sample, start, stop = self.spans[index]
         return compact[sample : sample + 1, :, start:stop]
 
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """The q or k rows that a record keeps: a copy, or the call's tensor, which is copied when they are read.
+    """The rows of q or k that a record keeps: a copy, or the tensor of the call, which is copied when it is read.
 
-    Copying takes longer than measuring, and is not needed for tables, which use neither q nor k.
+    Copying takes longer than measuring, and is not needed for tables of statistics.
 
     Attributes:
         tensor: (batch, heads, rows, features), or a copy that `BatchRows.copy_rows` returned.
         rows: returns which rows to keep; None if `tensor` is a copy.
-        version: the tensor's version, which changes when something writes to it.
-        layer: the name of the layer that computed it.
+        version: version counter of the tensor, which in-place writes increase.
+        layer: name of the layer that computed the tensor.
     """
 
     tensor: Tensor
@@ -111,10 +111,10 @@ class KeptRows:
 
         Args:
             tensor: (batch, heads, rows, features).
-            rows: returns which rows to keep; called when they are copied.
-            device: where they are kept.
-            layer: the name of the layer that computed the tensor.
-            fresh: whether the layer computed the tensor for this call alone; otherwise something may write to it later.
+            rows: returns which rows to keep; called when the rows are copied.
+            device: device of the kept rows.
+            layer: name of the layer that computed the tensor.
+            fresh: whether the layer computed the tensor for this call only, so that nothing writes to it later.
         """
         # A view would keep its whole base in memory, and writes to inference tensors do not change their version.
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -123,10 +123,10 @@ class KeptRows:
         return KeptRows(tensor.detach(), rows, tensor._version, layer)  # noqa: SLF001 - PyTorch documents it
 
     def read(self) -> Tensor:
-        """Return a copy of the rows, see `BatchRows.select_rows`.
+        """Return a copy of the kept rows, (1, heads, rows, features), or (batch, ...) if all rows are kept.
 
         Raises:
-            ModelError: something wrote to the tensor.
+            ModelError: the tensor was changed in place after the call.
         """
         if self.rows is None:
             return self.tensor
@@ -138,12 +138,12 @@ class KeptRows:
         return self.rows().copy_rows(self.tensor, self.tensor.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a copy, because a tensor's version is lost in a file."""
+        """Pickle a copy of the rows, because pickling does not preserve a tensor's version counter."""
         return KeptRows, (self.read(), None, 0, self.layer)
 
 
 def concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the ranges [start, start + length): int64.
+    """Concatenate the ranges [start, start + length) to one int64 tensor.
 
     >>> concatenate_ranges(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
     [5, 6, 0, 1, 2]
@@ -154,14 +154,14 @@ def concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class SampleSpans:
-    """Where each sample is in an attention call; layers of a model that share a mask share one `SampleSpans`.
+    """The queries and keys of each sample in an attention call; shared by layers with the same mask.
 
     Attributes:
-        request: the call, without its tensors and its origin.
-        packed_lengths: (samples,), a copy of the samples' lengths if they are packed in one row, or None.
+        request: the call without q, k, v and the layer that made it.
+        packed_lengths: (samples,), number of tokens of each sample if the samples are packed in one row, else None.
         real: (batch, queries) bool, False for padding, or None.
         padding: (batch, keys) bool, False for padding, or None.
-        requests: per sample, the request sliced out of the call, as a record keeps it; empty until needed.
+        requests: the sliced request of each sample, without q, k and v; empty until `slice_requests`.
     """
 
     request: AttentionRequest
@@ -177,14 +177,14 @@ class SampleSpans:
 
     @cached_property
     def spans(self) -> list[SampleSpan]:
-        """The span of each sample: its rows and columns in the call."""
+        """Ranges of queries and keys of each sample in the call."""
         if self.packed_lengths is not None:
             return packed_spans(self.packed_lengths)
         return spans_of_call(self.request, queries=self.real, keys=self.padding)
 
     @cached_property
     def span_ends(self) -> Tensor:
-        """(5, samples) int64: index in the batch, first query, one after the last, first key, one after the last."""
+        """Per sample its index in the batch, query range and key range, [first, stop) each: (5, samples) int64."""
         found = [(span.sample, *span.queries, *span.keys) for span in self.spans]
         return torch.tensor(found, dtype=torch.int64).view(-1, 5).T
 
@@ -192,34 +192,34 @@ class SampleSpans:
         """Return the position of the first key of each sample in the sequence: (samples,) int64.
 
         Args:
-            offset: position of the call's first key, one number or (batch,).
+            offset: position of the first key of the call in the sequence, one number or (batch,).
         """
         sample, first_key = self.span_ends[0], self.span_ends[3]
         return first_key + (offset.cpu()[sample] if isinstance(offset, Tensor) else offset)
 
     def key_lengths(self, windows: int) -> Tensor:
-        """Return the number of keys of each window, where `windows` rows are one sample: (samples, windows) int64."""
+        """Return the number of keys of each window: (samples, windows) int64; `windows` batch rows form one sample."""
         return (self.span_ends[4] - self.span_ends[3]).view(-1, windows)
 
     @cached_property
     def query_rows(self) -> BatchRows:
-        """The queries that belong to samples."""
+        """The rows of q that belong to samples."""
         shape = self.request.shape
         return BatchRows.from_spans(*self.span_ends[:3], batch=shape.batch, rows=shape.query_length)
 
     @cached_property
     def key_rows(self) -> BatchRows:
-        """The keys that belong to samples."""
+        """The rows of k that belong to samples."""
         shape, (sample, _, _, start, stop) = self.request.shape, self.span_ends
         return BatchRows.from_spans(sample, start, stop, batch=shape.batch, rows=shape.key_length)
 
     @cached_property
     def unsliceable_parts(self) -> frozenset[Part] | None:
-        """The parts measured on the whole call that are not valid for every single sample; None means all parts.
+        """The parts measured on the whole call that are not valid for each sample; None means all parts.
 
         With padding between the queries of a sample, no part is valid.
         """
-        if self.packed:  # each sample begins at position 0, and its queries see its own keys only
+        if self.packed:  # each sample begins at position 0, and its queries see only its own keys
             return frozenset()
         if self.real is not None and self.real.sum(1).tolist() != (self.span_ends[2] - self.span_ends[1]).tolist():
             return None
@@ -232,12 +232,12 @@ class SampleSpans:
         return found
 
     @cached_property
-    def query_places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The place of each query of the call in its sample: three tensors (batch, 1, queries).
+    def query_properties(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Properties of each query of the call: three tensors (batch, 1, queries).
 
         Returns:
-            whether the query belongs to a sample, bool; its position among that sample's keys; the number of
-            those keys.
+            whether the query belongs to a sample, bool; position of the query in the sample's keys, int64; number of
+            the sample's keys, int64.
         """
         shape, start = self.request.shape, self.request.query_start
         sample, first, stop, first_key, stop_key = self.span_ends
@@ -254,7 +254,7 @@ class SampleSpans:
 
     @cached_property
     def first_keys(self) -> Tensor:
-        """(batch, 1, 1 or queries) int64: the first key of the sample of each query."""
+        """Index of the first key of each query's sample: (batch, 1, 1 or queries) int64."""
         first, stop, first_key = self.span_ends[1:4].unbind()
         if self.packed:
             return first_key.repeat_interleave(stop - first)[None, None]
@@ -278,20 +278,20 @@ class SampleSpans:
 
 @dataclass(eq=False)
 class RecordedBatch:
-    """The first call of a batch of samples; the samples are sliced out of it when one of them is read.
+    """The first call of a batch of samples, from which the samples are sliced when one of them is read.
 
-    Slicing takes longer than recording. Tables need statistics only, which are computed when they are read.
+    Slicing takes longer than recording, and tables need only statistics, which are computed when they are read.
 
     Attributes:
-        new_sample: returns an empty sample of the layer.
-        places: where the samples are.
-        request: the call as a record keeps it, without q, k, v and its origin.
+        new_sample: function that creates an empty sample of the layer.
+        places: the queries and keys of each sample in the call.
+        request: the call without q, k, v and the layer that made it.
         logsumexp: (batch, heads, queries), nats.
-        parts: what the kernel measured on the whole call, on the CPU.
-        ids: the token ids.
-        probes: the probes of the record; those whose parts the call was measured for give its statistics.
-        q: the queries of `places.query_rows`, or None if only statistics are kept.
-        k: the keys of `places.key_rows`, or None.
+        parts: parts of statistics measured on the whole call, on the CPU.
+        ids: token ids of the call.
+        probes: probes of the record; the statistics are computed for probes whose `parts` were measured.
+        q: queries in `places.query_rows`; None if only statistics are kept.
+        k: keys in `places.key_rows`; None if only statistics are kept.
         windows: how many consecutive rows of the batch are windows of one sample.
     """
 
@@ -310,8 +310,8 @@ class RecordedBatch:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Name -> (batch, heads, queries), on the CPU."""
-        with CUTTING:
+        """Statistics of the whole batch: name -> (batch, heads, queries), on the CPU."""
+        with SLICING_LOCK:
             if self._statistics is None:
                 parts, logsumexp = shift_all_key_indices(self.parts, self.places), self.logsumexp.cpu()
                 usual = bool((logsumexp > -torch.inf).all())
@@ -324,8 +324,8 @@ class RecordedBatch:
             return self._statistics
 
     def measured(self) -> dict[str, Measured]:
-        """Return each floating-point statistic, and which queries count in a summary: (batch, heads, queries) each."""
-        real, positions, num_keys = self.places.query_places
+        """Return each floating-point statistic and which queries count in its mean, (batch, heads, queries) each."""
+        real, positions, num_keys = self.places.query_properties
         sees = real & (self.logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
         rules, found = {probe.name: probe.counted for probe in self.probes}, {}
         for name, value in self.statistics.items():
@@ -334,8 +334,8 @@ class RecordedBatch:
         return found
 
     def measured_samples(self) -> list[dict[str, Measured]]:
-        """Return each floating-point statistic per query of each sample, see `SampleRecord.measured`."""
-        if self._samples is not None:  # later calls may have been appended to these samples
+        """Return per sample each floating-point statistic and which queries its mean counts; (heads, queries)."""
+        if self._samples is not None:  # further calls may have been appended to the samples
             return [sample.measured() for sample in self._samples]
         whole, found = self.measured(), []
         for span in self.places.spans:
@@ -355,21 +355,21 @@ class RecordedBatch:
 
     @property
     def samples(self) -> list[SampleRecord]:
-        """The samples, each without padding."""
-        with CUTTING:
+        """The samples without padding, sliced from the batch when first read."""
+        with SLICING_LOCK:
             if self._samples is None:
-                self._samples = self._cut_batch()
+                self._samples = self._slice_samples()
                 self.q = self.k = None
-                self._statistics = {}  # free them: with padding they may take twice the memory of the samples
+                self._statistics = {}  # freed, because with padding they may take twice the memory of the samples
         return self._samples
 
     def slice_requests(self) -> None:
-        """Slice out the request of each sample; done at once if the mask holds tensors, which the caller may change."""
+        """Slice the request of each sample, early if the mask has tensors, because the caller may change them."""
         places = self.places
         if not places.requests:
             places.requests = [slice_request(self.request, span, packed=places.packed) for span in places.spans]
 
-    def _cut_batch(self) -> list[SampleRecord]:
+    def _slice_samples(self) -> list[SampleRecord]:
         places, rows = self.places, self.places.query_rows
         self.slice_requests()
         logsumexp = rows.select_rows(self.logsumexp[..., None])
@@ -391,7 +391,7 @@ class RecordedBatch:
 
 
 def _join_windows(windows: list[SampleRecord]) -> SampleRecord:
-    """Append the segments of the other windows of a sample to the first one, and return it."""
+    """Merge the windows of a sample into one sample, and return it."""
     sample, *others = windows
     for each in others:
         segment = replace(each.segments[0], key_start=sample.num_keys, apart=True)
@@ -402,7 +402,7 @@ def _join_windows(windows: list[SampleRecord]) -> SampleRecord:
 
 
 def new_samples(new_sample: Callable[[], SampleRecord], places: SampleSpans, ids: CallTokenIds) -> list[SampleRecord]:
-    """Return a new sample for each span of a first call, with its token ids only."""
+    """Create a sample for each span of a call, with only its token ids."""
     samples = [new_sample() for _ in places.spans]
     for index, (sample, span) in enumerate(zip(samples, places.spans, strict=True)):
         ids.append_to_sample(sample, span, index, -span.keys[0])
@@ -412,14 +412,14 @@ def new_samples(new_sample: Callable[[], SampleRecord], places: SampleSpans, ids
 def spans_of_call(
     request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None
 ) -> list[SampleSpan]:
-    """Find the place of each sample in a call.
+    """Find the ranges of queries and keys of each sample in a call.
 
     Args:
         request: the call.
-        queries: (batch, queries) bool, False for padding; None if unknown: then queries at the end that see no key
-            count as padding.
-        keys: (batch, keys) bool, False for padding; None if unknown. Keys at the end that no query may see are left
-            out in any case.
+        queries: (batch, queries) bool, False for padding; None if unknown, so that queries at the end without visible
+            keys count as padding.
+        keys: (batch, keys) bool, False for padding; None if unknown. Keys at the end that no query sees are always
+            left out.
     """
     shape = request.shape
     if request.packed_lengths is not None:
@@ -427,25 +427,25 @@ def spans_of_call(
     bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
     stop, seeing = (each.expand(batch, -1) for each in (bounds.stop, ~bounds.sees_nothing))  # (batch, queries)
     if queries is not None:
-        first, end = _range_of_true_per_row(queries)
+        first, end = _true_range_per_row(queries)
     else:
-        end = _range_of_true_per_row(seeing)[1]
+        end = _true_range_per_row(seeing)[1]
         end = torch.where(end > 0, end, shape.query_length)
         first = torch.zeros_like(end)
     row = torch.arange(shape.query_length, device=shape.device)
     counted = seeing & (row >= first[:, None]) & (row < end[:, None])
     none = columns if queries is None else torch.where(queries.any(1), columns, 0)  # an empty text has no keys
-    last = torch.where(counted.any(1), _largest_counted(stop, counted), none)
+    last = torch.where(counted.any(1), _largest_where_counted(stop, counted), none)
     first_key, end_key = torch.zeros_like(last), last
     if keys is not None:
-        first_key, end_key = _range_of_true_per_row(keys)
+        first_key, end_key = _true_range_per_row(keys)
         end_key = first_key.maximum(end_key.minimum(last))
     # A row's statistics are valid for its sample if the row sees only keys of that sample.
     real = counted if queries is None else counted & queries
     start = first_key_of_queries(request, bounds).expand(batch, -1)
-    earliest = columns - _largest_counted(columns - start, real)  # after the last key if no query counts
-    holds_all = (earliest >= first_key) & (_largest_counted(stop, real) <= end_key)
-    holds_first = (earliest == columns - _largest_counted(columns - start, seeing)) | ~real.any(1)
+    earliest = columns - _largest_where_counted(columns - start, real)  # the number of keys if no query counts
+    holds_all = (earliest >= first_key) & (_largest_where_counted(stop, real) <= end_key)
+    holds_first = (earliest == columns - _largest_where_counted(columns - start, seeing)) | ~real.any(1)
     found = torch.stack((first, end, first_key, end_key, holds_all, holds_first)).tolist()
     return [
         SampleSpan(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
@@ -454,10 +454,10 @@ def spans_of_call(
 
 
 def packed_spans(lengths: Tensor) -> list[SampleSpan]:
-    """Return the span of each packed sample; its mask hides the other samples.
+    """Return the ranges of each sample in a packed row.
 
     Args:
-        lengths: (samples,), tokens of each.
+        lengths: (samples,), number of tokens of each sample.
     """
     end = lengths.cumsum(0)
     places = zip((end - lengths).tolist(), end.tolist(), strict=True)
@@ -468,26 +468,26 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _range_of_true_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Return per row the index of the first True and one after the last True; (0, 0) if all are False.
+def _true_range_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """Return per row the index of the first True and the index after the last True; (0, 0) if all are False.
 
     Args:
         flags: (rows, n) bool.
     """
-    end = _largest_counted(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
+    end = _largest_where_counted(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
     count = flags.shape[1]
-    first = count - _largest_counted(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
+    first = count - _largest_where_counted(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
     return first.masked_fill(end == 0, 0), end
 
 
-def _largest_counted(values: Tensor, counted: Tensor) -> Tensor:
-    """Return the largest counted value of each row, 0 if none is counted; values are 0 or more."""
+def _largest_where_counted(values: Tensor, counted: Tensor) -> Tensor:
+    """Return per row the largest of the non-negative values where `counted`; 0 if there are none."""
     padded = torch.nn.functional.pad(values.masked_fill(~counted, 0), (1, 0))  # so that no row is empty
     return padded.amax(1)
 
 
 def range_of_true(flags: Tensor) -> tuple[int, int]:
-    """Return the index of the first True of (n,) bool and one after the last; (0, 0) if all are False.
+    """Return the index of the first True and the index after the last True of (n,) bool; (0, 0) if all are False.
 
     >>> range_of_true(torch.tensor([False, True, False, True, False]))
     (1, 4)
@@ -497,9 +497,9 @@ def range_of_true(flags: Tensor) -> tuple[int, int]:
 
 
 def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
-    """Slice one sample out of a call: an equivalent call with a batch of one.
+    """Slice one sample from a call: return an equivalent call with a batch of one.
 
-    The kernel's statistics are sliced too; those that are not valid for one sample are left out.
+    Measured statistics are sliced too, except statistics that are not valid for a single sample.
     """
     request, attended = call.request, call.attended
     sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
@@ -522,11 +522,11 @@ def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
 
 
 def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> AttentionRequest:
-    """Slice one sample out of a request as `slice_call` does, except q, k and v, which stay whole.
+    """Slice the mask, bias and shape of one sample from a request; q, k and v are not sliced.
 
     Args:
         request: the call.
-        span: the sample's rows and columns.
+        span: ranges of queries and keys of the sample.
         packed: whether the samples are packed in one row.
     """
     rows, columns = slice(*span.queries), slice(*span.keys)
@@ -538,7 +538,7 @@ def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) 
     position = position_in_sample(request, span)
     mask = (request.mask.without_documents() if packed else request.mask).select_span(span)
     if not mask.uses_positions:
-        position = max(position, 0)  # cross-attention has no positions before the first key
+        position = max(position, 0)  # in cross-attention no query is before the first key
     return replace(
         request,
         shape=shape,
@@ -552,24 +552,24 @@ def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) 
 def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> frozenset[Part] | None:
     """Return the parts measured on a whole call that are not valid for one of its samples; None means all parts.
 
-    Sums over a row of weights are valid if the sample's queries see its own keys only. Distances are valid too, since
-    queries and keys of a sample shift together, unless a query is before the first key. The weight on the first key
-    depends on which key counted as the first.
+    Sums over the weights of a query are valid if the sample's queries see only the sample's keys. Distances are then
+    valid too, because queries and keys of a sample are shifted equally, unless a query is before the first key. The
+    weight on the first key is valid only if the same key was the first.
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     if not (span.holds_all or (whole and not packed)):
         return None
     left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY})
-    return left_out | OF_POSITIONS if position_in_sample(request, span) < 0 else left_out
+    return left_out | POSITION_PARTS if position_in_sample(request, span) < 0 else left_out
 
 
 def shift_key_indices(part: Part, value: Tensor, span: SampleSpan) -> Tensor:
-    """Shift the values of a part if they are key indices, so that the sample's first key is 0."""
+    """Shift key indices (part "largest_key") so that the sample's first key is 0; return other parts unchanged."""
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 
 
 def shift_all_key_indices(parts: Mapping[Any, Tensor], places: SampleSpans) -> Mapping[Any, Tensor]:
-    """Shift the key indices measured on a whole call, so that the first key of each sample is 0."""
+    """Shift the key indices ("largest_key") of a whole call so that the first key of each sample is 0."""
     keys = parts.get("largest_key")
     if keys is None or not bool(places.span_ends[3].any()):
         return parts
@@ -577,29 +577,29 @@ def shift_all_key_indices(parts: Mapping[Any, Tensor], places: SampleSpans) -> M
 
 
 def position_in_sample(request: AttentionRequest, span: SampleSpan) -> int:
-    """Return the position of the first query of a sample among its keys."""
+    """Return the position of a sample's first query, counted from the sample's first key."""
     start = request.query_start
     origin = int(start[span.sample]) if isinstance(start, Tensor) else start
     return origin + span.queries[0] - span.keys[0]
 
 
 def restore_dropped_keys(call: AttentionCall, key_start: int) -> tuple[AttentionCall, int]:
-    """Insert zeros for the keys that a cache dropped after leading keys, so that the call has all keys of its sample.
+    """Insert zeros for keys that a cache dropped after the leading keys, so that the call has all keys of its sample.
 
-    The mask hides these keys: a cache drops keys that no later query may see. What the kernel measured is left out,
-    because its distances and indices do not count the dropped keys.
+    The mask hides these keys, because a cache drops only keys that no later query sees. The measured statistics are
+    removed, because their distances and key indices do not count the dropped keys.
 
     Args:
         call: a call with a batch of one.
-        key_start: how many keys of the sample were dropped.
+        key_start: number of the sample's keys that were dropped.
 
     Returns:
-        the call, and the index of its first key among those of the sample.
+        the call, and the index of its first key in the keys of the sample.
     """
     request, mask, shape = call.request, call.request.mask, call.request.shape
     if not isinstance(mask, LeadingKeys) or key_start <= 0:
         return call, key_start
-    if shape.key_length < mask.count:  # a call without tokens of this sample has none of its keys
+    if shape.key_length < mask.count:  # a call without tokens of this sample
         return call, 0
     bias = None
     if request.bias is not None:
@@ -619,7 +619,7 @@ def restore_dropped_keys(call: AttentionCall, key_start: int) -> tuple[Attention
 
 
 def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
-    """Hide all keys from queries that are padding between real ones, so that no summary counts these queries.
+    """Hide all keys from padding queries between the tokens of a sample, so that summaries do not count them.
 
     Args:
         call: a call with a batch of one.
@@ -637,7 +637,7 @@ def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
 
 
 def _insert_zeros(tensor: Tensor, axis: int, place: int, count: int) -> Tensor:
-    """Insert `count` zeros along an axis, before the index `place`."""
+    """Insert `count` zeros along `axis` before index `place`."""
     before, after = tensor.tensor_split([place], axis)
     sizes = [*tensor.shape[:axis], count, *tensor.shape[axis + 1 :]]
     return torch.cat([before, tensor.new_zeros(sizes), after], axis)
@@ -652,7 +652,7 @@ def _slice_bias(bias: Bias, queries: int, span: SampleSpan) -> Bias:
 
 
 def _slice_broadcast_tensor(tensor: Tensor, span: SampleSpan) -> Tensor:
-    """Slice a tensor that broadcasts to (batch, heads, queries, keys): (1, heads or 1, rows or 1, columns or 1)."""
+    """Slice one sample from a tensor that broadcasts to (batch, heads, queries, keys)."""
     if tensor.shape[0] > 1:
         tensor = tensor[span.sample : span.sample + 1]
     if tensor.shape[2] > 1:

@@ -1,4 +1,4 @@
-"""Sum the blocks of a map over the segments of a sample; check slices and heads of a map."""
+"""Sum the weights in blocks of a sample's attention map over its segments; check slices and head indices."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def sum_blocks(
 ) -> BlockSums:
     """Sum the weights of each block of a rectangle of an attention map, and count the visible cells of the block.
 
-    A segment may start within a block: its rows before the next grid line are summed separately.
+    If a segment starts within a block, its rows up to the end of the block are summed separately.
 
     Args:
-        parts: the segments, each with its request (with q and k) and its logsumexp (1, heads, queries).
+        parts: the segments, each with a request that has q and k, and the logsumexp (1, heads, queries).
         heads: which heads.
-        rows: the first query, and the one after the last.
-        columns: the first key, and the one after the last.
-        block: queries and keys per block.
+        rows: range of the queries, [first, stop).
+        columns: range of the keys, [first, stop).
+        block: numbers of queries and keys per block.
         without_first_key: whether key 0 counts as hidden.
-        cancelled: called between strips; if it returns True, `CancelledError` is raised.
+        cancelled: called before each strip of rows; if it returns True, `CancelledError` is raised.
     """
     size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
     sums = torch.zeros(len(heads), *size, dtype=torch.float64)
@@ -64,17 +64,17 @@ def checked_slice_indices(chosen: slice, length: int, name: str) -> tuple[int, i
     """Return the start, stop and step of a slice for a given length.
 
     Raises:
-        ArgumentError: it is not a slice, or its step is negative.
+        ArgumentError: `chosen` is not a slice, or its step is negative.
     """
     check_slice(name, chosen)
     return chosen.indices(length)
 
 
 def checked_slice_ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
-    """Return the start and stop of a slice for a given length.
+    """Return the start and stop of a slice of step 1 for a given length.
 
     Raises:
-        ArgumentError: it is not a slice, or has steps.
+        ArgumentError: `chosen` is not a slice, or has another step.
     """
     first, stop, step = checked_slice_indices(chosen, length, name)
     if step != 1:
@@ -83,7 +83,7 @@ def checked_slice_ends(chosen: slice, length: int, name: str = "A part of the ma
 
 
 def index_of_heads(head: int | None, num_heads: int) -> int | slice:
-    """Return `head`, or a slice of all heads if it is None, as an index of the heads' dimension.
+    """Return an index for the dimension of heads: `head` itself, or a slice of all heads for None.
 
     Raises:
         ArgumentError: `head` is not an integer.
@@ -96,11 +96,11 @@ def index_of_heads(head: int | None, num_heads: int) -> int | slice:
     return head
 
 
-def number_per_axis(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (number for queries, number for keys); a single number is used for both.
+def number_pair(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
+    """Return a pair (for queries, for keys); a single number is used for both.
 
     Raises:
-        ArgumentError: a sequence of another length than two.
+        ArgumentError: `given` is a sequence whose length is not two.
     """
     if not isinstance(given, (tuple, list)):
         return given, given
@@ -112,7 +112,7 @@ def number_per_axis(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
 def _split_at_grid(
     available: tuple[int, int], wanted: tuple[int, int], size: int
 ) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Split the overlap of two ranges at the first grid line: yield block index and range of each part.
+    """Split the overlap of two ranges at the first multiple of `size`: yield the block index and range of each part.
 
     >>> list(_split_at_grid((3, 20), (0, 18), 8))
     [(0, (3, 8)), (1, (8, 18))]

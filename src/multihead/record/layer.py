@@ -1,4 +1,4 @@
-"""One layer of a record: its samples, or the running summary of all its texts."""
+"""The record of one attention layer: its samples, or a running summary of all texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
-from multihead.record.batch import CUTTING, RecordedBatch
+from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.notebook import number_with_noun
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
@@ -31,14 +31,14 @@ class LayerRecord:
 
     Attributes:
         name: the layer's qualified name in the model, with "#2" and so on for further calls in one forward pass.
-        running_summary: the summary of all texts with keep="summary", else None.
-        number: index from 0 among all attention layers of the model in the order they first ran, layers that were
-            not recorded included: L17 is the layer that `observe(layers=17)` chooses.
-        batches: calls whose samples follow the other samples, and are sliced out when `samples` is read.
+        running_summary: summary of all texts if observed with keep="summary", else None.
+        number: index of the layer among all attention layers of the model, recorded or not, in the order in which they
+            first ran: L17 is the layer that `observe(layers=17)` selects.
+        batches: recorded batches whose samples are sliced when `samples` is read.
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
-        repeated: the attention of its heads on repeated random tokens, if that was measured.
-        split: which heads and tokens of the layer this record holds, if it was observed on one of several ranks.
-        own_kinds: the kinds of heads that are not built in, see `Record.add_kinds`.
+        repeated: attention of the heads on repeated random tokens; None if it was not measured.
+        split: the heads and tokens of the layer that this rank computed; None if it computed all.
+        own_kinds: user-defined kinds of heads, see `Record.add_kinds`.
     """
 
     name: str
@@ -52,12 +52,12 @@ class LayerRecord:
     own_kinds: tuple[Kind, ...] = ()
 
     def __repr__(self) -> str:
-        """Return one line: the layer's number and name, its heads and texts."""
+        """Return one line: the number and name of the layer, and its numbers of heads and texts."""
         contents = f"{number_with_noun(self.num_heads, 'head')}, {number_with_noun(self.num_samples, 'text')}"
         return f"<LayerRecord {self.number} {visible(self.name)}: {contents}>"
 
     def _repr_html_(self) -> str:
-        """Show the layer in a notebook: one row per head."""
+        """Return HTML for a notebook: a table with one row per head."""
         rows = head_rows(self.number, self.name, self.num_heads, self.means())
         return notebook.html_of_table(
             self.name, f"layer {self.number}, {number_with_noun(self.num_samples, 'text')}", rows, ["head"]
@@ -75,8 +75,8 @@ class LayerRecord:
 
     @property
     def samples(self) -> list[SampleRecord]:
-        """One sample per text, over all batches, in the order they ran; empty if only a summary is kept."""
-        with CUTTING:
+        """One sample per text, in the order in which the texts ran; empty if only a summary is kept."""
+        with SLICING_LOCK:
             while self.batches:
                 self._samples += self.batches[0].samples
                 del self.batches[0]
@@ -103,33 +103,34 @@ class LayerRecord:
         Raises:
             ProbeError: only a summary was kept.
         """
-        read = import_module("multihead.record.analysis.highlights").layer_profiles  # it imports this module
+        # Imported here, because highlights imports this module.
+        read = import_module("multihead.record.analysis.highlights").layer_profiles
         made = {kind.probe.name: kind.probe for kind in self.own_kinds if kind.probe is not None}
         (profile,) = read([self], sample=None, statistics=made, among=(*KINDS, *self.own_kinds))
         found: tuple[tuple[str, ...], ...] = profile.kinds
         return found
 
     def means(self) -> dict[str, Tensor]:
-        """Mean of each statistic over the queries that count, over all samples: (heads,) float64 each."""
+        """Return the mean of each statistic over the counted queries of all samples: name -> (heads,) float64."""
         return self.summary()
 
     def summary(self, of: Of = "mean", names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Summarise each statistic over the queries that count, over all samples: (heads,) float64 each.
+        """Summarise each statistic over the counted queries of all samples: name -> (heads,) float64.
 
-        Statistics of repeated random tokens are part of the means only, because they are known per text, not per query.
+        Statistics on repeated random tokens are included only in means, because they are stored per text.
 
         Args:
             of: "mean", "median", "p95" (the 95th percentile) or "max".
             names: the statistics to summarise; None takes all.
 
         Raises:
-            ArgumentError: `of` is something else.
+            ArgumentError: `of` is not one of these.
         """
         repeated = self.repeated.means() if self.repeated is not None and of == "mean" else {}
         repeated = {name: values for name, values in repeated.items() if names is None or name in names}
         if self.running_summary is not None:
             return self.running_summary.summary(of, names) | repeated
-        with CUTTING:
+        with SLICING_LOCK:
             measured = list(map(SampleRecord.measured, self._samples))
             for batch in self.batches:
                 measured += batch.measured_samples()
@@ -164,7 +165,7 @@ class LayerRecord:
         queries: slice = slice(None),
         keys: slice = slice(None),
     ) -> Tensor:
-        """Compute a tile of one sample's attention map, see `SampleRecord.weights`."""
+        """Compute a tile of attention weights of one sample, see `SampleRecord.weights`."""
         return self.sample(sample).weights(head, queries=queries, keys=keys)
 
     def map(
@@ -176,7 +177,7 @@ class LayerRecord:
         keys: slice = slice(None),
         bins: int | tuple[int, int] = 256,
     ) -> Tensor:
-        """Downsample a part of one sample's attention map, see `SampleRecord.map`."""
+        """Downsample a rectangle of one sample's attention map, see `SampleRecord.map`."""
         return self.sample(sample).map(head, queries=queries, keys=keys, bins=bins)
 
 
@@ -194,14 +195,14 @@ def texts_of(layers: Sequence[LayerRecord]) -> list[Text]:
 
 
 class RecordContents(NamedTuple):
-    """The contents of a record, as its file holds them.
+    """The contents of a record that are stored in a file.
 
     Attributes:
-        layers: one per attention layer, in the order they first ran.
+        layers: one record per attention layer, in the order in which the layers first ran.
         title: what was recorded, such as the name of the model's class.
         id: a random name of 32 hexadecimal digits that the record keeps when it is saved.
-        calls: per call, its sample and its index among the calls of that sample.
-        statistics: label, unit and number format of the statistics that are not built in, by name.
+        calls: sample of each call, and the index of the call in the sample.
+        statistics: name -> statistic, for the statistics that are not built in.
     """
 
     layers: list[LayerRecord]

@@ -24,39 +24,44 @@ from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import BINS, QuantileSketch, RunningSummary, bin_of
-from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
-from multihead.record.saving import FORMAT, HEADER, STORED, VERSION
+from multihead.record.sample import PER_KEY, PER_MAP, SampleRecord
+from multihead.record.saving import FORMAT, MAX_HEADER_BYTES, SAFETENSORS_NAMES, VERSION
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import read_bias, read_mask
 from multihead.record.split import LayerPartOfRank, TokensOfRank, count_tokens
 from multihead.record.stored import HeadCache, StoredRows, bytes_of_tensor
 from multihead.record.texts import GrowingText, Text
 
-MOST = 1 << 40  # limit of counts without a tighter limit
+MAX_COUNT = 1 << 40  # largest count without a tighter limit
 
-MOST_TOKENS = 1 << 28
-"""Limit of the queries or keys of a sample; the longest contexts of models have 2^24 tokens. A file with statistics
-alone can claim more in a few bytes, and reading it would then take minutes or run out of memory."""
+MAX_TOKENS = 1 << 28
+"""Largest number of queries or keys of a sample; the longest contexts of models have 2^24 tokens. A damaged file can
+claim more in a few bytes, and reading it would then take minutes or run out of memory."""
 
-MOST_UNHELD = 1 << 22
-"""Limit of the keys of a sample of which the file holds nothing per key: neither k, nor ids, nor a statistic."""
+MAX_KEYS_WITHOUT_DATA = 1 << 22
+"""Largest number of keys of a sample for which the file stores nothing per key: neither k, ids nor a statistic."""
 
-MOST_HEADS = 1 << 16
-"""Limit of the heads of all layers together; the largest models have 2^14. Without queries they take no bytes in a
-file, but time wherever they are listed."""
+MAX_HEADS = 1 << 16
+"""Largest number of heads of all layers together; the largest models have 2^14. Heads without queries take no bytes in
+a file, but listing them takes time."""
 
-MOST_WIDTH = 1 << 20
-"""Limit of head_dim and value_dim; models have 2^9 at most."""
+MAX_HEAD_DIM = 1 << 20
+"""Largest head_dim and value_dim; models have at most 2^9."""
 
-MOST_LABEL = 100
-"""Limit of the characters of a label or a unit; pages show them as column headings."""
+MAX_LABEL_LENGTH = 100
+"""Largest number of characters of a label or a unit, which pages show as column headings."""
 
-_WHOLE = 1 + 1e-3  # upper limit of a share, 1, with rounding errors
+_MAX_SHARE = 1 + 1e-3  # upper limit of a share: 1 and a margin for rounding
 _BINS_1 = 2095  # number of bins of a running summary in files of version 1
-_NAMED = {name: dtype for dtype, name in STORED.items()}
-_LENGTH = 300  # limit of the characters that an error message quotes
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-CALLED: dict[type, str] = {
+_DTYPES_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_MAX_QUOTED = 300  # largest number of characters that an error message quotes
+MODEL_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+JSON_TYPE_NAMES: dict[type, str] = {
     dict: "an object",
     list: "a list",
     str: "a text",
@@ -67,12 +72,12 @@ CALLED: dict[type, str] = {
 
 
 def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordContents:
-    """Open a record; see `Record.load`.
+    """Read and check the contents of a record's file; see `Record.load`.
 
     Args:
-        file: the record's file.
+        file: path of the file.
         mapped: map the file into memory; truncating it then kills the process. If False, q and k are read when they
-            are needed and everything else at once, and reading raises InputError if the file was changed.
+            are needed and everything else at once, and reading raises InputError if the file has changed.
     """
     target = os.fspath(file)
     # Reading without mapping does not convert the file's little-endian numbers, so big-endian machines always map.
@@ -97,14 +102,14 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordContents
     except MultiheadError as error:
         raise _damage_error(target, error.finding.rstrip(".")) from error
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
-        raise _damage_error(target, "its parts do not fit together") from error
+        raise _damage_error(target, "its contents are inconsistent") from error
 
 
 def matching_files(file: str | os.PathLike[str]) -> list[str]:
-    """Return the files that a pattern such as "run.*.safetensors" matches, sorted; or the file of that exact name.
+    """Return the sorted files that match a pattern such as "run.*.safetensors", or the file if it is a plain name.
 
     Raises:
-        InputError: there is none.
+        InputError: no file matches the pattern.
     """
     target = os.fspath(file)
     if not glob.has_magic(target) or Path(target).exists():
@@ -120,7 +125,7 @@ class _InvalidValueError(Exception):
 
 
 def _damage_error(target: str, what: str) -> InputError:
-    what = what if len(what) <= _LENGTH else f"{what[: _LENGTH - 1]}…"
+    what = what if len(what) <= _MAX_QUOTED else f"{what[: _MAX_QUOTED - 1]}…"
     return InputError(f"{target!r} is damaged: {what}.", "Save the record again.")
 
 
@@ -128,7 +133,7 @@ def _open_file(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, 
     """Open a safetensors file.
 
     Returns:
-        metadata, tensors, and the tensors (q and k) that are read from the file when needed.
+        metadata, tensors by name, and tensors (q and k) by name that are read from the file only when needed.
 
     Raises:
         InputError: the file does not exist, is not a safetensors file, or is truncated.
@@ -163,12 +168,12 @@ def _read_without_mapping(target: str) -> tuple[dict[str, str], dict[str, Tensor
     """Read a file that safetensors has validated, except q and k, which are read when needed.
 
     Raises:
-        ValueError: the file has changed since.
+        ValueError: the file has changed since the validation.
     """
     parts = RandomAccessFile(Path(target), hold=True)
     parts.read_into(0, memoryview(size := bytearray(8)))
     begin = 8 + int.from_bytes(size, "little")
-    if begin > min(parts.size, HEADER + 8):
+    if begin > min(parts.size, MAX_HEADER_BYTES + 8):
         raise ValueError("The header is longer than the file.")
     parts.read_into(8, memoryview(text := bytearray(begin - 8)))
     header = json.loads(text)
@@ -177,11 +182,11 @@ def _read_without_mapping(target: str) -> tuple[dict[str, str], dict[str, Tensor
     tensors: dict[str, Tensor] = {}
     stored: dict[str, StoredRows] = {}
     for name, data in header.items():
-        dtype, shape, (first, stop) = _NAMED.get(data["dtype"]), tuple(data["shape"]), data["data_offsets"]
+        dtype, shape, (first, stop) = _DTYPES_BY_NAME.get(data["dtype"]), tuple(data["shape"]), data["data_offsets"]
         if dtype is None:
-            continue  # a dtype that records never use
+            continue  # a dtype that no record has
         if stop - first != math.prod(shape) * dtype.itemsize or begin + stop > parts.size:
-            raise ValueError(f"{name} is not where the header has it.")
+            raise ValueError(f"{name} is not at the offset in the header.")
         if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
             stored[name] = StoredRows(held, begin + first, shape, dtype)
         else:
@@ -199,19 +204,19 @@ def _begins_as_safetensors(target: str) -> bool:
 def _record_of_metadata(
     metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows], version: int
 ) -> RecordContents:
-    data = _checked_kind(json.loads(metadata["record"], parse_constant=_reject_constant), dict, "the record")
+    data = _checked_type(json.loads(metadata["record"], parse_constant=_reject_constant), dict, "the record")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
-        raise _InvalidValueError("its id is not one")
+        raise _InvalidValueError("its id is not 32 hexadecimal digits")
     texts = [
-        _read_text(_checked_kind(each, dict, "a text"), tensors)
-        for each in _checked_kind(data["texts"], list, "the texts")
+        _read_text(_checked_type(each, dict, "a text"), tensors)
+        for each in _checked_type(data["texts"], list, "the texts")
     ]
     layers: list[LayerRecord] = []
     heads, claimed, numbers = 0, set[str](), set[int]()
-    for place, each in enumerate(_checked_kind(data["layers"], list, "the layers")):
-        name = _checked_kind(_checked_kind(each, dict, "a layer")["name"], str, "a layer's name")
+    for place, each in enumerate(_checked_type(data["layers"], list, "the layers")):
+        name = _checked_type(_checked_type(each, dict, "a layer")["name"], str, "a layer's name")
         samples = []
-        for one in _checked_kind(each["samples"], list, "the samples"):
+        for one in _checked_type(each["samples"], list, "the samples"):
             sample = _SampleReader(one, name, tensors, stored, texts)
             if sample.tensor_name() in claimed:  # otherwise a small file could list one large sample many times
                 raise _InvalidValueError(f"two samples are called {sample.tensor_name()!r}")
@@ -220,24 +225,24 @@ def _record_of_metadata(
         running_summary = (
             None
             if each["summed"] is None
-            else _read_running_summary(_checked_kind(each["summed"], dict, "the sums"), tensors, version)
+            else _read_running_summary(_checked_type(each["summed"], dict, "the sums"), tensors, version)
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
-            raise _InvalidValueError(f"the samples of layer {name!r} do not fit each other")
+            raise _InvalidValueError(f"the samples of layer {name!r} are inconsistent")
         # Records of earlier versions have no numbers; a layer's number was its index in the file.
         number = _checked_count(each.get("number", place), "a layer's number")
         if number in numbers:
-            raise _InvalidValueError("two layers have one number")
+            raise _InvalidValueError("two layers have the same number")
         numbers.add(number)
         layers.append(LayerRecord(name, samples, running_summary, number))
         layers[-1].alignment_heads = _read_alignment_heads(each, layers[-1].num_heads)
         layers[-1].split = _read_layer_split(each.get("split"), layers[-1].num_heads)
         if any(one.split is not None and layers[-1].split is None for one in samples):
-            raise _InvalidValueError("a sample of a layer that is no part is one")
+            raise _InvalidValueError("a sample is split over ranks, but its layer is not")
         layers[-1].repeated = _read_repeated_tokens(each.get("repeated"), tensors, layers[-1].num_heads)
         heads += layers[-1].num_heads
-        if heads > MOST_HEADS:
-            raise _InvalidValueError(f"its layers have more than {MOST_HEADS:,} heads")
+        if heads > MAX_HEADS:
+            raise _InvalidValueError(f"its layers have more than {MAX_HEADS:,} heads")
     order = _checked_tensor(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
@@ -248,29 +253,29 @@ def _record_of_metadata(
     for layer in layers:
         for sample_record in layer.samples:
             sample_record.counted = {name: each.counted for name, each in statistics.items()}
-    return RecordContents(layers, _checked_kind(data["title"], str, "its title"), metadata["id"], calls, statistics)
+    return RecordContents(layers, _checked_type(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 
 def _read_layer_split(data: Any, heads: int) -> LayerPartOfRank | None:
-    """Read the part of a layer that one rank holds; None if the layer was not split over ranks."""
+    """Read which heads and tokens of a layer a rank computed; None if the layer was not split over ranks."""
     if data is None:
         return None
-    numbers = [_checked_count(each, "a part of a layer") for each in _checked_kind(data, list, "the part of a layer")]
+    numbers = [_checked_count(each, "a part of a layer") for each in _checked_type(data, list, "the part of a layer")]
     if len(numbers) != 8:
-        raise _InvalidValueError(f"the part of a layer has {len(numbers)} numbers")
+        raise _InvalidValueError(f"the split of a layer has {len(numbers)} numbers")
     first, stop, count, first_kv, stop_kv, kv_count, rank, ranks = numbers
-    within = 0 <= first < stop <= count <= MOST_HEADS and 0 <= first_kv < stop_kv <= kv_count <= count
+    within = 0 <= first < stop <= count <= MAX_HEADS and 0 <= first_kv < stop_kv <= kv_count <= count
     if not within or stop - first != heads or not 0 <= rank < ranks:
-        raise _InvalidValueError("the part of a layer is not one")
+        raise _InvalidValueError("the heads of a rank are not a valid range")
     return LayerPartOfRank((first, stop), count, (first_kv, stop_kv), kv_count, rank, ranks)
 
 
 def _read_ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
-    """Read ranges of tokens, checking that they are in order and within a text of `length` tokens."""
+    """Read ranges of tokens, and check that they are in order and within a text of `length` tokens."""
     found, place = [], 0
-    for each in _checked_kind(data, list, "the tokens of a rank"):
+    for each in _checked_type(data, list, "the tokens of a rank"):
         first, stop = (
-            _checked_count(end, "a token of a rank") for end in _checked_kind(each, list, "the tokens of a rank")
+            _checked_count(end, "a token of a rank") for end in _checked_type(each, list, "the tokens of a rank")
         )
         if not place <= first < stop <= length:
             raise _InvalidValueError("the tokens of a rank are not in order")
@@ -281,7 +286,7 @@ def _read_ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
 
 def _read_alignment_heads(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
     """Read the indices of a layer's alignment heads; () if the layer has none."""
-    listed = _checked_kind(layer.get("alignment", []), list, "the alignment heads")
+    listed = _checked_type(layer.get("alignment", []), list, "the alignment heads")
     found = tuple(_checked_count(each, "an alignment head", most=heads - 1) for each in listed)
     if sorted(set(found)) != list(found):
         raise _InvalidValueError("the alignment heads of a layer are not in ascending order")
@@ -289,24 +294,24 @@ def _read_alignment_heads(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
 
 
 def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
-    """Read labels, units and number formats of the statistics that are not built in, by name."""
+    """Read the statistics that are not built in: name -> statistic."""
     found = {}
-    counted = _checked_kind(data.get("counted", {}), dict, "the queries that count")
-    parts = _checked_kind(data.get("parts", {}), dict, "the parts of statistics")
-    for name, fields in _checked_kind(data.get("statistics", {}), dict, "the labels of statistics").items():
+    counted = _checked_type(data.get("counted", {}), dict, "the queries that count")
+    parts = _checked_type(data.get("parts", {}), dict, "the parts of statistics")
+    for name, fields in _checked_type(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
-            key: _checked_kind(value, str, f"the {key} of a statistic")
-            for key, value in _checked_kind(fields, dict, "the label of a statistic").items()
+            key: _checked_type(value, str, f"the {key} of a statistic")
+            for key, value in _checked_type(fields, dict, "the label of a statistic").items()
         }
-        if any(len(text) > MOST_LABEL for text in shown.values()):
-            raise _InvalidValueError(f"a label of a statistic has more than {MOST_LABEL} characters")
-        shown["counted"] = _checked_kind(counted.get(name, "all"), str, "the queries that count")
+        if any(len(text) > MAX_LABEL_LENGTH for text in shown.values()):
+            raise _InvalidValueError(f"a label of a statistic has more than {MAX_LABEL_LENGTH} characters")
+        shown["counted"] = _checked_type(counted.get(name, "all"), str, "the queries that count")
         found[name] = Statistic(name, **shown)
         if name in parts:
-            family, argument, tokens = _checked_kind(parts[name], list, "the part of a statistic")
+            family, argument, tokens = _checked_type(parts[name], list, "the part of a statistic")
             probe = probe_of_part((family, argument), tokens)
             if probe.name != name:
-                raise _InvalidValueError(f"the part of {name} is that of {probe.name}")
+                raise _InvalidValueError(f"the part of {name} belongs to {probe.name}")
             found[name] = replace(probe, **shown)
     return found
 
@@ -315,14 +320,16 @@ def _reject_constant(name: str) -> float:
     raise _InvalidValueError(f"{name} is not a number")
 
 
-def _checked_kind(value: Any, kind: type, what: str) -> Any:
+def _checked_type(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _InvalidValueError(f"{what} should be {CALLED[kind]}, and is {CALLED.get(type(value), 'nothing')}")
+        raise _InvalidValueError(
+            f"{what} should be {JSON_TYPE_NAMES[kind]}, and is {JSON_TYPE_NAMES.get(type(value), 'nothing')}"
+        )
     return value
 
 
-def _checked_count(value: Any, what: str, *, least: int = 0, most: int = MOST) -> int:
-    if not least <= _checked_kind(value, int, what) <= most:
+def _checked_count(value: Any, what: str, *, least: int = 0, most: int = MAX_COUNT) -> int:
+    if not least <= _checked_type(value, int, what) <= most:
         raise _InvalidValueError(f"{what} is {value}")
     return int(value)
 
@@ -334,7 +341,7 @@ def _checked_index(index: int, length: int) -> int:
 
 
 def _checked_tensor(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: torch.dtype) -> Tensor:
-    """Return the tensor if its shape and dtype are as expected; None fits any size."""
+    """Return a tensor, after checking its shape (None: any size) and dtype."""
     fits = tensor.dim() == len(shape) and all(
         size in (None, given) for size, given in zip(shape, tensor.shape, strict=True)
     )
@@ -344,9 +351,9 @@ def _checked_tensor(tensor: Tensor, shape: tuple[int | None, ...], what: str, *d
 
 
 def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
-    heads = _checked_count(data["heads"], "a number of heads", least=1, most=MOST_HEADS)
+    heads = _checked_count(data["heads"], "a number of heads", least=1, most=MAX_HEADS)
     found = RunningSummary(heads, _checked_count(data["samples"], "a number of samples"))
-    for name, parts in _checked_kind(data["statistics"], dict, "the statistics").items():
+    for name, parts in _checked_type(data["statistics"], dict, "the statistics").items():
         total, count = (
             _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count")
         )
@@ -356,33 +363,33 @@ def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], vers
 
 
 def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedTokens | None:
-    """Read a layer's attention on repeated random tokens; None if the file has no such entry."""
+    """Read the attention of a layer on repeated random tokens; None if it was not measured."""
     if data is None:
         return None
     shares: dict[str, Tensor] = {}
     levels: dict[str, Tensor] = {}
     for part, found, shape in (("shares", shares, (None, heads)), ("chance", levels, (heads,))):
-        for name, place in _checked_kind(
-            _checked_kind(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
+        for name, place in _checked_type(
+            _checked_type(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
         ).items():
             if name not in REPEATED:
                 raise _InvalidValueError("there is an unknown statistic of repeated tokens")
             found[name] = _checked_tensor(tensors[place], shape, name, torch.float64)
-            if not bool(((found[name] >= 0) & (found[name] <= _WHOLE) | found[name].isnan()).all()):
+            if not bool(((found[name] >= 0) & (found[name] <= _MAX_SHARE) | found[name].isnan()).all()):
                 raise _InvalidValueError(f"{name} is not a share")
     if len({each.shape for each in shares.values()}) > 1 or not levels.keys() <= shares.keys():
-        raise _InvalidValueError("the statistics of repeated tokens do not fit each other")
+        raise _InvalidValueError("the statistics of repeated tokens are inconsistent")
     if any(not each.shape[0] for each in shares.values()):
         raise _InvalidValueError("no text of repeated tokens was read")
     length, times = (
-        _checked_count(data[each], f"the {each} of repeated tokens", least=1, most=MOST_TOKENS)
+        _checked_count(data[each], f"the {each} of repeated tokens", least=1, most=MAX_TOKENS)
         for each in ("length", "times")
     )
-    return RepeatedTokens(length, times, _checked_kind(data["start"], bool, "start"), shares, levels)
+    return RepeatedTokens(length, times, _checked_type(data["start"], bool, "start"), shares, levels)
 
 
 def _convert_old_bins(bins: Tensor) -> Tensor:
-    """Move counts from the bins of file version 1, whose ends have the ratio 1.02, to today's bins: (heads, BINS)."""
+    """Convert histograms of file version 1, with bins of ratio 1.02, to the current bins: (heads, BINS)."""
     values = 1e-9 * 1.02 ** torch.arange(_BINS_1, dtype=torch.float64) * 2 / 2.02
     values[0] = 0
     return torch.zeros(len(bins), BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
@@ -392,14 +399,14 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
     ids = None if data["ids"] is None else _checked_tensor(tensors[data["ids"]], (None,), "a text's ids", torch.int64)
     tokens, special = data["tokens"], data["special"]
     if tokens is not None:
-        tokens = [_checked_kind(each, str, "a token") for each in _checked_kind(tokens, list, "the tokens")]
+        tokens = [_checked_type(each, str, "a token") for each in _checked_type(tokens, list, "the tokens")]
     if special is not None:
-        special = [bool(_checked_count(each, "a mark")) for each in _checked_kind(special, list, "the marks")]
+        special = [bool(_checked_count(each, "a mark")) for each in _checked_type(special, list, "the marks")]
     gaps = data.get("gaps")
     if gaps is not None:
         gaps = [
-            None if each is None else _checked_kind(each, str, "a gap")
-            for each in _checked_kind(gaps, list, "the gaps")
+            None if each is None else _checked_type(each, str, "a gap")
+            for each in _checked_type(gaps, list, "the gaps")
         ]
     if len({len(each) for each in (ids, tokens, special, gaps) if each is not None}) != 1:
         raise _InvalidValueError("the tokens of a text are not as many as its ids")
@@ -407,37 +414,37 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
 
 
 class _SampleReader:
-    """Reads and checks one sample of a file."""
+    """Reads one sample of a file, and checks every value."""
 
     def __init__(
         self, data: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
     ) -> None:
-        self.data = _checked_kind(data, dict, "a sample")
+        self.data = _checked_type(data, dict, "a sample")
         self.name, self.tensors, self.stored, self.texts = name, tensors, stored, texts
-        self.heads = _checked_count(self.data["heads"], "a number of heads", least=1, most=MOST_HEADS)
-        self.kv_heads = _checked_count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
-        self.head_dim = _checked_count(self.data["head_dim"], "a width", least=1, most=MOST_WIDTH)
-        self.value_dim = _checked_count(self.data["value_dim"], "a width", least=1, most=MOST_WIDTH)
-        if self.data["dtype"] not in DTYPES:
+        self.heads = _checked_count(self.data["heads"], "a number of heads", least=1, most=MAX_HEADS)
+        self.kv_heads = _checked_count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MAX_HEADS)
+        self.head_dim = _checked_count(self.data["head_dim"], "a width", least=1, most=MAX_HEAD_DIM)
+        self.value_dim = _checked_count(self.data["value_dim"], "a width", least=1, most=MAX_HEAD_DIM)
+        if self.data["dtype"] not in MODEL_DTYPES:
             raise _InvalidValueError(f"there is no dtype {self.data['dtype']!r}")
-        self.dtype = DTYPES[self.data["dtype"]]
+        self.dtype = MODEL_DTYPES[self.data["dtype"]]
 
     def read(self) -> SampleRecord:
         one = SampleRecord(self.name, _checked_count(self.data["map_size"], "map_size", least=1))
         if self.data["map_pool"] not in ("mean", "max"):
             raise _InvalidValueError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
-        one.crosses = _checked_kind(self.data["crosses"], bool, "crosses")
-        for each in _checked_kind(self.data["pieces"], list, "the pieces"):
+        one.crosses = _checked_type(self.data["crosses"], bool, "crosses")
+        for each in _checked_type(self.data["pieces"], list, "the pieces"):
             rows = one.segments[-1].row_stop if one.segments else 0
-            one.segments.append(self.read_segment(_checked_kind(each, dict, "a piece"), rows))
+            one.segments.append(self.read_segment(_checked_type(each, dict, "a piece"), rows))
         if not one.segments:
             raise _InvalidValueError("a sample has no calls")
         if self.data.get("split") is not None:
-            both = _checked_kind(self.data["split"], list, "the tokens of a rank")
+            both = _checked_type(self.data["split"], list, "the tokens of a rank")
             lengths = (one.segments[0].num_queries, one.num_keys)
             if len(both) != 2 or len(one.segments) > 1 or one.crosses:
-                raise _InvalidValueError("the tokens of a rank are not those of one call")
+                raise _InvalidValueError("the tokens of a rank do not belong to one call")
             one.split = TokensOfRank(*(_read_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
         queries, keys = one.num_queries, one.num_keys
         self.read_tensors(one, queries, keys)
@@ -448,21 +455,21 @@ class _SampleReader:
         if (text := self.read_text("query_text", queries)) is not None:
             one.queries_read = GrowingText.from_text(text)
         held = one.k is not None or self.data["text"] is not None or not PER_KEY.isdisjoint(one.statistics)
-        if keys > MOST_UNHELD and not held:
-            raise _InvalidValueError(f"it holds none of the {keys:,} keys of a sample")
+        if keys > MAX_KEYS_WITHOUT_DATA and not held:
+            raise _InvalidValueError(f"it stores no data for the {keys:,} keys of a sample")
         return one
 
     def read_segment(self, data: dict[str, Any], row_start: int) -> Segment:
-        """Read a segment; its masks, shapes and options are checked as in a new attention call."""
-        queries = _checked_count(data["queries"], "a number of queries", most=MOST_TOKENS)
-        keys = _checked_count(data["keys"], "a number of keys", most=MOST_TOKENS)
+        """Read a segment; its mask, shape and options are checked as in `mh.attention`."""
+        queries = _checked_count(data["queries"], "a number of queries", most=MAX_TOKENS)
+        keys = _checked_count(data["keys"], "a number of keys", most=MAX_TOKENS)
         numbers = [data["scale"], *([] if data["softcap"] is None else [data["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
             raise _InvalidValueError("a scale is not a number")
-        start = _checked_kind(data["query_start"], int, "a query's place")
-        if abs(start) > MOST_TOKENS:
-            raise _InvalidValueError(f"a query's place is {start}")
-        blank = torch.empty((), dtype=self.dtype)  # is expanded to q, k and v without their memory
+        start = _checked_type(data["query_start"], int, "the position of a query")
+        if abs(start) > MAX_TOKENS:
+            raise _InvalidValueError(f"the position of a query is {start}")
+        blank = torch.empty((), dtype=self.dtype)  # expanded to q, k and v without memory
         request = request_of(
             blank.expand(1, self.heads, queries, self.head_dim),
             blank.expand(1, self.kv_heads, keys, self.head_dim),
@@ -476,12 +483,12 @@ class _SampleReader:
             start,
         )
         nothing = torch.empty(0)
-        key_start = _checked_count(data["key_start"], "a key's place", most=MOST_TOKENS)
-        apart = _checked_kind(data.get("apart", False), bool, "apart")  # older files have no windows
+        key_start = _checked_count(data["key_start"], "the index of a key", most=MAX_TOKENS)
+        apart = _checked_type(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
         return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
 
     def read_sinks(self, data: dict[str, Any]) -> Tensor | None:
-        """Read the learned sinks of a call, (heads,); None in older files, whose logsumexp includes them."""
+        """Read the learned sinks of a segment, (heads,); None if the file does not store them."""
         name = data.get("sinks")
         if name is None:
             return None
@@ -494,7 +501,7 @@ class _SampleReader:
         one.logsumexp.add(
             _checked_tensor(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row)
         )
-        if _checked_kind(self.data["kept"], bool, "kept"):
+        if _checked_type(self.data["kept"], bool, "kept"):
             one.q = self.read_rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
             one.k = self.read_rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
             held = keys if one.split is None else count_tokens(one.split.keys)
@@ -509,10 +516,10 @@ class _SampleReader:
         return stored
 
     def tensor_name(self) -> str:
-        return str(_checked_kind(self.data["name"], str, "a name"))
+        return str(_checked_type(self.data["name"], str, "a name"))
 
     def read_calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Read the query and key range of each call, checking that calls are consecutive and within a segment."""
+        """Read the query and key ranges of each call, and check that calls are consecutive and within a segment."""
         data = _checked_tensor(self.tensors[self.data["calls"]], (None, 4), "calls", torch.int64).tolist()
         found: list[tuple[tuple[int, int], tuple[int, int]]] = []
         segments = iter(one.segments)
@@ -532,9 +539,9 @@ class _SampleReader:
 
     def read_statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
-        for name, place in _checked_kind(self.data["statistics"], dict, "the statistics").items():
+        for name, place in _checked_type(self.data["statistics"], dict, "the statistics").items():
             shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
-            shape = (self.heads, None, None) if name in OF_MAPS else shape
+            shape = (self.heads, None, None) if name in PER_MAP else shape
             kinds = (torch.float32, torch.float64, torch.int64)
             found[name] = _checked_tensor(self.tensors[place], shape, name, *kinds)
         return found

@@ -1,4 +1,4 @@
-"""Memory of a recorded run: peak of the process, q and k that are kept, and dense attention weights for comparison."""
+"""Compute the memory use of a recorded run, compared with the size of dense attention weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Memory:
     """The memory of a recorded run, in bytes.
 
     Attributes:
-        peak: peak resident memory of this process so far, with the model; None if the system does not report it.
-        kept: q and k of all layers in the record; 0 if only statistics are kept.
-        weights: the attention weights of all heads in the model's dtype, as eager attention would return them.
+        peak: peak resident memory of this process; None if the operating system does not report it.
+        kept: size of q and k of all layers in the record; 0 if only statistics are kept.
+        weights: size that the attention weights of all heads would have in the model's dtype.
     """
 
     peak: int | None
@@ -25,7 +25,7 @@ class Memory:
 
 
 def memory_of(layers: Sequence[LayerRecord]) -> Memory:
-    """Return the bytes that recorded layers keep, and those that all their weights would take.
+    """Compute the memory use of recorded layers.
 
     >>> import torch, multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
@@ -49,7 +49,7 @@ def memory_of(layers: Sequence[LayerRecord]) -> Memory:
 def _peak_of_process() -> int | None:
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:  # Windows has no module resource
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most  # in kilobytes, but in bytes on macOS, see getrusage(2)
+    return most if sys.platform == "darwin" else 1024 * most  # bytes on macOS, kilobytes elsewhere, see getrusage(2)

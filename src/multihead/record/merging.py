@@ -1,4 +1,4 @@
-"""Join the records of several ranks into one: their heads, and the tokens of a sequence that is split over them."""
+"""Join the records of several ranks, over which heads or the tokens of a sequence were split, into one record."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ def merge_records(records: Sequence[RecordContents]) -> RecordContents:
     """Join the records of some ranks into one, over heads, tokens or both.
 
     Args:
-        records: one per rank, in any order; what several of them hold, such as the heads of a sequence that is split,
-            must be equal.
+        records: one record per rank, in any order.
 
     Returns:
-        one record; it may still be a part of the whole, to be joined with others.
+        one record, which may still lack the heads or tokens of other ranks.
 
     Raises:
-        ArgumentError: they do not belong together, or a part is missing.
+        ArgumentError: the records are not of one run, or the record of a rank is missing.
     """
     first = records[0]
     if len(records) == 1:
         return first
     names = [[(layer.number, layer.name, layer.num_samples) for layer in each.layers] for each in records]
     if any(each != names[0] for each in names):
-        raise _error_of_unlike_records("they have different layers or numbers of texts")
+        raise _mismatch_error("they have different layers or numbers of texts")
     layers = [_merge_layer([each.layers[index] for each in records]) for index in range(len(first.layers))]
     samples = {
         id(old): new
@@ -48,35 +47,35 @@ def merge_records(records: Sequence[RecordContents]) -> RecordContents:
         for old, new in zip(before.samples, after.samples, strict=True)
     }
     calls = [(samples[id(sample)], call) for sample, call in first.calls]
-    # The id does not depend on the order of the records: a viewer names its files after it.
+    # The id must not depend on the order of the records, because the viewer names its files by it.
     name = hashlib.sha256("".join(sorted(each.id for each in records)).encode()).hexdigest()[:32]
     return RecordContents(layers, first.title, name, calls, first.statistics)
 
 
 def merge_all_ranks(records: Sequence[RecordContents]) -> RecordContents:
-    """Join the records of all ranks, which together hold every head and token.
+    """Join the records of all ranks, and check that no head and no token is missing.
 
     Raises:
-        ArgumentError: they do not belong together, or a part is missing.
+        ArgumentError: the records are not of one run, or the record of a rank is missing.
     """
     found = merge_records(records)
     missing = [layer.split.describe() for layer in found.layers if layer.split is not None]
     if missing:
-        raise _error_of_unlike_records(f"together they hold {missing[0]}")
+        raise _mismatch_error(f"together they hold {missing[0]}")
     return found
 
 
-def _error_of_unlike_records(reason: str) -> ArgumentError:
+def _mismatch_error(reason: str) -> ArgumentError:
     return ArgumentError(
         f"The records of the ranks do not belong together: {reason}.",
-        "Give those of one run, one of each rank, whose layers and options are equal.",
+        "Give the records of one run, one from each rank, with equal layers and options.",
     )
 
 
 def _merge_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
     splits = [layer.split for layer in layers]
     if any(split is None for split in splits):
-        raise _error_of_unlike_records(f"{layers[0].name} of one of them is not a part")
+        raise _mismatch_error(f"{layers[0].name} of one of them was not split over ranks")
     of_heads: dict[Range, list[tuple[LayerPartOfRank, LayerRecord]]] = {}
     for split, layer in zip(splits, layers, strict=True):
         assert split is not None
@@ -89,15 +88,15 @@ def _merge_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
 
 
 def _merge_tokens(splits: list[LayerPartOfRank], layers: list[LayerRecord]) -> LayerRecord:
-    """Join the records of one layer from ranks that have the same heads and different tokens."""
+    """Join one layer's records from ranks with the same heads and different tokens."""
     split, layer = splits[0], layers[0]
     if len(layers) == 1:
         return layer
     if split.ranks == 1:
-        raise _error_of_unlike_records("several of them hold the same heads")
+        raise _mismatch_error("several of them hold the same heads")
     if [each.rank for each in splits] != list(range(split.ranks)):
         listed = ", ".join(str(each.rank) for each in splits)
-        raise _error_of_unlike_records(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
+        raise _mismatch_error(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
     found = replace(
         layer,
         _samples=[_merge_sample_tokens(each) for each in zip(*(layer.samples for layer in layers), strict=True)],
@@ -115,16 +114,16 @@ def _none_if_whole(split: LayerPartOfRank) -> LayerPartOfRank | None:
 
 
 def _merge_heads(layers: list[LayerRecord]) -> LayerRecord:
-    """Join the records of one layer from ranks that have the same tokens and different heads."""
+    """Join one layer's records from ranks with the same tokens and different heads."""
     splits = [layer.split for layer in layers if layer.split is not None]
     split = splits[0]
     if len({(each.num_heads, each.rank, each.ranks) for each in splits}) > 1:
-        raise _error_of_unlike_records("they hold different tokens, or heads of different layers")
+        raise _mismatch_error("they hold different tokens, or heads of different layers")
     ends = [each.heads for each in splits]
     if [first for first, _ in ends] != [0, *(stop for _, stop in ends[:-1])] or ends[-1][1] != split.num_heads:
         listed = ", ".join(f"{first} to {stop - 1}" for first, stop in ends)
-        raise _error_of_unlike_records(f"{layers[0].name} has {split.num_heads} heads, and these are {listed}")
-    # Ranks may hold the same key/value heads; the first rank of each is kept.
+        raise _mismatch_error(f"{layers[0].name} has {split.num_heads} heads, and these are {listed}")
+    # Several ranks may have the same key/value heads; they are taken from the first such rank.
     kv = list({split.kv_heads: index for index, split in reversed(list(enumerate(splits)))}.values())[::-1]
     whole = split._replace(heads=(0, split.num_heads), kv_heads=(0, split.num_kv_heads))
     found = replace(
@@ -143,7 +142,7 @@ def _merge_heads(layers: list[LayerRecord]) -> LayerRecord:
 def _merge_summaries(
     summaries: list[RunningSummary], joined: Callable[[Iterable[Tensor]], Tensor | int]
 ) -> RunningSummary:
-    """Join the running summaries of ranks with `joined`: a sum over tokens, or a concatenation over heads."""
+    """Join the running summaries of ranks; `joined` adds (ranks with other tokens) or concatenates (other heads)."""
     first = summaries[0]
     found = RunningSummary(first.num_heads, first.num_samples)
     for name in first.statistics:
@@ -156,19 +155,19 @@ def _merge_summaries(
 
 
 def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
-    """Join one sample from ranks that hold different tokens of it."""
+    """Join the records of one sample from ranks with different tokens."""
     first = ranks[0]
     splits = [each.split for each in ranks if each.split is not None]
     segment = first.segments[0]
     if len(splits) < len(ranks) or any(each.segments[0].request.shape != segment.request.shape for each in ranks):
-        raise _error_of_unlike_records(f"the sizes of {first.name} differ")
+        raise _mismatch_error(f"the sizes of {first.name} differ")
     _check_same_text(ranks)
     shape = segment.request.shape
     of_queries, of_keys = (_sort_ranges([split[index] for split in splits]) for index in (0, 1))
     for name, places, length in (("queries", of_queries, shape.query_length), ("keys", of_keys, shape.key_length)):
         ends = [0, *(stop for _, (_, stop), _ in places)]
         if [start for _, (start, _), _ in places] != ends[:-1] or ends[-1] != length:
-            raise _error_of_unlike_records(f"their {name} are not those of a text with {length}")
+            raise _mismatch_error(f"their {name} do not add up to a text with {length}")
 
     def concatenate_in_order(tensors: Sequence[Tensor], dim: int) -> Tensor:
         parts = [tensors[rank].narrow(dim, at, stop - start) for rank, (start, stop), at in of_queries]
@@ -196,7 +195,7 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
 
 
 def _sort_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
-    """Sort the token ranges of all ranks: return rank, range and offset in the rank's own tokens, for each."""
+    """Return all token ranges of all ranks in order: rank, range, and index of its first token in the rank's tokens."""
     found = [
         (rank, each, count_tokens(ranges[:index]))
         for rank, ranges in enumerate(of_ranks)
@@ -220,15 +219,15 @@ def _join_rows(
 def _check_same_text(ranks: Sequence[SampleRecord]) -> None:
     known = [each.keys_read.ids.whole() for each in ranks if each.keys_read.ids is not None]
     if any(not torch.equal(each, known[0]) for each in known):
-        raise _error_of_unlike_records("they read different texts")
+        raise _mismatch_error("they read different texts")
 
 
 def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, kv: list[int]) -> SampleRecord:
-    """Join one sample from ranks that hold different heads; `kv` are the ranks whose key/value heads are kept."""
+    """Join the records of one sample from ranks with different heads; key/value heads are taken from the ranks `kv`."""
     first = ranks[0]
     sizes = {(each.num_queries, each.num_keys, len(each.segments), each.split) for each in ranks}
     if len(sizes) > 1:
-        raise _error_of_unlike_records(f"the sizes of {first.name} differ")
+        raise _mismatch_error(f"the sizes of {first.name} differ")
     _check_same_text(ranks)
     found = replace(first, _pooled=None)
     found.segments = [_merge_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
@@ -254,7 +253,7 @@ def _stack_heads(rows: Sequence[Rows | None], heads: int, shape: AttentionShape)
 
 
 def _merge_segment(ranks: Sequence[Segment], whole: LayerPartOfRank) -> Segment:
-    """Join one call from ranks that hold different heads."""
+    """Join the records of one segment from ranks with different heads."""
     requests = [each.request for each in ranks]
     first = requests[0]
     if not all(_are_equal_masks(each.mask, first.mask) for each in requests):
@@ -274,7 +273,7 @@ def _merge_segment(ranks: Sequence[Segment], whole: LayerPartOfRank) -> Segment:
 
 
 def _are_equal_masks(mask: Mask, other: Mask) -> bool:
-    """Whether two masks have equal fields; masks of two processes hold different tensors with equal values."""
+    """Whether two masks have the same class and fields; tensors are compared by value."""
     if mask == other:
         return True
     tensors, others = TensorStore(), TensorStore()

@@ -1,4 +1,4 @@
-"""Show records, samples, tables and found heads in a notebook; HTML has no scripts, and every text in it is escaped."""
+"""HTML of records, samples and tables for notebooks, without scripts and with escaped texts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 
 ROWS = 24
-"""Heads that a notebook shows; `print(record.table())` shows all."""
+"""Largest number of heads that a notebook shows; `print(record.table())` shows all."""
 
 
 PLACES = ("layer", "head", "name")
-"""The columns of a table that say which head it is."""
+"""Columns of a table that identify a head."""
 
 WORDS = (*PLACES, "kind")
-"""The columns that are no statistic."""
+"""Columns of a table that are not statistics."""
 
 CHANCE = "_chance"
-"""What follows the name of a statistic in the name of the column with its chance."""
+"""Suffix of a column with the chance level of a statistic, after the name of the statistic."""
 
-MOST_LEVELS = 4
-"""Lines of a table that list chance: layers with different masks have different levels."""
+MAX_CHANCE_ROWS = 4
+"""Largest number of rows with chance levels in a table; layers with different masks have different levels."""
 
 
 class OneLine:
-    """A head that was found, whose repr is its line, so that a list of such heads can be read as it is shown.
+    """Base class whose repr contains the str of an object, so that a list of found heads is readable.
 
     >>> class Head(OneLine):
     ...     def __str__(self):
@@ -42,15 +42,15 @@ class OneLine:
 
 
 def statistic_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | None) -> list[Statistic]:
-    """Return the statistics among a table's columns, without the columns of chance."""
+    """Return the columns of a table that are statistics, without chance levels."""
     return [statistic(name, statistics) for name in names if name not in WORDS and not name.endswith(CHANCE)]
 
 
 def distinct_chances(rows: Sequence[Mapping[str, Any]], columns: Sequence[Statistic]) -> list[list[str]]:
-    """Return the distinct chance levels of some rows as text: per level one number per column, "" if unknown."""
+    """Return the distinct chance levels of the rows: lists of one formatted number per column, "" if unknown."""
     found = dict.fromkeys(tuple(each.number(row.get(each.name + CHANCE)) for each in columns) for row in rows)
     shown = [["" if number == "-" else number for number in level] for level in found]
-    return [level for level in shown if any(level)][:MOST_LEVELS]
+    return [level for level in shown if any(level)][:MAX_CHANCE_ROWS]
 
 
 def html_of_table(
@@ -62,15 +62,15 @@ def html_of_table(
     *,
     rest: str = "print(record.table())",
 ) -> str:
-    """Return a title, a caption, and a table with one row per head.
+    """Return HTML with a title, a caption, and a table with one row per head.
 
     Args:
         title: shown in bold; "" shows neither title nor caption.
         caption: one sentence without its full stop.
-        rows: one dict per head: "layer", "head", "name", and its statistics.
-        places: which of "layer", "head" and "name" are columns; "kind" is one if the rows have it.
-        statistics: label, unit and number format of the statistics that are not built in.
-        rest: what returns the rows after the first `ROWS`.
+        rows: one dict per head: "layer", "head", "name", optionally "kind", and the statistics.
+        places: which of "layer", "head" and "name" are columns; "kind" is a column if the rows have it.
+        statistics: name -> statistic, for the statistics that are not built in.
+        rest: Python expression that shows all rows, printed if there are more than `ROWS`.
 
     >>> html_of_table("<b>", "nothing was recorded yet", [], [])
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'

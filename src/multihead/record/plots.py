@@ -1,4 +1,4 @@
-"""Plots of recorded heads with matplotlib, in the colours of the report and the viewer."""
+"""Plot recorded heads with matplotlib, in the colours of the report and the viewer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
 CELLS = 512
-"""Largest number of rows and columns of a map that is drawn; a larger map is drawn in means."""
+"""Largest number of rows and columns of a drawn map; of a larger map the means of blocks are drawn."""
 
 LABELS = 48
-"""Largest number of tokens that are written along a side of a map."""
+"""Largest number of tokens that are drawn as labels along an axis of a map."""
 
-GRID_CELLS = 96  # rows and columns of each small map of a grid
+GRID_CELLS = 96  # largest number of rows and columns of each map in a grid
 _PAPER_TO_INK = "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # as static/shared/colour.js
 _HIDDEN = "#E4E2DC"
 
@@ -36,22 +36,22 @@ def plot_map(
     keys: slice = slice(None),
     ax: Any = None,
 ) -> Any:
-    """Draw the map of a head, or a rectangle of it, with tokens as labels where they fit.
+    """Draw the attention map of a head, or a rectangle of the map, labelled with tokens if there is room.
 
     Args:
         sample: the sample.
         head: which head.
         title: the title.
-        queries: the rows, without steps.
-        keys: the columns, without steps.
+        queries: the rows, a slice of step 1.
+        keys: the columns, a slice of step 1.
         ax: the matplotlib axes to draw on; None makes new ones.
 
     Returns:
-        the axes. The colour follows the square root of the weight.
+        the axes. The colour scale is linear in the square root of the weight.
 
     Raises:
         ProbeError: only statistics were kept.
-        ArgumentError: a head that does not exist, or a slice with steps.
+        ArgumentError: the head does not exist, or a slice has another step.
         MissingPackageError: matplotlib is not installed.
     """
     plt = import_pyplot()
@@ -84,9 +84,9 @@ def plot_statistic(
     """Draw a statistic of all heads, one row per layer and one column per head.
 
     Args:
-        layers: the layers that have it.
-        shown: its label and unit.
-        values: (heads,) per layer, by the number of the layer.
+        layers: the layers that have the statistic.
+        shown: the statistic.
+        values: number of a layer -> (heads,).
         ax: the matplotlib axes to draw on; None makes new ones.
 
     Returns:
@@ -113,7 +113,7 @@ def plot_statistic(
 
 
 def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
-    """Draw a small map of every head, one row per layer, on one scale.
+    """Draw a small attention map of every head, one row per layer, with a common colour scale.
 
     Args:
         layers: the layers.
@@ -148,12 +148,12 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
                 ax.set_title(f"H{head}", fontsize="small")
     _add_color_bar(axes, image, end, block)
     if "inline" in plt.get_backend():
-        plt.close(figure)  # a notebook shows the open figures of a cell besides its result, which is this figure too
+        plt.close(figure)  # otherwise a notebook would show this figure twice
     return figure
 
 
 def import_pyplot() -> Any:
-    """Return matplotlib.pyplot.
+    """Import and return matplotlib.pyplot.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -165,15 +165,15 @@ def import_pyplot() -> Any:
 
 
 def report_colormap() -> Any:
-    """Return the colours of the pages, from paper to ink, as a colormap."""
+    """Return the colormap of the report and the viewer, from white (paper) to dark blue (ink)."""
     from matplotlib.colors import LinearSegmentedColormap
 
     ramp = LinearSegmentedColormap.from_list("multihead", _PAPER_TO_INK.split())
-    return ramp.with_extremes(bad=_HIDDEN)  # the colour of cells that no query may see
+    return ramp.with_extremes(bad=_HIDDEN)  # hidden cells, which are NaN, are grey
 
 
 def end_of_color_scale(weights: Any, *, single: bool) -> float:
-    """Return the weight at which the colour scale ends: 1 for single weights, else the largest mean, rounded up."""
+    """Return the upper end of the colour scale: 1 for single weights, else the largest mean, rounded up."""
     finite = weights[np.isfinite(weights)]
     largest = float(finite.max()) if finite.size else 0.0
     if single or largest <= 0:

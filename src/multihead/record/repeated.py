@@ -1,4 +1,4 @@
-"""The attention of a layer's heads on repeated random tokens, where only the repetition can be predicted."""
+"""The attention of a layer's heads on repeated random tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RepeatedTokens:
-    """The attention of one layer on texts of random tokens that repeat, see `observation.textbook`.
+    """The attention of one layer on texts of repeated random tokens, measured by `observation.textbook`.
 
     Attributes:
-        length: how many random tokens a text has.
-        times: how often the same random tokens occur in a text.
+        length: number of random tokens.
+        times: number of times that the random tokens occur in a text.
         start: whether the text begins with a start token.
-        shares: statistic of `probes.catalogue.REPEATED` -> (texts, heads) float64, the mean share in each text.
-        chance: the same statistics -> (heads,) float64, what an even spread over the visible keys gives.
+        shares: name of a statistic in `probes.catalogue.REPEATED` -> (texts, heads) float64, mean share in each text.
+        chance: name of a statistic -> (heads,) float64, its chance level (even weights over the visible keys).
     """
 
     length: int
@@ -26,5 +26,5 @@ class RepeatedTokens:
     chance: dict[str, Tensor]
 
     def means(self) -> dict[str, Tensor]:
-        """Mean share of each statistic over the texts: (heads,) float64."""
+        """Return the mean of each statistic over the texts: name -> (heads,) float64."""
         return {name: shares.mean(0) for name, shares in self.shares.items()}

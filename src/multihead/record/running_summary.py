@@ -1,4 +1,4 @@
-"""Summarise a layer over any number of texts in constant memory: sums, counts, and histograms for percentiles."""
+"""Summarise statistics of a layer over any number of texts in constant memory, by sums, counts and histograms."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from multihead.kernels.native import library
 from multihead.record.summaries import SHARES, Measured, Of, check_summary_name
 
 LEAST, MOST = 2.0**-30, 2.0**30
-"""Smaller values count as 0, larger ones as the largest."""
+"""Range of the histograms: smaller values count as 0, and larger values are in the last bin."""
 
 BINS = 2 + 60 * 64
-"""64 bins per octave from LEAST to MOST, one for smaller and one for larger values."""
+"""Number of bins of a histogram: 64 per octave from LEAST to MOST, one for smaller and one for larger values."""
 
 
-# By the dtype of the bits: how many bits of the mantissa follow the first six, and what to subtract: LEAST is in bin 1.
+# Integer dtype of a number's bits -> number of mantissa bits after the first six, and offset so that LEAST is in bin 1.
 _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
 
 
 @dataclass(eq=False)
 class QuantileSketch:
-    """Sum, count and histogram of one statistic, over all queries so far.
+    """Sum, count and histogram of one statistic over the queries added so far.
 
-    A value's bin is the exponent and the first six bits of the mantissa of the floating-point number, so the ends of
-    a bin differ by at most 1/64 of the value, and a percentile is at most 1 % off.
+    The bin of a value is given by the exponent and the first six mantissa bits of the floating-point number. So the
+    ends of a bin differ by at most 1/64 of the value, and percentiles have errors of at most 1 %.
 
     Attributes:
-        total: (heads,) float64, the sum.
-        count: (heads,) float64, how many queries counted.
-        bins: (heads, bins) int64, how many values lie in each bin; the first is for values below LEAST.
-        maximum: (heads,) float64, the exact maximum, -inf without values; None if only the bin of the maximum is known.
+        total: (heads,) float64, sum of the values.
+        count: (heads,) float64, number of values.
+        bins: (heads, bins) int64, number of values in each bin; the first bin has the values below LEAST.
+        maximum: (heads,) float64, exact maximum, -inf without values; None if it is not recorded.
 
     Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
     """
@@ -47,14 +47,14 @@ class QuantileSketch:
 
     @staticmethod
     def empty(heads: int) -> QuantileSketch:
-        """Return an empty sketch."""
+        """Create a sketch without values."""
         return QuantileSketch.empty_list(1, heads)[0]
 
     @staticmethod
     def empty_list(count: int, heads: int) -> list[QuantileSketch]:
-        """Return `count` empty sketches, which are views of shared tensors."""
+        """Create `count` sketches without values, which are views of shared tensors."""
         sums = torch.zeros(2, count, heads, dtype=torch.float64)
-        # NumPy's zeros come from calloc: only the pages that are written to take time and memory.
+        # np.zeros uses calloc, so memory pages without values take neither time nor memory.
         bins = torch.from_numpy(np.zeros((count, heads, BINS), np.int64))
         return [QuantileSketch(*each) for each in zip(*sums, bins, strict=True)]
 
@@ -63,7 +63,7 @@ class QuantileSketch:
 
         Args:
             values: ([batch,] heads, queries), floating-point.
-            counted: the same shape, bool: which of them count.
+            counted: ([batch,] heads, queries) bool, which values to add.
         """
         if self.maximum is not None:
             largest = values.double().masked_fill(~counted, -torch.inf).transpose(0, -2).flatten(1)
@@ -73,7 +73,7 @@ class QuantileSketch:
             library.add_to_histograms(values, counted, first_bin, self.total, self.count, self.bins)
             return
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
-        # Multiplying the bits by False sets values that do not count to 0, even NaN, 10 times faster than masked_fill.
+        # Multiplying bits by False sets uncounted values to 0, even NaN, and is 10 times faster than masked_fill.
         bits = _bits_as_integers(values) * counted
         count = counted.sum(rest)
         floats = torch.float64 if bits.dtype == torch.int64 else torch.float32
@@ -81,10 +81,10 @@ class QuantileSketch:
         self.count += count
         place = _bin_of_bits(bits).add_(torch.arange(0, heads * BINS, BINS)[:, None]).flatten()
         self.bins.view(-1).scatter_add_(0, place, torch.ones(1, dtype=torch.int64).expand_as(place))
-        self.bins[:, 0] -= values.numel() // max(heads, 1) - count  # values that do not count are zeros, in bin 0
+        self.bins[:, 0] -= values.numel() // max(heads, 1) - count  # uncounted values were set to 0 and are in bin 0
 
     def quantile(self, share: float) -> Tensor:
-        """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 without queries."""
+        """Return the quantile below which a share of the values lies, within 1 %: (heads,) float64; 0 if empty."""
         if share == 1 and self.maximum is not None:
             return torch.where(self.count == 0, 0.0, self.maximum)
         wanted = share * (self.count - 1).clamp(min=0)
@@ -95,14 +95,14 @@ class QuantileSketch:
 
 @dataclass(eq=False)
 class RunningSummary:
-    """The summary of one layer over all texts so far.
+    """Summary of the statistics of one layer over the texts added so far.
 
     Attributes:
         num_heads: number of query heads.
         num_samples: number of texts.
-        statistics: name -> its sketch.
-        maxima: the statistics whose exact maximum is kept too.
-        takes_batches: whether it takes all texts of a call at once, and never a part of a text.
+        statistics: name of a statistic -> its sketch.
+        maxima: names of the statistics whose exact maximum is recorded.
+        takes_batches: whether `add` must get complete texts, all texts of a call at once.
     """
 
     num_heads: int
@@ -115,8 +115,8 @@ class RunningSummary:
         """Add the statistics of one text, or of all texts of a batch at once.
 
         Args:
-            measured: statistic -> its values and which of them count, ([batch,] heads, queries).
-            samples: how many texts begin with this call.
+            measured: name of a statistic -> values and which of them count, ([batch,] heads, queries) each.
+            samples: number of texts that begin with this call.
         """
         self.num_samples += samples
         new = [name for name in measured if name not in self.statistics]
@@ -128,7 +128,7 @@ class RunningSummary:
             self.statistics[name].add(each.values, each.counted)
 
     def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Summarise each statistic, or some: (heads,) float64 each; "mean" is exact, the others within 1 %."""
+        """Return name -> (heads,) float64, the summary `of` each statistic; means are exact, others are within 1 %."""
         check_summary_name(of)
         chosen = {name: each for name, each in self.statistics.items() if names is None or name in names}
         if of == "mean":
@@ -137,19 +137,19 @@ class RunningSummary:
 
 
 def bin_of(values: Tensor) -> Tensor:
-    """Return the bin of each value, int64 of the same shape; NaN is in the last one."""
+    """Return the index of the histogram bin of each value, int64; NaN is in the last bin."""
     return _bin_of_bits(_bits_as_integers(values))
 
 
 def value_of_bin(place: Tensor) -> Tensor:
-    """Return the value that a bin stands for, within 1 % of all in it: float64; 0 for the first bin."""
+    """Return a representative value of each bin, float64, within 1 % of all values in the bin; 0 for bin 0."""
     low, high = _lower_end_of_bin(place), _lower_end_of_bin(place + 1)
-    # The harmonic mean has the same relative distance from both ends.
+    # The harmonic mean has the same relative distance to both ends.
     return torch.where(place == 0, 0.0, 2 * low * high / (low + high))
 
 
 def _bits_as_integers(values: Tensor) -> Tensor:
-    """Return the bits of floating-point numbers as integers: int64 for float64, else int32 of the float32."""
+    """View the bits of numbers as integers: int64 for float64, else int32 after converting to float32."""
     return values.view(torch.int64) if values.dtype == torch.float64 else values.float().view(torch.int32)
 
 
@@ -159,6 +159,6 @@ def _bin_of_bits(bits: Tensor) -> Tensor:
 
 
 def _lower_end_of_bin(place: Tensor) -> Tensor:
-    """Return the lower end of a bin from 1 on: float64."""
+    """Return the lower end of bins 1 and higher, float64."""
     octave, part = (place - 1) // 64, (place - 1) % 64
     return LEAST * 2.0 ** octave.double() * (1 + part.double() / 64)

@@ -1,4 +1,4 @@
-"""One sample in one layer: its statistics, and any part of its map."""
+"""The record of one sample (one text) in one layer: its statistics, and tiles of its attention map."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.context import Pool
 from multihead.probes.lookups import weight_at_offset
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.statistics import NOTHING
+from multihead.probes.statistics import NO_CONTEXT
 from multihead.probes.tile import head_indices, tile
 from multihead.record import notebook, summaries
 from multihead.record.blocks import (
     checked_slice_ends,
     checked_slice_indices,
     index_of_heads,
-    number_per_axis,
+    number_pair,
     sum_blocks,
 )
 from multihead.record.notebook import number_with_noun
@@ -39,28 +39,28 @@ from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
 PER_KEY = frozenset({"received", "coverage"})
-OF_MAPS = frozenset({"pooled_map"})
+PER_MAP = frozenset({"pooled_map"})
 
 
 @dataclass(eq=False, repr=False)
 class SampleRecord:
-    """One sample (one text) in one layer, without padding; the calls of a decoding are merged.
+    """One sample (one text) in one layer, without padding; the calls of cached decoding are merged.
 
     Attributes:
         name: the layer's name.
         map_size: largest number of rows and columns of the pooled map.
-        map_pool: whether a block of it holds the "mean" or the "max" of its weights.
+        map_pool: whether a cell of the pooled map is the "mean" or the "max" of the weights in its block.
         logsumexp: (1, heads, queries), nats.
         q: (1, heads, queries, head_dim), or None if only statistics were kept.
         k: (1, kv_heads, keys, head_dim), or None if only statistics were kept.
-        segments: its calls, merged where one mask describes several.
-        calls: per call, the range of its queries and of its keys, (first, after the last) each.
+        segments: the calls of the sample, where consecutive calls with the same kind of mask are merged.
+        calls: query range and key range of each call, [first, stop) each.
         crosses: whether keys come from another text than queries (cross-attention).
-        keys_read: the text of the keys, which grows call by call.
-        queries_read: the text of the queries, if it differs from that of the keys.
-        split: the tokens that this rank holds, where a sequence is split over ranks; None = all of them. `q`,
-            `logsumexp` and statistics are then those of its queries, and `k` has its keys.
-        counted: which queries count in a summary, for statistics that are not built in; see `probes.Statistic`.
+        keys_read: text of the keys, to which each call adds tokens.
+        queries_read: text of the queries in cross-attention.
+        split: tokens of this rank if a sequence is split over ranks, else None. `q`, `logsumexp` and statistics are
+            then for the rank's queries, and `k` has the rank's keys.
+        counted: name -> `Statistic.counted`, for statistics that are not built in.
     """
 
     name: str
@@ -87,7 +87,7 @@ class SampleRecord:
 
     @property
     def head_dim(self) -> int:
-        """Width of a query and a key."""
+        """Number of features of a query and a key."""
         return self.segments[0].request.shape.head_dim
 
     @property
@@ -97,7 +97,7 @@ class SampleRecord:
 
     @property
     def num_queries(self) -> int:
-        """Number of queries; of this rank, where a sequence is split."""
+        """Number of queries (of this rank, if a sequence is split)."""
         return self.segments[-1].row_stop if self.split is None else count_tokens(self.split.queries)
 
     @property
@@ -107,24 +107,24 @@ class SampleRecord:
 
     @property
     def query_start(self) -> int:
-        """Position of the first query among the keys."""
+        """Position of the first query, counted from the first key."""
         return self.segments[0].query_start
 
     @property
     def positions(self) -> Tensor:
-        """The position of each query among the keys: (queries,) int64."""
+        """Position of each query, counted from the first key: (queries,) int64."""
         if self.split is not None:
             return self.query_start + torch.cat([torch.arange(*each) for each in self.split.queries])
         return torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.segments])
 
     @property
     def sees(self) -> Tensor:
-        """Which queries see a key: (heads, queries) bool."""
+        """Whether each query sees any key: (heads, queries) bool."""
         return (self.logsumexp.whole()[0] != -torch.inf).cpu()
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether q and k were kept, so that any part of the map can be computed."""
+        """Whether q and k were kept, so that attention weights can be computed."""
         return self.q is not None and self.split is None
 
     @property
@@ -143,14 +143,14 @@ class SampleRecord:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Statistics per query, (heads, queries) each, on the CPU.
+        """All statistics, name -> (heads, queries), on the CPU.
 
-        `received` and `coverage` are (heads, keys), `pooled_map` is (heads, rows, columns); a decoding has the latter
-        only if q and k were kept.
+        `received` and `coverage` are (heads, keys), `pooled_map` is (heads, rows, columns). A sample with several calls
+        has a pooled map only if q and k were kept and `map_pool` is "mean".
         """
         found = self.per_query | self._others
         if len(self.calls) > 1 and "pooled_map" in found:
-            del found["pooled_map"]  # the pooled map of one call has other blocks than that of all calls
+            del found["pooled_map"]  # the map of the first call has smaller blocks than the map of all calls
             if (
                 self.keeps_weights
                 and self.map_pool == "mean"
@@ -163,26 +163,26 @@ class SampleRecord:
 
     @property
     def per_query(self) -> dict[str, Tensor]:
-        """Statistics that are one number per query: (heads, queries) each."""
+        """Statistics with one number per query: name -> (heads, queries)."""
         return {name: rows.whole() for name, rows in self._per_query.items()}
 
     @property
     def means(self) -> dict[str, Tensor]:
-        """Means over the queries that see a key: (heads,) float64 each.
+        """Mean of each statistic over the queries that see a key: name -> (heads,) float64.
 
-        The mean of `previous_mass` and other offsets is over the queries whose call has a key at that offset.
+        Means of `previous_mass` and other offsets leave out queries without a key at that offset.
         """
         return self.summary()
 
     def summary(self, of: Of = "mean") -> dict[str, Tensor]:
-        """Summarise each statistic over the queries that count, see `measured`: (heads,) float64 each."""
+        """Summarise each statistic over the queries that count, see `Statistic.counted`: name -> (heads,) float64."""
         return summaries.summary([self.measured()], of)
 
     def measured(self) -> dict[str, Measured]:
-        """Return each floating-point statistic per query, and which queries count in a summary of it."""
+        """Return each floating-point statistic, and which queries count in its summaries: (heads, queries) each."""
         sees, positions, ids = self.sees, self.positions, self.text.ids
         rows, keys = torch.tensor(self.calls).unbind(1)  # (calls, 2) each
-        num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # per query, the number of keys of its call
+        num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # number of keys in the call of each query
         windows = [torch.full((each.num_queries,), each.key_start * each.apart) for each in self.segments]
         first = torch.cat(windows)[: len(positions)]  # the first key of the window of each query; 0 without windows
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
@@ -196,8 +196,8 @@ class SampleRecord:
         }
 
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:
-        """Set the statistics of the whole sample, which replace earlier ones."""
-        self._others = {name: value for name, value in statistics.items() if name in PER_KEY | OF_MAPS}
+        """Replace all statistics of the sample."""
+        self._others = {name: value for name, value in statistics.items() if name in PER_KEY | PER_MAP}
         self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
         if "pooled_map" in statistics:
             self._pooled = (len(self.calls), statistics["pooled_map"])
@@ -221,7 +221,7 @@ class SampleRecord:
         Args:
             segment: the call; its `row_start` is set here.
             logsumexp: (1, heads, queries).
-            statistics: its statistics.
+            statistics: statistics of the call.
             q: (1, heads, queries, head_dim), or None if only statistics are kept.
         """
         first = not self.calls
@@ -235,11 +235,11 @@ class SampleRecord:
         self.logsumexp.add(logsumexp)
         if self.q is not None and q is not None:
             self.q.add(q)
-        per_query = {name: value for name, value in statistics.items() if name not in PER_KEY | OF_MAPS}
+        per_query = {name: value for name, value in statistics.items() if name not in PER_KEY | PER_MAP}
         if first:
             self.set_statistics(statistics)
             return
-        # A statistic that one call lacks is dropped for the whole sample.
+        # A statistic that is missing in one call is dropped for the whole sample.
         self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
         for name, rows in self._per_query.items():
             shifted = per_query[name]
@@ -252,15 +252,15 @@ class SampleRecord:
             if "received" in self._others:
                 self._others["coverage"] = self._others["received"].clamp(max=1)
             else:
-                del self._others["coverage"]  # coverage is clamped to 1, so the coverage of two calls cannot be added
+                del self._others["coverage"]  # coverage is clamped to 1, so it cannot be added
 
     def __repr__(self) -> str:
-        """Return one line: the layer's name, the heads, and the size of their maps."""
+        """Return one line: the name of the layer, and the numbers of heads, queries and keys."""
         heads = number_with_noun(self.num_heads, "head")
         return f"<SampleRecord of {visible(self.name)}: {heads}, {self._describe_size()}>"
 
     def _repr_html_(self) -> str:
-        """Show the sample in a notebook: one row per head."""
+        """Return HTML for a notebook: a table with one row per head."""
         rows = head_rows(0, self.name, self.num_heads, self.means)
         return notebook.html_of_table(self.name, self._describe_size(), rows, ["head"])
 
@@ -269,7 +269,7 @@ class SampleRecord:
         return size if self.keeps_weights else f"{size}; statistics only"
 
     def call(self, index: int) -> SampleRecord:
-        """Return one call as a sample of its own."""
+        """Return one call of the sample as a separate sample."""
         if self.split is not None:  # a sample that is split over ranks has one call
             return self
         rows, keys = self.calls[index]
@@ -286,7 +286,7 @@ class SampleRecord:
         return alone
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Compute a tile of the attention map, exactly.
+        """Compute a tile of the attention weights.
 
         Args:
             head: which head, or None for all.
@@ -318,7 +318,7 @@ class SampleRecord:
         Returns:
             (queries, keys) bool; (heads, queries, keys) if heads may see different keys.
         """
-        self._check_all_tokens()
+        self._check_not_split()
         found = [
             seen(segment.request, rows, self._columns_of_segment(segment, keys))[0].cpu()
             for segment, rows in self._segments_of_rows(queries)
@@ -328,7 +328,7 @@ class SampleRecord:
         return cells if heads > 1 else cells[0]
 
     def at_offset(self, offset: int) -> Tensor:
-        """Compute the weight on the key at an offset from each query's own position: -1 is the key before it.
+        """Compute each query's weight on the key at an offset from its own position: -1 is the key before the query.
 
         Returns:
             (heads, queries), a share from 0 to 1; 0 if that key is hidden or does not exist.
@@ -336,7 +336,7 @@ class SampleRecord:
         Raises:
             ProbeError: only statistics were kept.
         """
-        parts = (MeasuredCall.of(*self.request_of(segment), NOTHING) for segment in self.segments)
+        parts = (MeasuredCall.of(*self.request_of(segment), NO_CONTEXT) for segment in self.segments)
         with torch.no_grad():
             return torch.cat([weight_at_offset(part, offset)[0].cpu() for part in parts], 1).to(
                 working_dtype(self.dtype)
@@ -346,10 +346,10 @@ class SampleRecord:
         """Return the interval of keys that each query may see.
 
         Returns:
-            index of the first key and index after the last, (queries,) int64 each, equal if a query sees no key;
-            None if some query sees something other than an interval, or if heads differ.
+            first key and stop (index after the last key), (queries,) int64 each, equal if a query sees no key; None if
+            the keys of some query are not an interval, or differ between heads.
         """
-        self._check_all_tokens()
+        self._check_not_split()
         starts, stops = [], []
         for segment in self.segments:
             bias = segment.request.bias
@@ -373,28 +373,28 @@ class SampleRecord:
         without_first_key: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> BlockSums:
-        """Sum the weights of each block of a rectangle of the map, and count the cells that may be seen.
+        """Sum the weights in each block of a rectangle of the attention map, and count the visible cells.
 
-        Blocks start at the first query and key of the rectangle; the last ones may be smaller. Memory holds the
-        blocks and a strip of the map, never queries x keys.
+        Blocks start at the first query and key of the rectangle; the last blocks may be smaller. Memory is used for the
+        blocks and a strip of the map, never for queries x keys.
 
         Args:
             head: which head, or None for all.
             queries: a slice of the queries, without steps.
             keys: a slice of the keys, without steps.
-            block: queries and keys per block, or one number for both.
+            block: numbers of queries and keys per block, or one number for both.
             without_first_key: whether key 0 counts as hidden.
-            cancelled: called between strips; if it returns True, `CancelledError` is raised.
+            cancelled: called before each strip of rows; if it returns True, `CancelledError` is raised.
 
         Returns:
             sums and counts, (heads or 1, row blocks, column blocks) each.
 
         Raises:
             ProbeError: only statistics were kept.
-            ArgumentError: a head that does not exist, a slice with steps, or an empty block.
+            ArgumentError: the head does not exist, a slice has another step than 1, or the block is empty.
         """
         self._check_weights_kept()
-        size = number_per_axis("block", block)
+        size = number_pair("block", block)
         for length in size:
             check_integer("block", length)
         return sum_blocks(
@@ -415,7 +415,7 @@ class SampleRecord:
         keys: slice = slice(None),
         bins: int | tuple[int, int] = 256,
     ) -> Tensor:
-        """Downsample a rectangle of the map to few cells.
+        """Downsample a rectangle of the attention map to the mean weights of bins.
 
         Args:
             head: which head, or None for all.
@@ -429,9 +429,9 @@ class SampleRecord:
 
         Raises:
             ProbeError: only statistics were kept.
-            ArgumentError: a head that does not exist, a slice with steps, or no bins.
+            ArgumentError: the head does not exist, a slice has another step than 1, or there are no bins.
         """
-        most = number_per_axis("bins", bins)
+        most = number_pair("bins", bins)
         for each in most:
             check_integer("bins", each)
         rows, columns = (
@@ -445,7 +445,7 @@ class SampleRecord:
         return means if head is None else means[0]
 
     def request_of(self, segment: Segment, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
-        """Return a segment as a request with q and k, for one head or all, and its logsumexp (1, heads, queries).
+        """Return the request of a segment with q and k, for one head or all, and its logsumexp (1, heads, queries).
 
         Raises:
             ProbeError: only statistics were kept.
@@ -458,7 +458,7 @@ class SampleRecord:
         request = replace(segment.request, q=self.q.between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(segment.row_start, segment.row_stop)
 
-    def _check_all_tokens(self) -> None:
+    def _check_not_split(self) -> None:
         if self.split is not None:
             raise ProbeError(
                 f"{self.name} was observed on one of several ranks, which has "
@@ -468,7 +468,7 @@ class SampleRecord:
             )
 
     def _check_weights_kept(self) -> None:
-        self._check_all_tokens()
+        self._check_not_split()
         if not self.keeps_weights:
             raise ProbeError(
                 f'{self.name} was observed with keep="statistics", so its weights cannot be computed.',
@@ -476,7 +476,7 @@ class SampleRecord:
             )
 
     def _segments_of_rows(self, queries: slice) -> Iterator[tuple[Segment, slice]]:
-        """Yield the segments that a slice of the queries touches, and the slice within each."""
+        """Yield the segments that contain queries of a slice, and the slice in each segment's own queries."""
         first, stop, step = checked_slice_indices(queries, self.num_queries, "queries")
         for segment in self.segments:
             low = first + max(-(-(segment.row_start - first) // step), 0) * step
@@ -485,13 +485,13 @@ class SampleRecord:
                 yield segment, slice(low - segment.row_start, high - segment.row_start, step)
 
     def _columns_of_segment(self, segment: Segment, keys: slice) -> slice:
-        """Return the slice of a segment's keys that a slice of the sample's keys touches, without its steps."""
+        """Convert a slice of the sample's keys to a slice of a segment's own keys, ignoring its step."""
         first, stop, _ = checked_slice_indices(keys, self.num_keys, "keys")
         low = min(max(first, segment.key_start), segment.key_stop)
         return slice(low - segment.key_start, max(low, min(stop, segment.key_stop)) - segment.key_start)
 
     def _assemble_tiles(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
-        """Concatenate tiles (heads, rows, columns of their segment) along the rows, and apply the step of `keys`."""
+        """Concatenate the tiles of segments, (heads, rows, columns) each, by rows, and apply the step of `keys`."""
         left, right, key_step = checked_slice_indices(keys, self.num_keys, "keys")
         whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
         for (segment, _), each in zip(self._segments_of_rows(queries), tiles, strict=True):
@@ -503,7 +503,7 @@ class SampleRecord:
 
 
 def add_received_weights(total: Tensor, more: Tensor, start: int) -> Tensor:
-    """Return `total`, (heads, keys so far), with `more`, (heads, keys of a later call), added from key `start` on."""
+    """Add `more`, (heads, keys of a later call), to `total`, (heads, keys so far), from key `start` on."""
     longer = torch.nn.functional.pad(total, (0, max(start + more.shape[1] - total.shape[1], 0)))
     longer[:, start : start + more.shape[1]] += more
     return longer

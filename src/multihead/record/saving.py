@@ -1,4 +1,4 @@
-"""Write a record to one safetensors file: its structure as JSON in the header, its numbers as tensors."""
+"""Write a record to one safetensors file: structure as JSON in the header, numbers as tensors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from multihead.record.texts import Text
 from multihead.scores.bias import values_of
 
 FORMAT = "multihead record"
-VERSION = 2  # version 2 has other bins in running summaries
-HEADER = 100_000_000  # bytes; safetensors rejects longer headers
-STORED = {
+VERSION = 2  # version 2 changed the histogram bins of running summaries
+MAX_HEADER_BYTES = 100_000_000  # bytes; safetensors rejects longer headers
+SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -39,13 +39,13 @@ STORED = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-"""The dtypes that a record may hold, with their names in safetensors."""
+"""Dtypes that a record's file may contain -> their names in safetensors."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # number of bytes -> dtype
 
 
 def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "all") -> None:
-    """Write a record; see `Record.save`."""
+    """Write the contents of a record to a file; see `Record.save`."""
     if keep not in ("all", "statistics"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
     target = os.fspath(file)
@@ -53,7 +53,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
     require("safetensors", purpose="Saving a record", extra="view")
     data, tensors = record_as_json(record, keep=keep)
     for name, tensor in tensors.items():
-        if tensor.dtype not in STORED:
+        if tensor.dtype not in SAFETENSORS_NAMES:
             raise DtypeError(
                 f"{name} is a {tensor.dtype} tensor, which a record cannot hold.", "Convert it to float32 or int64."
             )
@@ -61,7 +61,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
     # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
     named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
     header = _safetensors_header(named, metadata)
-    if len(header) > HEADER:
+    if len(header) > MAX_HEADER_BYTES:
         raise InputError(
             f"The record holds {max((each.num_samples for each in record.layers), default=0):,} samples in each of "
             f"{len(record.layers)} layers, more than one file can list.",
@@ -74,12 +74,12 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
 
 
 def _safetensors_header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
-    """Return the header of a safetensors file: its length in eight bytes, then JSON with the offsets of each tensor."""
+    """Return the header of a safetensors file: 8 bytes with its length, then JSON with the offsets of each tensor."""
     data: dict[str, Any] = {"__metadata__": metadata}
     place = 0
     for name, tensor in named:
         offsets = [place, place := place + tensor.nbytes]
-        data[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        data[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -93,7 +93,7 @@ def _little_endian_bytes(tensor: Tensor) -> memoryview:
 
 
 def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str, Tensor]]:
-    """Convert a record to JSON and the tensors that the JSON names."""
+    """Convert a record to JSON text, and the tensors to which the JSON refers by name."""
     tensors, texts = TensorStore(), _StoredTexts()
     layers = []
     places = {}
@@ -125,7 +125,7 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
         "texts": texts.as_json(tensors),
         "layers": layers,
     }
-    # A separate entry, so that earlier versions, whose statistics have no such field, can open the file.
+    # A separate entry, so that earlier versions of the library, whose statistics lack this field, can open the file.
     counted = {name: each.counted for name, each in record.statistics.items() if each.counted != "all"}
     if counted:
         data["counted"] = counted
@@ -135,10 +135,10 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
         for each in probes
         if each.only_part is not None and not isinstance(each.only_part, str)
     }
-    if parts:  # from which loading restores the probes; functions of a script are not stored
+    if parts:  # used to restore these probes; user-defined functions are not stored
         data["parts"] = parts
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # A token may be half of a surrogate pair, which UTF-8 cannot encode; JSON can, as \\ud83d.
+    # A token may be half of a surrogate pair, which UTF-8 cannot encode but JSON can, as \\ud83d.
     return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
 
 
@@ -157,7 +157,7 @@ def _repeated_tokens_as_json(
 ) -> dict[str, Any] | None:
     if repeated is None:
         return None
-    known = [name for name in repeated.shares if name in REPEATED]  # statistics of a script's own kinds are not stored
+    known = [name for name in repeated.shares if name in REPEATED]  # statistics of user-defined kinds are not stored
     return {
         "length": repeated.length,
         "times": repeated.times,
@@ -172,7 +172,7 @@ def _repeated_tokens_as_json(
 
 
 class _StoredTexts:
-    """The texts of a record, equal ones stored once."""
+    """Collects the texts of a record for saving; equal texts are stored once."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[object, ...], int] = {}
@@ -243,7 +243,7 @@ def _segment_as_json(segment: Segment, tensors: TensorStore, name: str, *, kept:
     request = segment.request
     bias = request.bias
     if bias is not None and not kept and not bool((values_of(bias) == -torch.inf).any()):
-        bias = None  # without q and k, a bias is needed only for the keys that it hides
+        bias = None  # without q and k, a bias matters only if it hides keys
     return {
         "queries": request.shape.query_length,
         "keys": request.shape.key_length,

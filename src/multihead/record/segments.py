@@ -1,4 +1,4 @@
-"""Segments of a sample (one call, or several merged calls), and tensors that grow call by call."""
+"""Segments of a sample (an attention call, or several merged calls), and tensors to which calls append rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from multihead.probes.tile import RowLogsumexps
 
 
 class Rows:
-    """A tensor that grows along one axis.
+    """A tensor to which chunks can be appended along one axis.
 
-    Chunks are concatenated when they are read, not when they are added, so that a decoding of many steps copies each
-    row once.
+    Chunks are concatenated when they are read, not when they are added, so that cached decoding copies each row only
+    once.
 
     Args:
-        axis: the axis that grows.
-        chunks: the first rows.
+        axis: axis along which chunks are appended.
+        chunks: the first chunks.
     """
 
     __slots__ = ("_chunks", "_length", "axis")
 
     def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
-        """Start with some chunks; kept short, because each sample creates a dozen of these objects."""
+        """Start with some chunks. This is short, because each sample creates a dozen of these objects."""
         self.axis = axis
         self._chunks = list(chunks)
         self._length = 0
@@ -41,49 +41,49 @@ class Rows:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether anything was added, possibly a tensor without rows."""
+        """Whether a chunk was added, even one without rows."""
         return bool(self._chunks)
 
     def add(self, chunk: Tensor) -> None:
-        """Append rows."""
+        """Append a chunk."""
         self._chunks.append(chunk)
         self._length += chunk.shape[self.axis]
 
     def whole(self) -> Tensor:
-        """Return all rows."""
+        """Return all rows as one tensor."""
         if len(self._chunks) > 1:
             self._chunks = [torch.cat(self._chunks, self.axis)]
         return self._chunks[0]
 
     def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows from `start` to `stop`; only `heads` are guaranteed to hold values, None for all."""
+        """Return the rows [start, stop); subclasses may leave heads that are not in `heads` undefined (None: all)."""
         return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 
 def append_new_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> None:
-    """Append the keys that `rows` lacks: `k` is (1, kv_heads, keys, head_dim), its first key at index `start`."""
+    """Append the new keys of `k`, (1, kv_heads, keys, head_dim), whose first key has the index `start` in `rows`."""
     missing = start - rows.length
-    if missing > 0:  # zeros for keys that a cache dropped, which no query of this call may see
+    if missing > 0:  # zeros for keys that a cache dropped, which this call hides
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length or not rows.has_chunks:  # also if it has no keys, so that their shape is known
+    if start + k.shape[2] > rows.length or not rows.has_chunks:  # also without keys, so that the shape is known
         rows.add(copy_contiguous(k[:, :, rows.length - start :], device))
 
 
 def copy_contiguous(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a contiguous copy, because a model may overwrite the original."""
+    """Return a contiguous copy on `device`, because a model may overwrite the original."""
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One contiguous segment of a sample: a call, or consecutive calls merged, without padding.
+    """One attention call of a sample, or several consecutive calls that are merged, without padding.
 
     Attributes:
         request: the call, with a batch of one and empty q, k and v.
-        key_start: index of its first key among the keys of the sample.
-        row_start: index of its first query among the queries of the sample.
-        apart: whether it shares no keys with other segments (a window of a picture); it is measured as a whole sample.
-        totals: the logsumexp of its rows in float64, computed when a tile needs them; a changed segment starts empty.
+        key_start: index of the segment's first key in the keys of the sample.
+        row_start: index of the segment's first query in the queries of the sample.
+        apart: whether the segment shares no keys with others (a window of an image), and is measured separately.
+        totals: cache of the float64 logsumexp of the segment's queries; `replace` starts with an empty cache.
     """
 
     request: AttentionRequest
@@ -99,28 +99,28 @@ class Segment:
 
     @property
     def row_stop(self) -> int:
-        """Index after its last query, among the queries of the sample."""
+        """Index after the segment's last query, in the queries of the sample."""
         return self.row_start + self.num_queries
 
     @property
     def key_stop(self) -> int:
-        """Index after its last key, among the keys of the sample."""
+        """Index after the segment's last key, in the keys of the sample."""
         return self.key_start + self.request.shape.key_length
 
     @property
     def query_start(self) -> int:
-        """Position of its first query among the keys of the sample."""
+        """Position of the segment's first query, counted from the sample's first key."""
         return self.key_start + int(self.request.query_start)
 
     def head_indices(self, head: int | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return the indices of a head among query heads and among key/value heads; None and None for all heads."""
+        """Return the indices of a head in q and in k; (None, None) for all heads, or a head that does not exist."""
         shape = self.request.shape
         if head is None or not -shape.num_heads <= head < shape.num_heads:
             return None, None
         return (head % shape.num_heads,), (head % shape.num_heads // shape.group,)
 
     def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> Segment:
-        """Return the part with some of its queries and keys, (first, after the last) each, as indices in the sample."""
+        """Slice the segment to a range of queries and a range of keys, [first, stop) each, as indices in the sample."""
         if rows == (self.row_start, self.row_stop) and keys == (self.key_start, self.key_stop):
             return self
         shape = self.request.shape._replace(query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
@@ -132,7 +132,7 @@ class Segment:
 def join_segments(segment: Segment, later: Segment) -> Segment | None:
     """Merge two consecutive segments if one mask describes both; else return None.
 
-    Most decodings can be merged: each query sees its own key and those before it, in whichever call it is.
+    The calls of cached decoding can usually be merged, because each query sees its own key and earlier keys.
     """
     first, second = segment.request, later.request
     mask = None if later.apart else _shared_mask(segment, later)
@@ -156,7 +156,7 @@ def _have_same_sinks(sinks: Tensor | None, others: Tensor | None) -> bool:
 
 
 def _sees_only_own_keys(mask: Mask, segment: Segment, later: Segment) -> bool:
-    """Whether, in a merged segment, the later queries see no key before the first key of their own call."""
+    """Whether, under the merged mask, the queries of `later` see no key before its first key."""
     if later.key_start == segment.key_start:
         return True
     lookback = mask.lookback
@@ -164,20 +164,20 @@ def _sees_only_own_keys(mask: Mask, segment: Segment, later: Segment) -> bool:
 
 
 def _shared_mask(segment: Segment, later: Segment) -> Mask | None:
-    """Return the mask that two segments share, if it hides later keys from the queries of the first; else None."""
+    """Return the mask of two segments if it is equal for both and hides later keys; else None."""
     masks = [_canonical_mask(each.request) for each in (segment, later)]
     within = all(
         int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (segment, later)
     )
-    return masks[0] if within and masks[0] == masks[1] and _holds_across_calls(masks[0]) else None
+    return masks[0] if within and masks[0] == masks[1] and _is_valid_across_calls(masks[0]) else None
 
 
 def _canonical_mask(request: AttentionRequest) -> Mask:
-    """Return the mask of a call; `Causal()` instead of a full mask for one query at the end of its keys."""
+    """Return the mask of a call, or `Causal()` for a single query at the end of its keys with a full mask."""
     at_end = request.shape.query_length == 1 and int(request.query_start) + 1 == request.shape.key_length
     return Causal() if at_end and request.mask.hides_nothing else request.mask
 
 
-def _holds_across_calls(mask: Mask) -> bool:
-    """Whether a mask is the same for later calls: it depends only on distances and hides later keys."""
+def _is_valid_across_calls(mask: Mask) -> bool:
+    """Whether a mask stays valid when later calls are merged: it depends only on distances and hides later keys."""
     return mask.translation_invariant and mask.sees_no_later_key

@@ -1,4 +1,4 @@
-"""Serialise masks and biases: JSON that refers to tensors by name."""
+"""Convert masks and biases to JSON that refers to tensors by name, and read them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from multihead.masks import Mask
 from multihead.masks.base import UnknownMask, find_mask_class
 from multihead.scores.bias import Bias, RelativeBias
 
-DEPTH = 32  # masks within masks
-MOST_SIZE = (1 << 63) - 1  # limit of an integer in a mask: sys.maxsize, which masks use for a window without end
-_RENAMED = {"Behind": "LeadingKeys"}  # mask classes with other names in records of earlier versions
+MAX_DEPTH = 32  # of masks within masks
+MAX_INTEGER = (1 << 63) - 1  # largest integer in a mask: sys.maxsize, the size of an unlimited window
+_RENAMED_CLASSES = {"Behind": "LeadingKeys"}  # old name of a mask class -> new name
 
-MOST_MASKS = 1000
-"""Limit of the masks that one mask combines, over all its parts; masks written by people combine two to five."""
+MAX_MASKS = 1000
+"""Largest number of masks that one mask combines, including nested masks; typical masks combine two to five."""
 
-_LENGTH = 200  # limit of the characters of a mask or a value in an error message
+_MAX_SHOWN_LENGTH = 200  # largest number of characters of a mask or a value in an error message
 
 
 @dataclass(eq=False)
 class TensorStore:
-    """The tensors of a file by name; a tensor that is added twice is stored once.
+    """Collects tensors by name for a file; a tensor that is added twice is stored once.
 
     Attributes:
         named: name -> tensor.
@@ -32,7 +32,7 @@ class TensorStore:
 
     named: dict[str, Tensor] = field(default_factory=dict)
     _known: dict[tuple[object, ...], str] = field(default_factory=dict)
-    _alive: list[Tensor] = field(default_factory=list)  # an address identifies a tensor only while the tensor is alive
+    _alive: list[Tensor] = field(default_factory=list)  # keeps tensors alive, so that their addresses stay unique
 
     def add_tensor(self, name: str, tensor: Tensor) -> str:
         """Add a tensor, and return the name under which it is stored."""
@@ -47,11 +47,11 @@ class TensorStore:
 
 
 def mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
-    """Convert a mask to JSON: the name of its class and its fields; its tensors are stored under `name`.
+    """Convert a mask to JSON, the name of its class and its fields; its tensors are added under `name`.
 
     Raises:
-        MaskError: the mask could not be read back: a field has a type that cannot be stored, the class is not
-            registered under its name, or the mask combines too many others.
+        MaskError: the mask could not be read again, because a field has a type that cannot be stored, the class is not
+            registered under its name, or the mask combines too many masks.
 
     >>> from multihead.masks import Causal, Window
     >>> mask_as_json(Causal() & Window(3), TensorStore(), "mask")
@@ -72,7 +72,7 @@ def mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
 def _mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
     kind, values = mask.name_and_fields()
     known = find_mask_class(kind)
-    if kind == type(mask).__name__ and known is not type(mask):  # another class has taken the name
+    if kind == type(mask).__name__ and known is not type(mask):  # another class has the same name
         raise MaskError(
             f"A record whose mask is {_shorten_repr(mask)} cannot be saved: another class is named {kind}.",
             "Give one of the classes another name.",
@@ -100,27 +100,27 @@ def _field_as_json(mask: Mask, value: object, tensors: TensorStore, name: str) -
 
 
 def _check_mask_count(mask: Mask) -> None:
-    """Raise MaskError if a mask combines too many masks; without recursion, because nesting may be deep."""
+    """Raise MaskError if a mask combines or nests too many masks; not recursive, because nesting may be deep."""
     left: list[tuple[Mask, int]] = [(mask, 0)]
-    for count, (each, depth) in enumerate(left):  # `left` grows within the loop
-        if count >= MOST_MASKS or depth > DEPTH:
+    for count, (each, depth) in enumerate(left):  # the body appends to `left`
+        if count >= MAX_MASKS or depth > MAX_DEPTH:
             raise MaskError(
-                f"A record whose mask combines more than {MOST_MASKS:,} masks, or nests more than {DEPTH}, "
+                f"A record whose mask combines more than {MAX_MASKS:,} masks, or nests more than {MAX_DEPTH}, "
                 "cannot be saved.",
                 "Pass the visible cells as one masks.Keep(t).",
             )
         for value in each.values().values():
             parts = value if isinstance(value, tuple) else (value,)
-            left += [(part, depth + 1) for part in parts[: MOST_MASKS + 1] if isinstance(part, Mask)]
+            left += [(part, depth + 1) for part in parts[: MAX_MASKS + 1] if isinstance(part, Mask)]
 
 
 def _shorten_repr(value: object) -> str:
     shown = repr(value)
-    return shown if len(shown) <= _LENGTH else f"{shown[: _LENGTH - 1]}…"
+    return shown if len(shown) <= _MAX_SHOWN_LENGTH else f"{shown[: _MAX_SHOWN_LENGTH - 1]}…"
 
 
 def bias_as_json(bias: Bias | None, tensors: TensorStore, name: str) -> dict[str, Any] | None:
-    """Convert a bias to JSON; its tensor is stored under `name`."""
+    """Convert a bias to JSON; its tensor is added to `tensors` under `name`."""
     if bias is None:
         return None
     if isinstance(bias, RelativeBias):
@@ -129,10 +129,10 @@ def bias_as_json(bias: Bias | None, tensors: TensorStore, name: str) -> dict[str
 
 
 def read_mask(data: object, tensors: dict[str, Tensor]) -> Mask:
-    """Read a mask as `mask_as_json` wrote it; a mask whose class is not defined here becomes an `UnknownMask`.
+    """Read a mask from JSON of `mask_as_json`; a mask whose class is not defined here becomes an `UnknownMask`.
 
     Raises:
-        InputError: it is not a mask.
+        InputError: `data` is not a valid mask.
     """
     try:
         return _MaskReader(tensors).read(data, 0)
@@ -141,21 +141,21 @@ def read_mask(data: object, tensors: dict[str, Tensor]) -> Mask:
 
 
 class _MaskReader:
-    """Reads one mask, and counts the masks that it combines."""
+    """Reads one mask from JSON, and limits the number of masks that it combines."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
         self.count = 0
 
     def read(self, data: Any, depth: int) -> Mask:
-        kind = _RENAMED.get(data["kind"], data["kind"])
+        kind = _RENAMED_CLASSES.get(data["kind"], data["kind"])
         if not isinstance(kind, str):
             raise TypeError(f"{_shorten_repr(kind)} is not the name of a mask.")
         self.count += 1
-        if depth > DEPTH:
+        if depth > MAX_DEPTH:
             raise TypeError("it is nested too deep.")
-        if self.count > MOST_MASKS:
-            raise TypeError(f"it combines more than {MOST_MASKS:,} masks.")
+        if self.count > MAX_MASKS:
+            raise TypeError(f"it combines more than {MAX_MASKS:,} masks.")
         found = find_mask_class(kind)
         fields = {key: self.read_field(value, depth + 1) for key, value in data.items() if key != "kind"}
         if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as written by earlier versions
@@ -165,29 +165,29 @@ class _MaskReader:
             if len(parts) < 2 or not all(isinstance(part, Mask) for part in parts):
                 raise TypeError("it combines no masks.")
         if found is None:
-            return UnknownMask(kind[:_LENGTH], fields)
+            return UnknownMask(kind[:_MAX_SHOWN_LENGTH], fields)
         try:
             return found(**fields)
         except TypeError:
             if found.__module__.startswith("multihead."):
                 raise
-            return UnknownMask(kind[:_LENGTH], fields)  # a mask class of the user whose fields have changed since
+            return UnknownMask(kind[:_MAX_SHOWN_LENGTH], fields)  # a user-defined mask class whose fields have changed
 
     def read_field(self, data: Any, depth: int) -> Any:
         if isinstance(data, dict):
             return self.read(data, depth) if "kind" in data else self.tensors[data["tensor"]]
         if isinstance(data, (list, tuple)):
             return tuple(self.read_field(each, depth) for each in data)
-        if isinstance(data, int) and abs(data) > MOST_SIZE:
+        if isinstance(data, int) and abs(data) > MAX_INTEGER:
             raise TypeError(f"{_shorten_repr(data)} is not a number of tokens.")
         return data
 
 
 def read_bias(data: Any, tensors: dict[str, Tensor]) -> Bias | None:
-    """Read a bias as `bias_as_json` wrote it.
+    """Read a bias from JSON of `bias_as_json`.
 
     Raises:
-        InputError: it is not a bias.
+        InputError: `data` is not a valid bias.
     """
     if data is None:
         return None

@@ -1,4 +1,4 @@
-"""The heads and tokens that the record of one rank holds, and tensors joined from those of several ranks."""
+"""Which heads and tokens a rank recorded, and tensors that are joined from the records of several ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Range = tuple[int, int]  # [first, stop)
 
 
 class TokensOfRank(NamedTuple):
-    """The tokens of a sample that one rank holds, where a sequence is split over ranks.
+    """The tokens of a sample that one rank recorded, if a sequence is split over ranks.
 
     Attributes:
-        queries: the queries that this rank measured, as ranges of indices in the sample.
-        keys: the keys that this rank keeps, as ranges of indices in the sample.
+        queries: queries of this rank, as ranges of indices in the sample.
+        keys: keys of this rank, as ranges of indices in the sample.
     """
 
     queries: tuple[Range, ...]
@@ -26,15 +26,15 @@ class TokensOfRank(NamedTuple):
 
 
 class LayerPartOfRank(NamedTuple):
-    """The part of a layer that one rank holds.
+    """The heads and tokens of a layer that one rank computed.
 
     Attributes:
         heads: range of the query heads of this rank; all heads if they are not split.
-        num_heads: how many heads the layer has.
+        num_heads: number of query heads of the whole layer.
         kv_heads: range of the key/value heads of this rank.
-        num_kv_heads: how many key/value heads the layer has.
-        rank: the index of the rank among those that share the sequence.
-        ranks: how many ranks share the sequence; 1 if it is not split.
+        num_kv_heads: number of key/value heads of the whole layer.
+        rank: index of this rank among the ranks that split the sequence.
+        ranks: number of ranks that split the sequence; 1 if it is not split.
     """
 
     heads: Range
@@ -46,11 +46,11 @@ class LayerPartOfRank(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all heads and tokens."""
+        """Whether this rank computed all heads and tokens."""
         return self.ranks == 1 and self.heads == (0, self.num_heads)
 
     def describe(self) -> str:
-        """Describe the part in words, such as "heads 0 to 3 of 8, rank 1 of 2 of the sequence"."""
+        """Return a phrase such as "heads 0 to 3 of 8, rank 1 of 2 of the sequence"."""
         first, stop = self.heads
         heads = f"head {first}" if stop == first + 1 else f"heads {first} to {stop - 1}"
         parts = [f"{heads} of {self.num_heads}"] if self.heads != (0, self.num_heads) else []
@@ -59,7 +59,7 @@ class LayerPartOfRank(NamedTuple):
 
 
 def count_tokens(ranges: Sequence[Range]) -> int:
-    """Return the number of tokens in some ranges.
+    """Return the total number of tokens in ranges.
 
     >>> count_tokens(((0, 2), (6, 8)))
     4
@@ -68,13 +68,13 @@ def count_tokens(ranges: Sequence[Range]) -> int:
 
 
 class TensorPiece(NamedTuple):
-    """Some heads and rows of a joined tensor, and the tensor that they are read from.
+    """A block of heads and rows in a `JoinedRows`, and the tensor from which it is read.
 
     Attributes:
-        rows: the tensor that holds the values.
-        source: range of rows in that tensor.
-        first: the first of these rows in the joined tensor.
-        heads: range of heads in the joined tensor; these are all heads of `rows`.
+        rows: tensor with the values.
+        source: range of rows in `rows`.
+        first: index in the joined tensor of the first of these rows.
+        heads: range of heads in the joined tensor, which are all heads of `rows`.
     """
 
     rows: Rows
@@ -84,14 +84,14 @@ class TensorPiece(NamedTuple):
 
 
 class JoinedRows(Rows):
-    """A tensor (1, heads, rows, width) whose heads and rows lie in other tensors, which are read when needed.
+    """A tensor (1, heads, rows, width) that is joined from other tensors, which are read when needed.
 
     Args:
-        pieces: its parts; together they hold every head and row.
-        heads: how many heads it has.
-        length: how many rows.
-        width: its last dimension.
-        dtype: its dtype.
+        pieces: blocks that together have every head and row.
+        heads: number of heads.
+        length: number of rows.
+        width: size of the last dimension.
+        dtype: dtype of the tensor.
     """
 
     __slots__ = ("_recent", "_size", "pieces")
@@ -103,23 +103,23 @@ class JoinedRows(Rows):
         self.pieces = tuple(pieces)
         self._length = length
         self._size = heads, width, dtype
-        self._recent: tuple[object, Tensor] | None = None  # the newest result: a viewer reads many tiles of a head
+        self._recent: tuple[object, Tensor] | None = None  # last result: a viewer reads many tiles of a head
 
     @property
     def has_chunks(self) -> bool:
-        """True: a joined tensor has a shape even without rows."""
+        """True, because a joined tensor has a shape even without rows."""
         return True
 
     def add(self, chunk: Tensor) -> None:
-        """Raise TypeError: a joined tensor does not grow."""
-        raise TypeError("Joined rows do not grow.")
+        """Raise TypeError, because nothing can be appended to a joined tensor."""
+        raise TypeError("Rows cannot be appended to a joined tensor.")
 
     def whole(self) -> Tensor:
-        """Return all heads and rows."""
+        """Return all heads and rows as one tensor."""
         return self.between(0, self._length)
 
     def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows from `start` to `stop`; only `heads` are guaranteed to hold values, None for all."""
+        """Return the rows [start, stop); heads that are not in `heads` are undefined (None: all are defined)."""
         count, width, dtype = self._size
         wanted = range(count) if heads is None else sorted(heads)
         stop = max(min(stop, self._length), start)

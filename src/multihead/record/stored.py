@@ -1,4 +1,4 @@
-"""q and k that stay in the file of a record and are read head by head when they are needed."""
+"""Tensors (q and k) in the file of a record that are read head by head when needed, with an LRU cache."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from torch import Tensor
 from multihead.files import RandomAccessFile
 from multihead.record.segments import Rows
 
-HELD = 1 << 30
-"""Limit of the bytes of q and k of one record in memory, least recently used first out; one sample of one layer may
-take more."""
+MAX_CACHED_BYTES = 1 << 30
+"""Largest number of bytes of q and k of one record in memory; a single tensor may take more. The least recently used
+tensors are dropped first."""
 
 
 class HeadCache:
-    """The heads of one file's tensors that are in memory (an LRU cache).
+    """LRU cache of the tensors of one file.
 
     Args:
-        parts: the file that heads are read from.
-        most: limit of the bytes in memory.
+        file: the file.
+        max_bytes: largest number of bytes in memory.
     """
 
-    def __init__(self, parts: RandomAccessFile, most: int = HELD) -> None:
-        self.parts = parts
-        self.most = most
+    def __init__(self, file: RandomAccessFile, max_bytes: int = MAX_CACHED_BYTES) -> None:
+        self.file = file
+        self.max_bytes = max_bytes
         self.lock = threading.Lock()
         self.newest_last: OrderedDict[StoredRows, None] = OrderedDict()
 
-    def make_room(self, more: int) -> None:
-        """Drop the least recently used tensors until `more` bytes fit."""
-        while self.newest_last and sum(each.num_bytes for each in self.newest_last) + more > self.most:
+    def evict_until_fits(self, more: int) -> None:
+        """Drop the least recently used tensors until `more` bytes fit into the cache."""
+        while self.newest_last and sum(each.num_bytes for each in self.newest_last) + more > self.max_bytes:
             self.newest_last.popitem(last=False)[0].forget()
 
 
 class StoredRows(Rows):
-    """A tensor (1, heads, rows, width) in a file; reading raises InputError if the file was changed.
+    """A tensor (1, heads, rows, width) in a file; reading raises InputError if the file has changed.
 
     Args:
-        held: the cache of the file.
-        place: offset in the file, bytes.
-        shape: its shape.
-        dtype: its dtype.
+        cache: cache of the file.
+        place: offset of the tensor in the file, bytes.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
     """
 
-    def __init__(self, held: HeadCache, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, cache: HeadCache, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(2)
-        self.held, self.place, self.shape, self.dtype = held, place, shape, dtype
+        self.cache, self.place, self.shape, self.dtype = cache, place, shape, dtype
         self._length = shape[2]
-        self._size = math.prod(shape[2:]) * dtype.itemsize  # bytes of a head
+        self._size = math.prod(shape[2:]) * dtype.itemsize  # bytes per head
         self._heads: set[int] = set()  # heads in memory
         self._numbers: Tensor | None = None
 
     def add(self, chunk: Tensor) -> None:
-        """Raise TypeError: a tensor in a file does not grow."""
-        raise TypeError("The rows of a file do not grow.")
+        """Raise TypeError, because nothing can be appended to a tensor in a file."""
+        raise TypeError("Rows cannot be appended to a tensor in a file.")
 
     def whole(self) -> Tensor:
-        """Read all heads.
+        """Return the tensor with all heads.
 
         Raises:
             InputError: the file was truncated or written to.
@@ -69,40 +69,40 @@ class StoredRows(Rows):
         return self.read_heads(range(self.shape[1]))
 
     def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows from `start` to `stop` of some heads, or of all heads; see `read_heads`."""
+        """Return the rows [start, stop); heads that are not in `heads` are undefined (None: all are defined)."""
         numbers = self.whole() if heads is None else self.read_heads(heads)
         return numbers.narrow(2, start, max(min(stop, self.length) - start, 0))
 
     def read_heads(self, heads: Collection[int]) -> Tensor:
-        """Read some heads; the values of other heads in the returned tensor are undefined.
+        """Read some heads, and return the whole tensor, in which other heads are undefined.
 
         Raises:
             InputError: the file was truncated or written to.
         """
-        with self.held.lock:
-            self.held.newest_last[self] = None
-            self.held.newest_last.move_to_end(self)
-            self.held.make_room(self._size * len(set(heads) - self._heads))
+        with self.cache.lock:
+            self.cache.newest_last[self] = None
+            self.cache.newest_last.move_to_end(self)
+            self.cache.evict_until_fits(self._size * len(set(heads) - self._heads))
             if self._numbers is None:
-                # Heads that are never read take no memory: pages are allocated when written.
+                # Heads that are never read take no memory, because memory pages are allocated when they are written.
                 self._numbers = torch.empty(self.shape, dtype=self.dtype)
-                self.held.newest_last[self] = None
+                self.cache.newest_last[self] = None
             for head in sorted(set(heads) - self._heads):
-                self.held.parts.read_into(self.place + head * self._size, bytes_of_tensor(self._numbers[0, head]))
+                self.cache.file.read_into(self.place + head * self._size, bytes_of_tensor(self._numbers[0, head]))
                 self._heads.add(head)
             return self._numbers
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the heads in memory."""
+        """Number of bytes of the heads in memory."""
         return self._size * len(self._heads)
 
     def forget(self) -> None:
-        """Drop the values from memory; a running computation keeps its reference until it ends."""
+        """Free the tensor; a computation that uses it keeps its own reference."""
         self._numbers = None
         self._heads.clear()
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor as a memoryview, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Mean, median, 95th percentile and maximum of a statistic over the queries that count."""
+"""Compute the mean, median, 95th percentile or maximum of statistics over the queries that count."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SHARES = {"median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 class Measured(NamedTuple):
-    """One statistic of one sample.
+    """The values of one statistic for one sample.
 
     Attributes:
         values: (heads, queries).
-        counted: (heads, queries) bool, the queries that count in a summary.
-        chance: (heads or 1, queries), what an even spread over the visible keys gives; None where it was not measured.
+        counted: (heads, queries) bool, True for queries that count in a summary.
+        chance: (heads or 1, queries), chance level (even weights over the visible keys); None if it was not measured.
     """
 
     values: Tensor
@@ -37,11 +37,11 @@ def check_summary_name(of: object) -> None:
 def summary(
     samples: Sequence[Mapping[str, Measured]], of: Of, names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Summarise each statistic over the queries that count, over all samples.
+    """Summarise each statistic over the counted queries of all samples.
 
     Args:
-        samples: the statistics of each sample of one layer; a statistic that one of them lacks is left out.
-        of: "mean", "median", "p95" or "max". Between two queries the value is interpolated, as in torch.quantile.
+        samples: statistics of each sample of one layer; statistics that a sample lacks are left out.
+        of: "mean", "median", "p95" or "max"; quantiles are interpolated as in torch.quantile.
         names: the statistics to summarise; None takes all.
 
     Returns:
@@ -65,7 +65,7 @@ def summary(
 
 
 def join_windows(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
-    """Concatenate the statistics of the windows of a sample, in order."""
+    """Concatenate the statistics of the windows of a sample along the queries."""
     found = {}
     for name in windows[0]:
         values = torch.cat([one[name].values for one in windows], 1)
@@ -79,11 +79,11 @@ def queries_that_count(
     """Return which queries count in the summary of a statistic.
 
     Args:
-        rule: the `counted` of the statistic.
-        sees: ([batch,] heads, queries) bool, the queries that see a key.
-        positions: (queries,) or (batch, 1, queries) int64, their positions among the keys.
-        num_keys: number of keys of the call of a sample; per query where they differ, as the positions.
-        occurred: returns which queries' tokens occur earlier in the text, as the positions; None if unknown.
+        rule: `counted` of the statistic.
+        sees: ([batch,] heads, queries) bool, True for queries that see a key.
+        positions: (queries,) or (batch, 1, queries) int64, position of each query among the keys.
+        num_keys: number of keys, one number or a tensor like `positions`.
+        occurred: returns whether each query's token occurs earlier in the text, bool like `positions`; None if unknown.
 
     Returns:
         ([batch,] heads, queries) bool.
@@ -97,7 +97,7 @@ def queries_that_count(
 
 
 def occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
-    """Return which queries' tokens occur earlier in the text: (queries,) bool, of the token ids of its keys."""
+    """Return whether each query's token occurs earlier in the text: (queries,) bool; `ids` are those of the keys."""
     _, token = ids.unique(return_inverse=True)
     place = torch.arange(len(ids))
     first = torch.full((int(token.max()) + 1,), len(ids)).scatter_reduce(0, token, place, "amin")
@@ -106,7 +106,7 @@ def occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def _quantile_of_counted(values: Tensor, counted: Tensor, *, share: float) -> Tensor:
-    """Return the quantile of the values that count; 0 if none does, NaN if one of them is NaN."""
+    """Return a quantile of the values that count; 0 if none counts, NaN if a counted value is NaN."""
     ordered = values[counted].double().sort().values
     if not ordered.numel() or bool(ordered[-1].isnan()):  # NaN is sorted last
         return ordered[-1] if ordered.numel() else torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A table of all heads: one row per head, and one column per statistic."""
+"""A table with one row per head and one column per statistic."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from multihead.record.notebook import PLACES, WORDS, distinct_chances, statistic
 
 @dataclass(frozen=True, repr=False)
 class HeadTable:
-    """One row per head; `str()` is the table in aligned columns.
+    """A table with one row per head; `str()` returns aligned columns.
 
     Attributes:
-        rows: one dict per head: layer, head, name, and the mean of each statistic; with kinds also `kind`, the kinds of
-            the head joined by "+", and `NAME_chance` of each statistic that has a chance.
-        statistics: label, unit and number format of the statistics that are not built in.
+        rows: one dict per head: layer, head, name, and the mean (or another summary) of each statistic. With kinds also
+            `kind`, the kinds of the head joined by "+", and the chance level `{name}_chance` of statistics that have
+            one.
+        statistics: name -> statistic, for the statistics that are not built in.
 
     >>> print(HeadTable.of([{"layer": 0, "head": 1, "name": "attention", "entropy": 1.25}]))
     layer  head  entropy (nats)  name
@@ -43,16 +44,16 @@ class HeadTable:
         top: int | None = None,
         statistics: Mapping[str, Statistic] | None = None,
     ) -> HeadTable:
-        """Sort rows and keep the first.
+        """Create a table from sorted rows.
 
         Args:
             rows: one dict per head.
-            sort: the column: "layer", "head", "name" and "kind" in ascending order, a statistic from its largest value.
-            top: how many rows to keep; None keeps all.
-            statistics: label, unit and number format of the statistics that are not built in.
+            sort: column to sort by: "layer", "head", "name" and "kind" ascending, statistics descending.
+            top: number of rows to keep after sorting; None keeps all.
+            statistics: name -> statistic, for the statistics that are not built in.
 
         Raises:
-            ArgumentError: there is no such column, or top is less than 1.
+            ArgumentError: there is no column `sort`, or `top` is less than 1.
         """
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise ArgumentError(f"top is {top!r}.", "Give an integer of at least 1, or None for all heads.")
@@ -67,11 +68,11 @@ class HeadTable:
         return HeadTable(ordered[:top], statistics or {})
 
     def __repr__(self) -> str:
-        """Return one line; `print` shows the table."""
+        """Return one line with the number of heads; `print` shows the table."""
         return f"<HeadTable of {notebook.number_with_noun(len(self.rows), 'head')}>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook."""
+        """Return the table as HTML for a notebook."""
         return notebook.html_of_table("", "", self.rows, PLACES, self.statistics)
 
     def __str__(self) -> str:
@@ -85,18 +86,18 @@ class HeadTable:
             lines.append([str(row["layer"]), str(row["head"]), *words, *numbers, visible(row["name"])])
         lines += [["chance", "", *[""] * len(kind), *level, ""] for level in distinct_chances(self.rows, columns)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        widths[-1] = 0  # the last column, names, is aligned on the left and needs no padding
+        widths[-1] = 0  # the last column has names, which need no padding
         return "\n".join(["  ".join(map(str.rjust, line, widths)).rstrip() for line in lines])
 
 
 def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Return one row per head of a layer.
+    """Return a table row for each head of a layer.
 
     Args:
-        layer: the layer's number.
-        name: the layer's name.
-        num_heads: number of its heads.
-        summary: statistic -> (heads,).
+        layer: number of the layer.
+        name: name of the layer.
+        num_heads: number of heads of the layer.
+        summary: name of a statistic -> (heads,).
 
     >>> import torch
     >>> head_rows(3, "attention", 2, {"entropy": torch.tensor([0.5, 1.5])})[1]
@@ -112,5 +113,5 @@ def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tenso
 
 
 def _descending_sort_key(value: float | None) -> float:
-    """Return a key that sorts from the largest value on; missing values and NaN come last."""
+    """Return a sort key for descending order; missing values and NaN come last."""
     return math.inf if value is None or math.isnan(value) else -value

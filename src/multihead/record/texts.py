@@ -1,4 +1,4 @@
-"""The text of a sample: token ids, tokens as text, and which of them are special."""
+"""The text of a sample: token ids, tokens as text, and which tokens are special."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from multihead.record.segments import Rows
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The tokens of one text, as far as they are known.
+    """The tokens of one text; each attribute may be unknown.
 
     Attributes:
         ids: (tokens,), int64, the token ids, or None if unknown.
         tokens: each token as text, or None without a tokenizer.
-        special: whether each token is a special one such as [CLS], or None if unknown.
-        gaps: the text between each token and the previous one (None where unknown), or None if all are unknown.
+        special: whether each token is special, such as [CLS]; None if unknown.
+        gaps: text between the previous token and each token (None where unknown); None if all are unknown.
     """
 
     ids: Tensor | None = None
@@ -27,12 +27,12 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Number of tokens; 0 if nothing is known of the text."""
+        """Number of tokens; 0 if nothing is known about the text."""
         known = (self.ids, self.tokens, self.special)
         return next((len(each) for each in known if each is not None), 0)
 
     def part(self, start: int, stop: int) -> Text:
-        """Return the tokens from `start` to `stop`."""
+        """Return the tokens [start, stop) as a text."""
         cut = slice(start, stop)
         return Text(
             None if self.ids is None else self.ids[cut],
@@ -42,7 +42,7 @@ class Text:
         )
 
     def select_tokens(self, positions: list[int]) -> Text:
-        """Return the tokens at some positions."""
+        """Return the tokens at `positions` as a text, without gaps."""
         return Text(
             None if self.ids is None else self.ids[positions],
             None if self.tokens is None else [self.tokens[each] for each in positions],
@@ -52,11 +52,11 @@ class Text:
 
 @dataclass(eq=False)
 class GrowingText:
-    """A text that grows token by token.
+    """A text to which attention calls append token ids.
 
     Attributes:
-        ids: (tokens so far,), int64, or None if some of them are unknown.
-        named: a whole text with its tokens and flags, or None.
+        ids: (tokens so far,), int64; None if some ids are unknown.
+        named: a complete text with tokens and flags, set afterwards; or None.
     """
 
     ids: Rows | None = None
@@ -64,17 +64,17 @@ class GrowingText:
 
     @staticmethod
     def from_text(text: Text) -> GrowingText:
-        """Return a growing text that starts with a whole text."""
+        """Create from a complete text."""
         return GrowingText(None if text.ids is None else Rows(0, [text.ids]), text)
 
     def text(self, length: int) -> Text:
-        """Return the text of `length` tokens; ids or tokens of another number count as unknown."""
+        """Return the text if it has `length` tokens; ids or tokens of another length are left out."""
         ids = self.ids.whole() if self.ids is not None and self.ids.length == length else None
         named = self.named if self.named is not None and self.named.length == length else Text()
         return Text(ids, named.tokens, named.special, named.gaps)
 
     def append_ids(self, ids: Tensor | None, *, start: int) -> None:
-        """Append the ids that are new: (tokens,) int64 on the CPU, the first at position `start` of the text."""
+        """Append the new ones of some ids, (tokens,) int64 on the CPU, the first of which is at position `start`."""
         if ids is None or (self.ids is None and start > 0):
             self.ids = None
             return
@@ -82,5 +82,5 @@ class GrowingText:
             self.ids = Rows(0)
         if start > self.ids.length:
             self.ids = None
-        elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # or known to be empty
+        elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # an empty text is known, too
             self.ids.add(ids[self.ids.length - start :])

@@ -1,4 +1,4 @@
-"""The token ids of an attention call, which ids belong to each sample, and which are special tokens."""
+"""The token ids of the queries and keys of an attention call."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class CallTokenIds:
     """The token ids of one call.
 
     Attributes:
-        queries: (batch, queries) int64, the ids of its queries, (samples, tokens) for a packed call, or None.
-        keys: (batch, keys) int64, the ids of its keys if they are another text, or None.
-        crosses: whether its keys come from another text (cross-attention).
-        packed: whether its samples are packed in one row.
-        query_start: position of its first query among its keys; a tensor has one per sample.
+        queries: (batch, queries) int64, ids of the queries, or (samples, tokens) for packed samples; None if unknown.
+        keys: (batch, keys) int64, ids of the keys in cross-attention; None if unknown.
+        crosses: whether the keys come from another text than the queries (cross-attention).
+        packed: whether the samples are packed in one row.
+        query_start: position of the first query among the keys, a number or (batch,).
     """
 
     queries: Tensor | None
@@ -32,7 +32,7 @@ class CallTokenIds:
     query_start: int | Tensor
 
     def key_ids(self, request: AttentionRequest) -> Tensor | None:
-        """Return the token id of each key of the call, (batch, keys) int64; None if that is unknown."""
+        """Return the token id of each key of the call, (batch, keys) int64; None if unknown."""
         ids = self.keys if self.crosses else self.queries
         if self.crosses or ids is None:
             return ids
@@ -44,7 +44,7 @@ class CallTokenIds:
         return torch.cat([row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)])[None]
 
     def special_keys(self, request: AttentionRequest, special_ids: Sequence[int]) -> Tensor | None:
-        """Return which keys of the call are special tokens, (batch, keys) bool; None if that is unknown."""
+        """Return which keys of the call are special tokens, (batch, keys) bool; None if unknown."""
         ids = self.key_ids(request) if special_ids else None
         return None if ids is None else is_among(ids, special_ids).to(request.shape.device)
 
@@ -53,9 +53,9 @@ class CallTokenIds:
 
         Args:
             sample: the record of the sample.
-            span: the sample's rows and columns in the call.
-            index: index of the sample among the samples of the call.
-            offset: position of the call's first key among the keys of the sample; negative after padding.
+            span: ranges of the sample's queries and keys in the call.
+            index: index of the sample in the samples of the call.
+            offset: index of the call's first key in the keys of the sample; negative if padding comes first.
         """
         if self.crosses:
             sample.queries_read.append_ids(
@@ -74,7 +74,7 @@ class CallTokenIds:
 
 
 def is_among(ids: Tensor, wanted: Sequence[int]) -> Tensor:
-    """Return which token ids are among some: bool, of the same shape."""
+    """Return which of the ids are in `wanted`: bool, of the shape of `ids`."""
     return torch.isin(ids, torch.tensor(wanted, device=ids.device))
 
 

@@ -19,8 +19,8 @@ from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
 from multihead.record.analysis import chance as module
 from multihead.record.analysis.chance import (
+    ChanceCache,
     Evidence,
-    Known,
     chance_of_probes,
     compare_with_chance,
     exceeds_chance,
@@ -157,13 +157,13 @@ CASES: dict[str, Callable[[], list[SampleRecord]]] = {
 
 
 @pytest.fixture(scope="module")
-def known() -> Known:
+def known() -> ChanceCache:
     """What is shared by the samples of all cases, as by those of a record."""
     return {}
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_chance_agrees_with_a_count_of_single_cells(name: str, known: Known) -> None:
+def test_chance_agrees_with_a_count_of_single_cells(name: str, known: ChanceCache) -> None:
     for sample in CASES[name]():
         found = chance_of_probes(sample, ALL, special=sample.text.special, known=known)
         expected = counted_cells(sample)
@@ -243,7 +243,7 @@ def test_chance_is_what_a_head_with_equal_scores_measures(name: str, monkeypatch
 
 def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = {name: [chance_of_probes(one, ALL, special=one.text.special) for one in CASES[name]()] for name in CASES}
-    monkeypatch.setattr(module, "EXACT_KEYS", 0)
+    monkeypatch.setattr(module, "MIN_FLOAT32_KEYS", 0)
     monkeypatch.setattr(module, "ROWS", 4)
     for name, found in exact.items():
         for sample, wanted in zip(CASES[name](), found, strict=True):
@@ -262,14 +262,14 @@ def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkey
 
 def test_samples_that_see_the_same_keys_share_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, ...]] = []
-    measured = module._measure_even_spread
+    measured = module._measure_chance_levels_of_sample
 
     def noted(sample: SampleRecord, probes: Any, *rest: Any) -> dict[str, Tensor]:
         calls.append(tuple(each.name for each in probes))
         return measured(sample, probes, *rest)
 
-    monkeypatch.setattr(module, "_measure_even_spread", noted)
-    wanted, known = (PROBES["previous_mass"], PROBES["duplicate_mass"]), Known()
+    monkeypatch.setattr(module, "_measure_chance_levels_of_sample", noted)
+    wanted, known = (PROBES["previous_mass"], PROBES["duplicate_mass"]), ChanceCache()
     first, again = (masked(masks.Keep(some(LENGTH, LENGTH), "queries keys"))[0] for _ in range(2))
     other = masked(CAUSAL)[0]
     (same_mask,) = read(lambda layer, x: layer(x, mask=CAUSAL), ids(words=SPARSE))

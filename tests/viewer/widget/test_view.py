@@ -121,7 +121,7 @@ def test_linked_views_select_the_same() -> None:
 
 def test_a_selection_outside_of_the_record_is_rejected() -> None:
     view = small().view()
-    with pytest.raises(ModelError, match=r"^There is no layer 9 in the record\. The layers seen are: 0, 1, 2\.$"):
+    with pytest.raises(ModelError, match=r"^There is no layer 9 in the record\. The recorded layers are: 0, 1, 2\.$"):
         view.selection = (9, 0)
     with pytest.raises(ArgumentError, match=r"^There is no head 2 in layer 1\. Give 0 to 1\.$"):
         view.selection = (1, 2)

@@ -1,1 +1,1 @@
-"""Find, classify, compare and describe the heads of recorded layers."""
+"""Analysis of recorded heads: chance levels, kinds, findings, searches and comparisons."""

@@ -1,8 +1,8 @@
-"""Chance: what a head that spreads its attention evenly over its visible keys scores, and how sure a difference is.
+"""Chance levels of statistics, and standard errors of differences from them.
 
-Chance is the probe itself, measured on the sample's call with all scores set to 0: under a causal mask the second
-query puts 50 % on the previous token by chance, and the hundredth 1 %. So a mean over queries compares like with like,
-and every probe of one's own has a chance too. Biases, and the weight of learned sinks, are left out.
+The chance level of a probe is its value for a head that spreads its attention evenly over the visible keys, measured on
+the same call with all scores set to 0: under a causal mask the second query puts 50 % on the previous token by chance,
+and the hundredth query 1 %. So user-defined probes have chance levels too. Biases and learned sinks are left out.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from multihead.probes.statistics import possible_probes
 from multihead.record.sample import SampleRecord
 from multihead.scores.bias import values_of, with_values
 
-BLOCKS = 8
-"""Blocks of consecutive queries into which one text is divided to estimate a standard error."""
+BLOCKS_PER_TEXT = 8
+"""Number of blocks of consecutive queries into which a text is divided to estimate a standard error."""
 
-ERRORS = 3
-"""How many standard errors a difference from chance must exceed to count."""
+MIN_STANDARD_ERRORS = 3
+"""Number of standard errors that a difference from chance must exceed."""
 
-FEWEST = 4
-"""Fewer texts, or fewer blocks, give no standard error: it would be infinite."""
+MIN_OBSERVATIONS = 4
+"""Smallest number of texts or blocks from which a standard error is estimated; with fewer it is infinite."""
 
-EXACT_KEYS = 4096
-"""With fewer keys chance is computed in float64; with more, in float32 and by the native kernel."""
+MIN_FLOAT32_KEYS = 4096
+"""Number of keys from which chance levels are computed in float32 by the native kernel, instead of float64."""
 
 ROWS = 4096
-"""Queries between two calls of `progress`."""
+"""Number of queries per block, after which `progress` is called."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the number of queries done, and of all."""
+"""Function (queries done, all queries), called to show progress."""
 
-Known: TypeAlias = dict[object, Tensor]
-"""What was computed, by its probe, mask, positions and ids."""
+ChanceCache: TypeAlias = dict[object, Tensor]
+"""Cache of chance levels: (probe, mask, positions, ids) -> (heads or 1, queries)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """How a statistic of some heads compares with chance.
+    """A statistic of the heads of a layer compared with its chance level.
 
     Attributes:
-        mean: (heads,) float64, the mean over the queries that count.
-        chance: (heads,) float64, what an even spread over the visible keys gives, the mean over the same queries.
-        error: (heads,) float64, the standard error of mean - chance; inf where there is too little to estimate it.
-        count: (heads,) float64, how many queries count, or texts of repeated random tokens.
+        mean: (heads,) float64, mean over the queries that count.
+        chance: (heads,) float64, chance level (even weights over the visible keys), mean over the same queries.
+        error: (heads,) float64, standard error of mean - chance; inf if there are too few queries to estimate it.
+        count: (heads,) float64, number of queries that count, or of texts of repeated random tokens.
     """
 
     mean: Tensor
@@ -72,21 +72,21 @@ def chance_of_probes(
     probes: Iterable[Statistic],
     *,
     special: Sequence[bool] | None = None,
-    known: Known | None = None,
+    known: ChanceCache | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Tensor]:
-    """Compute what an even spread over the visible keys gives, for the probes that have such a number.
+    """Compute the chance level per query of the probes that have one.
 
     Args:
         sample: one text in one layer.
-        probes: statistics; those without a function or without a chance are left out, and so are those that lack an
-            input, such as token ids.
+        probes: statistics; left out are statistics without a function or a chance level, and probes that lack an input,
+            such as token ids.
         special: one flag per key, True for special tokens.
-        known: chance that was computed for other samples of the same record; new results are added to it.
+        known: cache of chance levels of the same record, to which the results are added.
         progress: called after each block of queries.
 
     Returns:
-        statistic -> (heads or 1, queries) float64; 0 where a query sees no key. Nothing if the mask is unknown.
+        name of a statistic -> (heads or 1, queries) float64, 0 for queries without keys; {} if the mask is unknown.
     """
     known = {} if known is None else known
     marks = (
@@ -101,24 +101,24 @@ def chance_of_probes(
     keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
     missing = [each for each in wanted if keys[each] not in known]
     if missing:
-        found = _measure_even_spread(sample, missing, marks, progress)
+        found = _measure_chance_levels_of_sample(sample, missing, marks, progress)
         known |= {keys[each]: found[each.name] for each in missing if each.name in found}
     return {each.name: known[keys[each]] for each in wanted if keys[each] in known}
 
 
 def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequence[Tensor]) -> Evidence:
-    """Compare a statistic with chance, over one text or several.
+    """Compare a statistic with its chance level over one or more texts.
 
-    The standard error is that of the mean over texts if there are at least `FEWEST`. Otherwise each text is divided
-    into `BLOCKS` blocks of consecutive queries, because neighbouring queries resemble each other and are no
-    independent observations, and the error is that of the mean over blocks.
+    With at least `MIN_OBSERVATIONS` texts, the standard error is computed over texts. Otherwise each text is divided
+    into `BLOCKS_PER_TEXT` blocks of consecutive queries, and the standard error is computed over blocks, because
+    neighbouring queries are similar, and so are not independent observations.
 
     Args:
         values: the statistic per query, (heads, queries), one tensor per text.
-        expected: the chance of each, (heads or 1, queries).
-        counted: which queries count, (heads, queries) bool.
+        expected: the chance level per query, (heads or 1, queries), one tensor per text.
+        counted: which queries count, (heads, queries) bool, one tensor per text.
     """
-    blocks = 1 if len(values) >= FEWEST else BLOCKS
+    blocks = 1 if len(values) >= MIN_OBSERVATIONS else BLOCKS_PER_TEXT
     totals, levels, numbers, units, full = [], [], [], [], []
     for value, even, counts in zip(values, expected, counted, strict=True):
         level = even.double().expand_as(value).masked_fill(~counts, 0)
@@ -126,7 +126,7 @@ def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], co
         totals.append(known.sum(-1))
         levels.append(level.sum(-1))
         numbers.append(counts.sum(-1))
-        # The queries that count are numbered per head; each block gets the same number of them, or one more.
+        # Per head, the counted queries are divided into blocks whose sizes differ by at most one.
         number = numbers[-1][:, None]
         place = ((counts.cumsum(-1) - 1).clamp(min=0) * number.clamp(max=blocks)) // number.clamp(min=1)
         sums = known.new_zeros(len(value), blocks).scatter_add_(1, place, known - level)
@@ -140,7 +140,7 @@ def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], co
 
 
 def standard_error(units: Tensor) -> Tensor:
-    """Return the standard error of the mean of some independent numbers: (heads,) of (numbers, heads).
+    """Return the standard error of the mean over the first axis: (numbers, heads) -> (heads,).
 
     >>> standard_error(torch.tensor([[1.0], [2.0], [3.0], [2.0]])), standard_error(torch.zeros(3, 1))
     (tensor([0.4082]), tensor([inf]))
@@ -149,34 +149,34 @@ def standard_error(units: Tensor) -> Tensor:
 
 
 def error_of_mean(count: Tensor, squares: Tensor) -> Tensor:
-    """Return the standard error of means, from counts and sums of squared deviations: (heads,)."""
+    """Return the standard error of means, given counts and sums of squared deviations; (heads,) each."""
     error = (squares / ((count - 1) * count).clamp(min=1)).sqrt()
-    return error.masked_fill(count < FEWEST, torch.inf)
+    return error.masked_fill(count < MIN_OBSERVATIONS, torch.inf)
 
 
 def exceeds_chance(excess: Tensor, error: Tensor, least: float) -> Tensor:
-    """Return where a difference from chance is at least `least` and above `ERRORS` standard errors: bool, same shape.
+    """Return whether a difference from chance is at least `least`, and exceeds `MIN_STANDARD_ERRORS` times its error.
 
     >>> exceeds_chance(torch.tensor([0.5, 0.5, 0.1]), torch.tensor([0.1, 0.2, 0.01]), 0.35)
     tensor([ True, False, False])
     """
-    return (excess >= least) & (excess > ERRORS * error)
+    return (excess >= least) & (excess > MIN_STANDARD_ERRORS * error)
 
 
 def _masked_standard_error(units: Tensor, full: Tensor) -> Tensor:
-    """Return the standard error of the mean of `units` where `full` is True: (heads,) of (heads, units)."""
+    """Return the standard error of the mean of `units`, (heads, units), where `full` is True: (heads,)."""
     count = full.sum(-1)
     mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
     return error_of_mean(count, (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1))
 
 
-def _measure_even_spread(
+def _measure_chance_levels_of_sample(
     sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
 ) -> dict[str, Tensor]:
-    """Measure probes on scores of 0: (heads or 1, queries) float64 each; probes that lack an input are left out."""
-    windows = any(segment.apart for segment in sample.segments)  # a window is measured as a call of its own
+    """Measure probes with all scores 0: name -> (heads or 1, queries) float64; skip probes that lack an input."""
+    windows = any(segment.apart for segment in sample.segments)  # each window is measured as a separate call
     requests = [
-        with_zero_scores(segment.request, 0 if windows else segment.key_start, exact=sample.num_keys < EXACT_KEYS)
+        with_zero_scores(segment.request, 0 if windows else segment.key_start, exact=sample.num_keys < MIN_FLOAT32_KEYS)
         for segment in sample.segments
     ]
     first = [
@@ -203,15 +203,15 @@ def _measure_even_spread(
 
 
 def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool) -> AttentionRequest:
-    """Return a call with the same visible keys and all scores 0; one head, unless heads see different keys.
+    """Return a call with the same visible keys and all scores 0, with one head unless heads see different keys.
 
     Args:
-        request: the call whose mask is kept.
-        before: how many hidden keys are added before the call's own keys.
-        exact: whether it is computed in float64, where the device has it; otherwise in float32.
+        request: the call with the mask.
+        before: number of hidden keys to insert before the keys of the call.
+        exact: use float64 if the device supports it, else float32.
     """
     mask, shape = request.mask, request.shape
-    if before:  # keys that a cache dropped are added again, hidden, so that positions are right
+    if before:  # dropped keys are inserted as hidden keys, so that positions are right
         mask = mask.after_dropping_keys(-before) & Documents((before, shape.key_length))
     dtype = torch.float64 if exact and shape.device.type != "mps" else torch.float32
     bias = None
@@ -228,7 +228,7 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
 
 
 def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
-    """Split a call into blocks of queries; one block if its bias or mask holds tensors."""
+    """Yield a call in blocks of `ROWS` queries; in one block if it has a bias or its mask has tensors."""
     queries = request.shape.query_length
     if queries <= ROWS or request.bias is not None or request.mask.holds_tensors:
         yield request
@@ -240,7 +240,7 @@ def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
 
 
 def _visibility_key_of_sample(sample: SampleRecord) -> tuple[object, ...]:
-    """Return a hashable key, equal for samples whose queries have equal positions and see equal keys."""
+    """Return a hashable key that is equal for samples whose queries have equal positions and visible keys."""
     intervals = sample.intervals()
     if intervals is not None:
         windows = tuple(each.key_start for each in sample.segments if each.apart)
@@ -255,14 +255,14 @@ def _visibility_key_of_sample(sample: SampleRecord) -> tuple[object, ...]:
 
 
 def visibility_key(request: AttentionRequest) -> tuple[object, object]:
-    """Return a hashable key of the keys that a mask and a bias hide, for calls of equal shape and `query_start`."""
+    """Return a hashable key of the hidden keys of a call, to compare calls of equal shape and `query_start`."""
     bias = request.bias
     hidden = None if bias is None else (type(bias), content_key(values_of(bias) == -torch.inf))
     return content_key(request.mask), hidden
 
 
 def content_key(value: object) -> object:
-    """Return a hashable key of a value, equal for tensors with equal elements."""
+    """Return a hashable key of a value; tensors, and masks with tensors, are compared by content."""
     if isinstance(value, Tensor):
         numbers = value.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.blake2b(numbers.data).digest()

@@ -1,4 +1,4 @@
-"""Compare the heads of two runs of a model on one text, such as two checkpoints, and rank them by their change."""
+"""Compare the heads of two runs of a model on one text, such as two checkpoints, and rank them by change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 class Change(NamedTuple):
-    """A statistic of a head in two runs, as text: its label, its value before and after."""
+    """A statistic of a head in two runs as text: label, value in the first run, value in the second run."""
 
     label: str
     before: str
@@ -38,18 +38,18 @@ class ChangedHead(OneLine):
     """One head in two runs.
 
     Attributes:
-        layer: the layer's number.
-        head: the head's index in its layer.
-        name: the layer's name.
-        divergence: Jensen-Shannon divergence of its weights in the two runs, nats, from 0 (the same weights) to ln 2
-            (no key in common): the mean over the queries that see a key and whose weights are finite in both; NaN
-            where there is none.
-        queries: how many queries were compared.
-        before: statistic -> the head's mean in the first run.
-        after: the same in the second run.
-        kinds_before: its kinds in the first run, see `analysis.highlights.KINDS`.
-        kinds_after: its kinds in the second run.
-        statistics: how each statistic is shown.
+        layer: number of the layer.
+        head: index of the head in the layer.
+        name: name of the layer.
+        divergence: Jensen-Shannon divergence of the head's weights in the two runs, nats, from 0 (equal weights) to
+            ln 2 (no key in common), averaged over the queries that see a key and have finite weights in both runs; NaN
+            if there are no such queries.
+        queries: number of queries that were compared.
+        before: name of a statistic -> mean of the head in the first run.
+        after: name of a statistic -> mean of the head in the second run.
+        kinds_before: names of the head's kinds in the first run, see `multihead.kinds.KINDS`.
+        kinds_after: names of the head's kinds in the second run.
+        statistics: name -> statistic, for the statistics that are not built in.
     """
 
     layer: int
@@ -65,12 +65,12 @@ class ChangedHead(OneLine):
 
     @property
     def differences(self) -> dict[str, float]:
-        """Statistic -> after - before, for the statistics that both runs have."""
+        """Name of a statistic -> after - before, for the statistics that both runs have."""
         return {name: self.after[name] - value for name, value in self.before.items() if name in self.after}
 
     @property
     def largest_difference(self) -> str | None:
-        """The share that changed most; None where none of them changed in the digits that are shown."""
+        """Name of the statistic in percent that changed most; None if none changed in the digits that are shown."""
         shares = {
             name: abs(value)
             for name, value in self.differences.items()
@@ -81,7 +81,7 @@ class ChangedHead(OneLine):
         return max(shares, key=lambda name: shares[name], default=None)
 
     def change(self, lang: str = "en") -> Change | None:
-        """Describe the share that changed most; None where none of them changed."""
+        """Return the statistic in percent that changed most, as text; None if none changed."""
         if (name := self.largest_difference) is None:
             return None
         shown = statistic(name, self.statistics)
@@ -89,7 +89,7 @@ class ChangedHead(OneLine):
         return Change(label, shown.text(self.before[name]), shown.text(self.after[name]))
 
     def __str__(self) -> str:
-        """The head in a line: "L2 H3: 0.312 nats; previous 91 % -> 12 %; previous -> mixed"."""
+        """Return one line, such as "L2 H3: 0.312 nats; previous 91 % -> 12 %; previous -> mixed"."""
         parts = [f"{self.divergence:.3f} nats"]
         if (change := self.change()) is not None:
             parts.append(f"{change.label} {change.before} -> {change.after}")
@@ -98,7 +98,7 @@ class ChangedHead(OneLine):
         return f"L{self.layer} H{self.head}: " + "; ".join(parts)
 
     def row(self) -> dict[str, str | int | float]:
-        """Return the head as a table row: the statistic `entropy` is `entropy_before`, `_after` and `_difference`."""
+        """Return the head as a table row, with `entropy_before`, `entropy_after`, `entropy_difference` and so on."""
         found: dict[str, str | int | float] = {
             "layer": self.layer,
             "head": self.head,
@@ -128,7 +128,7 @@ def changes(
     among: Sequence[Kind] = KINDS,
     progress: Progress | None = None,
 ) -> list[ChangedHead]:
-    """Return the heads of two runs with their changes, the most changed first; see `Record.changed`."""
+    """Compare the heads of two runs, and return them, the most changed first; see `Record.changed`."""
     if top is not None:
         check_integer("top", top)
     if queries is not None:
@@ -163,7 +163,7 @@ def changes(
             )
             for head in range(one.num_heads)
         ]
-    # NaN has no order, so heads without finite weights are sorted last explicitly.
+    # Heads without finite weights have the divergence NaN, and are sorted last.
     return sorted(found, key=lambda each: (math.isnan(each.divergence), -each.divergence))[:top]
 
 
@@ -186,10 +186,10 @@ def _profiles_of_run(
 def _layers_of_both_runs(
     before: Sequence[LayerRecord], after: Sequence[LayerRecord], sample: int
 ) -> dict[int, tuple[SampleRecord, SampleRecord]]:
-    """Return layer number -> its sample in both runs, for layers with the same heads, queries and keys.
+    """Return number of a layer -> its sample in both runs, for layers with equal numbers of heads, queries and keys.
 
     Raises:
-        ArgumentError: there are none, or the two texts differ.
+        ArgumentError: there are no such layers, or the two texts differ.
     """
     others = {layer.number: layer for layer in after}
     found = {}
@@ -208,7 +208,7 @@ def _layers_of_both_runs(
 
 
 def _check_same_text(one: SampleRecord, other: SampleRecord) -> None:
-    """Raise ArgumentError if the known token ids or tokens of two samples differ."""
+    """Raise ArgumentError if the token ids or the tokens of two samples are known and differ."""
     ids, tokens = (one.text.ids, other.text.ids), (one.text.tokens, other.text.tokens)
     differ = ids[0] is not None and ids[1] is not None and not torch.equal(ids[0], ids[1])
     if differ or (None not in tokens and tokens[0] != tokens[1]):

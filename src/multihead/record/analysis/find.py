@@ -1,4 +1,4 @@
-"""Find heads by the range of a statistic, or of a kind such as previous or induction."""
+"""Find heads by the range of a statistic, or of the share of a kind such as previous or induction."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from multihead.record.layer import LayerRecord
 from multihead.record.notebook import OneLine
 from multihead.record.summaries import Of
 
-RENAMED = {
+RENAMED_KINDS = {
     "previous_token": "previous",
     "next_token": "next",
     "self_token": "self",
     "first_token": "first",
     "duplicate_token": "duplicate",
 }
-"""Names of kinds in earlier versions -> those that tables show."""
+"""Name of a kind in earlier versions -> present name."""
 
 
 @dataclass(frozen=True, repr=False)
 class FoundHead(OneLine):
-    """One head that was found.
+    """A head that `find` returns.
 
     Attributes:
-        layer: the layer's number.
-        head: the head's index in its layer.
-        name: the layer's name.
-        values: statistic or kind -> the head's number.
-        statistics: how each of them is shown.
+        layer: number of the layer.
+        head: index of the head in the layer.
+        name: name of the layer.
+        values: name of a statistic or kind -> value of the head.
+        statistics: name -> how its value is shown, for kinds and statistics that are not built in.
     """
 
     layer: int
@@ -46,7 +46,7 @@ class FoundHead(OneLine):
     statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        """The head in a line: "L16 H0: previous 88 %, entropy 0.52 nats"."""
+        """Return one line, such as "L16 H0: previous 88 %, entropy 0.52 nats"."""
         shown = (statistic(name, self.statistics) for name in self.values)
         return f"L{self.layer} H{self.head}: " + ", ".join(
             visible(f"{each.label} {each.text(self.values[each.name])}") for each in shown
@@ -54,7 +54,7 @@ class FoundHead(OneLine):
 
 
 Range = tuple[float | None, float | None]
-"""Lowest and highest value of a statistic, both included; None for no limit."""
+"""Lowest and highest allowed value of a statistic; None for no limit."""
 
 
 def find(
@@ -65,7 +65,7 @@ def find(
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> list[FoundHead]:
-    """Find the heads in the wanted ranges, see `Record.find`; `statistics` are those that are not built in."""
+    """Find the heads whose statistics are in the wanted ranges, see `Record.find`."""
     by_name = {kind.name: kind for kind in among}
     shown = {**{name: _format_of_kind(kind) for name, kind in by_name.items()}, **(statistics or {})}
     if not wanted:
@@ -73,10 +73,10 @@ def find(
             "find has no condition.", "Give the range of a statistic, for example find(previous=(0.8, 1))."
         )
     ranges = {name: _checked_range(name, limits) for name, limits in wanted.items()}
-    numbers = [_wanted_numbers(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
+    numbers = [_wanted_values(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
     for name in wanted:
         if layers and not any(name in each for each in numbers):
-            raise _error_of_missing_number(layers, name, by_name)
+            raise _missing_value_error(layers, name, by_name)
     found = []
     for layer, each in zip(layers, numbers, strict=True):
         if not all(name in each for name in wanted):
@@ -96,19 +96,19 @@ def _is_within(value: float, limits: Range) -> bool:
 
 
 def _format_of_kind(kind: Kind) -> Statistic:
-    """Return the statistic that gives label, unit and number format of a kind."""
+    """Return a statistic with the label and number format of a kind."""
     number_format = SHARE if kind.probe is None or kind.of_largest is not None else kind.probe.number_format
     return Statistic(kind.name, label=kind.label("en"), number_format=number_format)
 
 
-def _wanted_numbers(
+def _wanted_values(
     layer: LayerRecord,
     wanted: tuple[str, ...],
     of: Of,
     by_name: Mapping[str, Kind],
     statistics: Mapping[str, Statistic],
 ) -> dict[str, Tensor]:
-    """Return the wanted statistics and kinds that a layer has: name -> (heads,)."""
+    """Return the values of the wanted statistics and kinds that a layer has: name -> (heads,)."""
     summary = layer.summary(of)
     found = {}
     for name in wanted:
@@ -124,12 +124,12 @@ def _wanted_numbers(
     return found
 
 
-def _error_of_missing_number(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
-    """Return the error that no layer has a statistic or kind of this name."""
+def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
+    """Return the error for a name for which no layer has a value, with how to get one."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
     kind = by_name.get(name)
-    if name in RENAMED:
-        new = RENAMED[name]
+    if name in RENAMED_KINDS:
+        new = RENAMED_KINDS[name]
         return ArgumentError(f"{name} is called {new}, as in tables.", f"Give a range of it: find({new}=(0.8, None)).")
     if kind is not None and kind.texts == "repeats":
         if any(layer.repeated is not None for layer in layers):
@@ -148,7 +148,7 @@ def _error_of_missing_number(layers: Sequence[LayerRecord], name: str, by_name: 
 
 
 def _checked_range(name: str, limits: object) -> Range:
-    """Return the limits of one statistic; raise ArgumentError unless they are a pair (lowest, highest)."""
+    """Return a pair (lowest, highest); raise ArgumentError for other limits."""
     if not isinstance(limits, (tuple, list)) or len(limits) != 2 or not all(_is_limit(each) for each in limits):
         raise ArgumentError(
             f"{name} is {limits!r}.",

@@ -1,4 +1,4 @@
-"""Name the kinds of each head, and find the heads worth a look."""
+"""Classify heads into kinds, and find and describe the most notable heads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from multihead.probes.catalogue import SEPARATOR, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.analysis.chance import (
+    ChanceCache,
     Evidence,
-    Known,
     Progress,
     chance_of_probes,
     compare_with_chance,
@@ -34,35 +34,33 @@ from multihead.record.notebook import CHANCE, OneLine
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Measured
 
-FARTHER = 0.5
-"""A head reaches far if its mean distance exceeds that of an even spread by this share of it, and by three standard
-errors."""
+MIN_EXCESS_DISTANCE = 0.5
+"""A head attends far away if its mean distance exceeds the chance level by this share of the chance level, and by
+three standard errors."""
 
-FAR = "distance"
-"""The finding about the head that reaches farthest, which is no kind."""
+DISTANCE_TOPIC = "distance"
+"""Topic of the finding about the head with the largest distance, which is not a kind."""
 
-FAR_RANK = 90
-"""Its place among the findings, see `Kind.finding`."""
+DISTANCE_RANK = 90
+"""Rank of this finding among the findings, see `Kind.finding`."""
 
-MOST_FINDINGS = 6
+MAX_FINDINGS = 6
 
 
 @dataclass(frozen=True, eq=False)
 class LayerKinds:
-    """The means of one layer's heads, the chance of each mean, and the kinds that follow from them.
+    """The statistics of one layer's heads, their chance levels, and the kinds of the heads.
 
     Attributes:
-        number: the layer's number.
-        name: the layer's module path.
-        means: statistic -> (heads,) float64, the means over the queries that see a key;
-            "separator_mass" is added where special tokens after the first are known, and the statistics of repeated
-            random tokens where they were measured.
-        chance: statistic -> (heads,) float64, what an even spread over the visible keys gives; only the statistics
-            that have such a number.
-        evidence: statistic -> its mean, its chance and how sure the difference is, for the same statistics, and for the
-            share of attention near the query, which records do not store.
-        kinds: per head, the names of one or more kinds, the most specific first.
-        crosses: whether the keys are another text than the queries (cross-attention).
+        number: number of the layer.
+        name: name of the layer.
+        means: name of a statistic -> (heads,) float64, mean over the queries that count. "separator_mass" is added if
+            special tokens after the first are known, and the statistics on repeated random tokens if measured.
+        chance: name of a statistic -> (heads,) float64, chance level, for the statistics that have one.
+        evidence: name of a statistic -> mean, chance level and standard error, for the statistics in `chance`, and for
+            the share of attention near the query, which is not in `means`.
+        kinds: names of each head's kinds, the most specific first.
+        crosses: whether the keys come from another text than the queries (cross-attention).
     """
 
     number: int
@@ -74,9 +72,9 @@ class LayerKinds:
     crosses: bool
 
     def row(self, head: int) -> dict[str, str | float]:
-        """Return what a row of a table shows of a head next to its means: its kinds, and the chance of each statistic.
+        """Return the table columns of a head besides its means: its kinds, and the chance levels of its statistics.
 
-        The kinds are one word, such as "first+local", and the chance of `previous_mass` is `previous_mass_chance`.
+        `kind` is a word such as "first+local", and the chance level of `previous_mass` is `previous_mass_chance`.
         """
         chances = {f"{name}{CHANCE}": float(values[head]) for name, values in self.chance.items()}
         return {"kind": "+".join(self.kinds[head]), **chances}
@@ -84,10 +82,10 @@ class LayerKinds:
 
 @dataclass(frozen=True, eq=False)
 class LayerProfile(LayerKinds):
-    """The kinds and the mask of one layer of a record, for the report and the terminal.
+    """The statistics, kinds and mask of one layer of a record, for the report and the terminal.
 
     Attributes:
-        visibility: what the queries may see.
+        visibility: the visible keys of the queries.
     """
 
     visibility: Visibility
@@ -95,17 +93,17 @@ class LayerProfile(LayerKinds):
 
 @dataclass(frozen=True, repr=False)
 class HeadKind(OneLine):
-    """A kind that a head has, and the numbers that decide about it.
+    """A kind of a head, and the numbers that decide it.
 
     Attributes:
-        layer: the layer's number.
-        head: the head's index in its layer.
-        name: the layer's name.
-        kind: the name of the kind.
-        share: the mean over the queries that count; for broad, as a share of the largest entropy.
-        chance: what an even spread over the visible keys gives.
-        error: the standard error of share - chance; inf where there is too little to estimate it.
-        n: how many queries count, or texts of repeated random tokens.
+        layer: number of the layer.
+        head: index of the head in the layer.
+        name: name of the layer.
+        kind: name of the kind.
+        share: mean over the queries that count; for "broad", the entropy divided by the largest possible entropy.
+        chance: chance level of the share (even weights over the visible keys).
+        error: standard error of share - chance; inf if there are too few queries to estimate it.
+        n: number of queries that count, or of texts of repeated random tokens.
     """
 
     layer: int
@@ -119,7 +117,7 @@ class HeadKind(OneLine):
     written: tuple[str, str] = field(compare=False)
 
     def __str__(self) -> str:
-        """The head in a line: "L16 H0: previous 88 % (chance 1.3 %)"."""
+        """Return one line, such as "L16 H0: previous 88 % (chance 1.3 %)"."""
         share, chance = (each.replace("\u00a0", " ") for each in self.written)
         return f"L{self.layer} H{self.head}: {self.kind} {share} (chance {chance})"
 
@@ -127,7 +125,7 @@ class HeadKind(OneLine):
 def heads_of_kinds(
     profiles: Sequence[LayerKinds], among: Sequence[Kind], names: Collection[str] = ()
 ) -> list[HeadKind]:
-    """List the heads of each kind, or of some, kind after kind, the largest share first.
+    """List the heads of each kind, or of the kinds in `names`, each with the largest share first.
 
     Raises:
         ArgumentError: there is no such kind.
@@ -152,17 +150,17 @@ def heads_of_kinds(
 
 @dataclass(frozen=True, repr=False)
 class Finding(OneLine):
-    """One head that stands out, described in a sentence.
+    """A notable head, described in a sentence.
 
     Attributes:
-        topic: what it is about: the name of a kind, or "distance".
-        layer: the layer's number.
-        head: the head's index in its layer.
-        value: the number in the sentence (a share from 0 to 1, or tokens).
-        chance: what an even spread over the visible keys gives.
-        sentence: what the head does; its subject is the head.
-        count: how many heads do the same, a sentence.
-        brief: the finding in one short line, for a terminal.
+        topic: name of the kind that the sentence is about, or "distance".
+        layer: number of the layer.
+        head: index of the head in the layer.
+        value: number in the sentence (a share from 0 to 1, or a distance in tokens).
+        chance: chance level of the value (even weights over the visible keys).
+        sentence: description of the head, whose subject is the head.
+        count: a sentence on how many heads have the same kind.
+        brief: description in one short line, for a terminal.
     """
 
     topic: str
@@ -175,14 +173,14 @@ class Finding(OneLine):
     brief: str
 
     def __str__(self) -> str:
-        """The brief line: "layer 2 head 7: 91 % on the previous token (chance 4.8 %)"."""
+        """Return `brief`, such as "layer 2 head 7: 91 % on the previous token (chance 4.8 %)"."""
         return self.brief
 
 
 def evidence_of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
-    """Return the numbers that decide about a kind, (heads,) each; None if its statistic was not measured.
+    """Return the numbers that decide whether heads have a kind; None if the statistic of the kind was not measured.
 
-    For a kind with `of_largest` they are divided by chance, so the chance itself is 1.
+    For a kind with `of_largest` all numbers are divided by the chance level, so `chance` is 1.
     """
     found = evidence.get(kind.statistic)
     if found is None or kind.of_largest is None:
@@ -206,15 +204,15 @@ def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
 def kinds_of_heads(
     evidence: Mapping[str, Evidence], *, heads: int, crosses: bool = False, among: Sequence[Kind] = KINDS
 ) -> tuple[tuple[str, ...], ...]:
-    """Name the kinds of each head of a layer, the most specific first; a head may have several.
+    """Return the names of the kinds of each head of a layer, the most specific first.
 
-    A share must exceed chance, so an even spread has no kind but broad, however short the text.
+    Shares must exceed chance, so a head with even weights has only the kind "broad", however short the text is.
 
     Args:
-        evidence: statistic -> what was measured, (heads,) each; no head has a kind whose statistic is missing.
-        heads: how many heads.
-        crosses: whether the keys are another text, where some kinds mean nothing.
-        among: the kinds.
+        evidence: name of a statistic -> its evidence; kinds whose statistic is missing are left out.
+        heads: number of heads.
+        crosses: whether this is cross-attention, for which some kinds are not defined.
+        among: the kinds to choose from.
 
     >>> def found(mean, chance):
     ...     return Evidence(torch.tensor(mean), torch.full((2,), chance), torch.full((2,), 0.01), torch.full((2,), 9))
@@ -246,19 +244,19 @@ def layer_profiles(
     among: Sequence[Kind] = KINDS,
     progress: Progress | None = None,
 ) -> list[LayerProfile]:
-    """Read the means, their chance, the kinds and the masks of every layer of a record.
+    """Compute the means, chance levels, kinds and mask of every layer of a record.
 
     Args:
         layers: the layers of a record.
-        sample: index of the text; None reads all texts together.
-        special: one flag per token, True for special tokens ([CLS], [SEP], <s>); with it, attention on special
-            tokens after the first is listed as "separator_mass". None takes the flags of the recorded text.
-        statistics: the statistics of the record that are not built in; those that are probes have a chance too.
-        among: the kinds.
-        progress: called with the queries done and all queries of a text, while the chance of its mask is computed.
+        sample: index of the text; None combines all texts.
+        special: one flag per token, True for special tokens ([CLS], [SEP], <s>), from which "separator_mass", the
+            attention on special tokens after the first, is computed. None takes the flags of the recorded text.
+        statistics: name -> statistic, for the statistics of the record that are not built in.
+        among: the kinds to choose from.
+        progress: called with (queries done, all queries) of a text while its chance levels are computed.
     """
     profiles = []
-    known: Known = {}
+    known: ChanceCache = {}
     shown = statistics or {}
     for layer in layers:
         texts = range(layer.num_samples) if sample is None else [sample]
@@ -293,7 +291,7 @@ def _profile_of_layer(
             if name in layer.repeated.chance
         }
     named = kinds_of_heads(found, heads=layer.num_heads, crosses=crosses, among=among)
-    means.pop(NEAR.name, None)  # measured here for the kinds only: records have no such statistic
+    means.pop(NEAR.name, None)  # used for kinds only, because records do not have it
     chances = {name: found[name].chance for name in means if name in found}
     return LayerProfile(layer.number, layer.name, means, chances, found, named, crosses, seen[0])
 
@@ -305,10 +303,10 @@ def _statistics_and_chance(
     crosses: bool,
     special: Sequence[bool] | None,
     shown: Mapping[str, Statistic],
-    known: Known,
+    known: ChanceCache,
     progress: Progress | None,
 ) -> tuple[dict[str, Measured], dict[str, Tensor]]:
-    """Return the statistics of a sample per query, with separator and near mass added, and the chance of each."""
+    """Return the statistics of a sample, including separator and near mass, and the chance level of each."""
     found = dict(one.measured())
     marks = one.text.special if special is None else special
     marks = marks if marks is not None and len(marks) == one.num_keys else None
@@ -340,19 +338,19 @@ def findings(
     profiles: Sequence[LayerProfile] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> list[Finding]:
-    """Find the most notable heads, at most six, and describe what each does; no head twice.
+    """Find the most notable heads, at most six, and describe each; no head is listed twice.
 
-    Each head exceeds chance clearly: it has the kind that the sentence is about, see `kinds_of_heads`, or reaches
-    farther than an even spread by `FARTHER` and three standard errors. A model with random weights has none.
+    Each head clearly exceeds chance: it has the kind that the sentence is about, see `kinds_of_heads`, or a mean
+    distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no such heads.
 
     Args:
         layers: the layers of a record.
-        sample: index of the text; None takes all texts together.
-        tokens: the text's tokens, so that a sentence can name the first one.
+        sample: index of the text; None combines all texts.
+        tokens: tokens of the text, so that a sentence can name the first token.
         special: one flag per token, as in `layer_profiles`.
         lang: "en" or "zh".
-        profiles: the result of `layer_profiles`, if the caller has it.
-        among: the kinds.
+        profiles: result of `layer_profiles`; None computes it.
+        among: the kinds to choose from.
     """
     words = section(lang, "common", "findings")
     read = profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special, among=among)
@@ -361,8 +359,10 @@ def findings(
     separators -= {tokens[0]} if tokens else set()
     separator = visible(separators.pop()) if len(separators) == 1 else words["separators"]
     ranked = [(kind.finding, kind.name, kind) for kind in among if kind.finding is not None]
-    topics: list[Kind | None] = [kind for *_, kind in sorted([*ranked, (FAR_RANK, FAR, None)], key=itemgetter(0))]
-    near = {kind.name for kind in among if FAR in kind.hides}
+    topics: list[Kind | None] = [
+        kind for *_, kind in sorted([*ranked, (DISTANCE_RANK, DISTANCE_TOPIC, None)], key=itemgetter(0))
+    ]
+    near = {kind.name for kind in among if DISTANCE_TOPIC in kind.hides}
     found: list[Finding] = []
     taken: set[tuple[int, int]] = set()
     for topic in topics:
@@ -379,12 +379,12 @@ def findings(
             brief, sentence = (topic.said(each, lang, value, level, **names) for each in (topic.brief, topic.sentence))
         opening = words["place"].format(layer=profile.number, head=head)
         brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
-        name = FAR if topic is None else topic.name
+        name = DISTANCE_TOPIC if topic is None else topic.name
         found.append(
             Finding(name, profile.number, head, value, level, sentence, _describe_count(topic, read, words), brief)
         )
         taken.add((place, head))
-        if len(found) == MOST_FINDINGS:
+        if len(found) == MAX_FINDINGS:
             break
     return found
 
@@ -396,9 +396,9 @@ def _format_rounded(value: float) -> str:
 def _heads_of_topic(
     topic: Kind | None, profiles: Sequence[LayerKinds], near: Collection[str] = ()
 ) -> Iterator[tuple[int, int, float, float]]:
-    """Yield the heads that a finding may be about: index of the layer, head, number, chance.
+    """Yield (index of the layer, head, value, chance level) for the heads that a finding may be about.
 
-    Without a topic these are the heads that reach farthest, apart from those with a kind in `near`.
+    Without a topic these are heads with a large mean distance and no kind in `near`.
     """
     for layer, one in enumerate(profiles):
         found = one.evidence.get("mean_distance") if topic is None else evidence_of_kind(topic, one.evidence)
@@ -406,7 +406,7 @@ def _heads_of_topic(
             continue
         if topic is None:
             level = found.chance
-            far = exceeds_chance((found.mean - level) / level, found.error / level, FARTHER) & (level > 0)
+            far = exceeds_chance((found.mean - level) / level, found.error / level, MIN_EXCESS_DISTANCE) & (level > 0)
             chosen = [bool(each) and not {*near} & {*named} for each, named in zip(far, one.kinds, strict=True)]
         else:
             chosen = [topic.name in named for named in one.kinds]

@@ -1,4 +1,4 @@
-"""Tell the layers of an encoder-decoder model apart: encoder, decoder and cross-attention."""
+"""Classify the layers of an encoder-decoder model: encoder, decoder or cross-attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from multihead.record.layer import LayerRecord
 
 ROLES = ("encoder", "decoder", "cross")
-"""Self-attention of the encoder, self-attention of the decoder, and the decoder's attention to the encoder's output."""
+"""Self-attention of the encoder, self-attention of the decoder, and cross-attention to the encoder's output."""
 
 _STACK = re.compile(r"(?:^|[._])(encoder|decoder)(?=[._]|$)")
 
@@ -17,7 +17,7 @@ _STACK = re.compile(r"(?:^|[._])(encoder|decoder)(?=[._]|$)")
 def roles(layers: Sequence[LayerRecord], *, sample: int = 0) -> list[str]:
     """Return the role of each layer of a record: one of `ROLES`, or "" for all if no layer has cross-attention.
 
-    The encoder and the decoder are recognised by the layers' names; other self-attention has the role "" too.
+    Encoder and decoder are recognised by the names of layers; self-attention without such a name has the role "".
     """
     crossing = [layer.sample(sample).crosses for layer in layers]
     if not any(crossing):
@@ -28,11 +28,11 @@ def roles(layers: Sequence[LayerRecord], *, sample: int = 0) -> list[str]:
 def rows_with_roles(
     layers: Sequence[LayerRecord], rows: Sequence[Mapping[str, Any]], *, sample: int = 0
 ) -> list[dict[str, Any]]:
-    """Add "role" and "alignment" to rows of heads, where the record has layers with roles or alignment heads.
+    """Add the columns "role" and "alignment" to table rows, if the record has roles or alignment heads.
 
     Args:
         layers: the layers of a record.
-        rows: each has the "layer" and the "head" of a head.
+        rows: table rows with "layer" and "head".
         sample: index of the text.
     """
     named = dict(zip((layer.number for layer in layers), roles(layers, sample=sample), strict=True))
@@ -48,7 +48,7 @@ def rows_with_roles(
 
 
 def _stack_of_name(name: str) -> str:
-    """Return the first of "encoder" and "decoder" in a layer's name; "" without either.
+    """Return "encoder" or "decoder", whichever comes first in a layer's name, or "".
 
     >>> _stack_of_name("model.decoder.layers.0.self_attn"), _stack_of_name("0")
     ('decoder', '')

@@ -1,4 +1,4 @@
-"""Find the heads whose attention weights are nearest to those of a given head."""
+"""Find the heads whose attention weights are most similar to the weights of a given head."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from multihead.record.notebook import OneLine
 from multihead.record.sample import SampleRecord
 
 CELLS = 1 << 25
-"""Weights compared over all heads if the number of queries is not given: a second or two."""
+"""Number of weights of all heads that are compared by default, which takes 1 to 2 seconds."""
 
-TILE = 1 << 21  # limit of the weights of one layer that are in memory at once
+TILE = 1 << 21  # largest number of weights of one layer in memory
 
 
 @dataclass(frozen=True, repr=False)
 class NearHead(OneLine):
-    """One head and the divergence of its weights from those of the given head.
+    """A head, and the divergence between its weights and the weights of a given head.
 
     Attributes:
-        layer: the layer's number.
-        head: the head's index in its layer.
-        name: the layer's name.
-        divergence: Jensen-Shannon divergence, nats, from 0 (the same weights) to ln 2 (no key in common), the mean
-            over the queries that see a key and whose weights are finite in both heads; NaN where there is none.
-        queries: how many queries were looked at.
+        layer: number of the layer.
+        head: index of the head in the layer.
+        name: name of the layer.
+        divergence: Jensen-Shannon divergence, nats, from 0 (equal weights) to ln 2 (no key in common), averaged over
+            the queries that see a key and have finite weights in both heads; NaN if there are no such queries.
+        queries: number of queries that were compared.
     """
 
     layer: int
@@ -42,14 +42,14 @@ class NearHead(OneLine):
     queries: int
 
     def __str__(self) -> str:
-        """The head in a line: "L18 H6: 0.041 nats"."""
+        """Return one line, such as "L18 H6: 0.041 nats"."""
         return f"L{self.layer} H{self.head}: {self.divergence:.3f} nats"
 
 
 def nearest(
     layers: Sequence[LayerRecord], layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
 ) -> list[NearHead]:
-    """Return the heads whose weights diverge least from those of one head, the nearest first; see `Record.nearest`."""
+    """Return the heads with the smallest divergence from one head, the nearest first; see `Record.nearest`."""
     check_integer("top", top)
     if queries is not None:
         check_integer("queries", queries)
@@ -90,7 +90,7 @@ def describe_layer_numbers(numbers: Sequence[int]) -> str:
 
 
 def have_same_texts(one: SampleRecord, other: SampleRecord) -> bool:
-    """Whether the queries and keys of two layers are the same texts."""
+    """Whether two samples have equal numbers and positions of queries and keys, and both or neither cross-attention."""
     return (one.num_queries, one.num_keys, one.query_start, one.crosses) == (
         other.num_queries,
         other.num_keys,
@@ -100,12 +100,12 @@ def have_same_texts(one: SampleRecord, other: SampleRecord) -> bool:
 
 
 def affordable_queries(cells_per_query: int) -> int:
-    """Return how many queries can be compared in a second or two."""
+    """Return how many queries can be compared in 1 to 2 seconds."""
     return max(16, CELLS // max(cells_per_query, 1))
 
 
 def spaced_queries(length: int, most: int) -> slice:
-    """Choose at most some queries: every n-th, the last among them.
+    """Return a slice of at most `most` evenly spaced queries, which includes the last one.
 
     >>> spaced_queries(10, 4), spaced_queries(10, 99)
     (slice(0, None, 3), slice(0, None, 1))
@@ -122,14 +122,13 @@ def divergence(
     head: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Return the divergence of heads of two layers, computed tile by tile: (heads of `other`,) float64, nats.
+    """Compute the Jensen-Shannon divergence of heads of two layers in tiles: (heads of `other`,) float64, nats.
 
     Args:
-        one: one layer on a text.
-        other: another one, or the same layer of another run, with as many queries and keys.
+        one: a sample of one layer.
+        other: a sample of another layer or another run, with as many queries and keys.
         rows: which queries.
-        head: the head of the first layer that is compared with each of the other; None compares each with the head of
-            the same index.
+        head: head of `one` that is compared with every head of `other`; None compares heads of equal index.
         progress: called with the number of queries of each tile.
 
     Source: Lin, "Divergence measures based on the Shannon entropy", 1991: H((p + q) / 2) - (H(p) + H(q)) / 2.
@@ -143,7 +142,7 @@ def divergence(
         part = places[first : first + step]
         chosen = slice(part.start, part.stop, part.step)
         end = max(one.num_keys if each is None else int(each[1][chosen].max()) for each in intervals)
-        seen = slice(0, end)  # later keys have weight 0 for all of these queries
+        seen = slice(0, end)  # later keys are hidden from all of these queries
         p = one.weights(head, queries=chosen, keys=seen)
         p = _append_sink_weight(p if head is None else p[None])  # (heads or 1, rows, keys + 1)
         q = _append_sink_weight(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
@@ -157,5 +156,5 @@ def divergence(
 
 
 def _append_sink_weight(weights: Tensor) -> Tensor:
-    """Append the weight on a learned sink to the weights of the keys, as one more key."""
+    """Append the weight on a learned sink, 1 - sum of the weights, as the weight of one more key."""
     return torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)

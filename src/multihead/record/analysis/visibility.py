@@ -1,4 +1,4 @@
-"""The visible keys of a layer's queries: the pattern of the mask, the entropy it allows, the mass near the query."""
+"""Describe the visible keys of a sample, and measure the attention near each query."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from multihead.probes.catalogue import offset_mass
 from multihead.record.sample import SampleRecord
 
 TILE_CELLS = 1 << 20
-"""Heads x queries x keys that are read at once: 8 MB in float64, so that a tile stays near the processor."""
+"""Largest number of heads x queries x keys in a tile: 8 MB in float64, to fit into a CPU cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """What the queries of one layer may see, for one sample.
+    """The visible keys of the queries of one sample in one layer.
 
     Attributes:
-        pattern: "full", "causal", "window", "causal window", or "other" for what is none of these.
-        before: tokens before the query that a window reaches; 0 without a window.
-        after: tokens after the query that a window reaches; 0 without a window.
-        hides: whether any query may not see some key.
-        blind_queries: how many queries see no key at all, in the head that has the most of them.
-        mean_keys: (heads,) float64, the keys that a query sees, the mean over the queries that see one.
-        largest_entropy: (heads,) float64, nats: the mean of ln(keys that a query sees), which is the
-            entropy of a head that spreads evenly over all it may see.
+        pattern: "full", "causal", "window", "causal window", or "other".
+        before: number of tokens before the query in a window; 0 without a window.
+        after: number of tokens after the query in a window; 0 without a window.
+        hides: whether any key is hidden from any query.
+        blind_queries: number of queries without visible keys, in the head with the most such queries.
+        mean_keys: (heads,) float64, mean number of visible keys of the queries that see a key.
+        largest_entropy: (heads,) float64, nats: mean of ln(number of visible keys) over these queries, the entropy of
+            a head with even weights.
     """
 
     pattern: str
@@ -42,7 +42,7 @@ class Visibility:
 
 
 def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
-    """Yield slices of queries, each small enough that a tile of it stays a few megabytes.
+    """Yield slices of queries with at most `TILE_CELLS` cells each, but at least one query.
 
     >>> list(query_blocks(5, 1 << 19))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -53,7 +53,7 @@ def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
 
 
 def visibility_of(sample: SampleRecord) -> Visibility:
-    """Find which keys a sample's queries may see: from intervals if possible, else block by block."""
+    """Describe the visible keys of a sample's queries, from intervals if possible, else from tiles of its mask."""
     try:
         count, start, stop = _count_seen_keys(sample)
     except MaskError:  # the mask's class is not defined in this process
@@ -75,7 +75,7 @@ def visibility_of(sample: SampleRecord) -> Visibility:
 
 
 def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
-    """Return per query how many keys it sees, the first of them, and one after the last: (heads or 1, queries)."""
+    """Return per query the number of visible keys, the first and the index after the last: (heads or 1, queries)."""
     intervals = sample.intervals()
     if intervals is not None:
         start, stop = (each[None] for each in intervals)
@@ -91,7 +91,7 @@ def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _visibility_without_mask(sample: SampleRecord) -> Visibility:
-    """Return the visibility where the mask is unknown: which queries see a key, and NaN for the numbers of keys."""
+    """Return the visibility if the mask is unknown: only the number of blind queries is known."""
     sees = sample.sees
     nan = torch.full((sample.num_heads,), torch.nan, dtype=torch.float64)
     return Visibility(
@@ -108,21 +108,21 @@ def _visibility_without_mask(sample: SampleRecord) -> Visibility:
 def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     """Return the share of each query's attention on keys at most `LOCAL_REACH` tokens away.
 
-    It is exact if the record keeps q and k: at most seven weights per query are read from statistics or computed. If
-    only statistics were kept, it is a lower bound, the larger of self + previous + next and, by Markov's
-    inequality, 1 - distance / 4: a key beyond 3 tokens is at least 4 away.
+    The share is exact if the record keeps q and k: at most seven weights per query are read from statistics or
+    computed. If only statistics were kept, the result is a lower bound: the larger of self + previous + next and, by
+    Markov's inequality, 1 - distance / 4, because a key that is more than 3 tokens away is at least 4 away.
 
     Returns:
         (heads, queries) float64, shares from 0 to 1.
     """
     try:
-        return _band_mass(sample, visibility)
+        return _exact_near_mass(sample, visibility)
     except (ProbeError, MaskError):
-        return _band_mass_bound(sample)
+        return _near_mass_lower_bound(sample)
 
 
-def _band_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
-    # Under a causal mask the keys after the query have no weight, so the sum ends at the query.
+def _exact_near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
+    # Under a causal mask keys after the query have no weight.
     last = 0 if visibility.pattern in ("causal", "causal window") else LOCAL_REACH
     found = sample.statistics
     total = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
@@ -132,28 +132,28 @@ def _band_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     return total
 
 
-def _band_mass_bound(sample: SampleRecord) -> Tensor:
+def _near_mass_lower_bound(sample: SampleRecord) -> Tensor:
     found = sample.statistics
     bound = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
     if all(f"{name}_mass" in found for name in ("self", "previous", "next")):
         bound = found["self_mass"].double() + found["previous_mass"].double() + found["next_mass"].double()
     if "mean_distance" in found:
         by_distance = 1 - found["mean_distance"].double() / (LOCAL_REACH + 1)
-        # A query that sees no key has distance 0 and no mass; it must not count as wholly local.
+        # A query without keys has the distance 0, and would count as completely local.
         sees = found["largest_weight"] > 0 if "largest_weight" in found else torch.ones_like(bound, dtype=torch.bool)
         bound = torch.maximum(bound, torch.where(sees, by_distance, 0.0))
     return bound.clamp(0, 1)
 
 
 def _name_of_pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:
-    """Return pattern, `before` and `after` of a mask by the keys [start, stop) of its rows, empty rows ignored."""
+    """Return `pattern`, `before` and `after` of a mask, given the keys [start, stop) of each query; skip empty ones."""
     seen = count > 0
     if not bool(seen.any()) or not bool((count == stop - start)[seen].all()):
         return "other", 0, 0
     position = (torch.arange(count.shape[-1]) + query_start).expand_as(count)[seen]
     start, stop = start[seen], stop[seen]
     if bool(((start == 0) & (stop == keys)).all()):
-        # For one query at the end of its keys (a decoding step), full and causal masks are the same.
+        # For one query at the end of its keys (a decoding step), full and causal masks are equal.
         return "full", 0, 0
     after, before = int((stop - 1 - position).max()), int((position - start).max())
     if after < 0 or before < 0:
