@@ -82,7 +82,7 @@ def test_where_the_first_query_stands_must_be_said_where_it_matters() -> None:
 def test_a_dropout_that_is_no_share_is_refused(dropout: Any) -> None:
     with pytest.raises(ArgumentError) as refusal:
         attention(Q, K, V, dropout=dropout)
-    assert str(refusal.value) == f"dropout is {dropout!r}. Give a share from 0 to 1."
+    assert str(refusal.value) == f"dropout is {dropout!r}. Give a number from 0 to 1."
 
 
 @pytest.mark.parametrize("scale", [True, "1", float("inf"), float("nan")])

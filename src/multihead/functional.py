@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.errors.arguments import OF_FUNCTIONS, check_fraction, check_scale, check_slice, reject_unknown
+from multihead.errors.arguments import (
+    FUNCTION_REPLACEMENTS,
+    check_fraction,
+    check_scale,
+    check_slice,
+    raise_unknown_keywords,
+)
 from multihead.kernels import sequence_split
 from multihead.kernels.batch_dims import BatchDims
 from multihead.kernels.call import (
@@ -79,7 +85,7 @@ def attention(
         softcap: c of c * tanh(scores / c), before the bias.
         sinks: (heads,), a learned logit per head that takes weight and has no value.
         scale: factor of q . k, 1 / sqrt(head_dim) if None.
-        dropout: share of the weights dropped, 0 to 1.
+        dropout: fraction of the attention weights dropped, 0 to 1.
         query_start: position of the first query among the keys: an int, a tensor with one per sample, or "end".
         kernel: the name of the kernel that must run; None chooses the fastest one that does not refuse.
         unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
@@ -340,7 +346,7 @@ def _request_of_arguments(
         the request, and the leading dimensions to restore, None where there was one batch dimension.
     """
     if unknown:
-        reject_unknown(function, unknown, OF_FUNCTIONS)
+        raise_unknown_keywords(function, unknown, FUNCTION_REPLACEMENTS)
     dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.of(q)
     if dims is not None:
         q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)

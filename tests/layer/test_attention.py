@@ -303,8 +303,8 @@ def test_the_layer_says_its_heads() -> None:
         ({"num_heads": 0}, "num_heads is 0. Give an integer of at least 1."),
         ({"embed_dim": -24}, "embed_dim is -24. Give an integer of at least 1."),
         ({"head_dim": 0}, "head_dim is 0. Give an integer of at least 1."),
-        ({"dropout": 1.5}, "dropout is 1.5. Give a share from 0 to 1."),
-        ({"dropout": -0.1}, "dropout is -0.1. Give a share from 0 to 1."),
+        ({"dropout": 1.5}, "dropout is 1.5. Give a number from 0 to 1."),
+        ({"dropout": -0.1}, "dropout is -0.1. Give a number from 0 to 1."),
         ({"merge": "sum"}, 'merge is \'sum\'. Give "concat" or "mean".'),
         (
             {"num_kv_heads": 3},

@@ -104,7 +104,7 @@ class AttentionRequest:
         bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys) or a RelativeBias; or None.
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a learned logit per head that takes weight and has no value, or None.
-        dropout: share of the weights dropped.
+        dropout: fraction of the attention weights dropped.
         wanted: the quantities (`parts.PARTS`) that the kernel should measure, because listeners want them.
         origin: where the call comes from, where a layer made it and somebody listens; else None.
         scales: the factors of k and v where these are int8, from a quantised cache; else None.

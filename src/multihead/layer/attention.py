@@ -14,14 +14,14 @@ from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import (
-    OF_CONSTRUCTORS,
-    OF_LAYERS,
+    CONSTRUCTOR_REPLACEMENTS,
+    LAYER_REPLACEMENTS,
     check_fraction,
     check_integer,
     check_scale,
-    checks_names_first,
+    raise_unknown_keywords,
     reject_scripting,
-    reject_unknown,
+    rejects_unknown_keywords,
 )
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
@@ -73,7 +73,7 @@ class MultiHeadAttention(nn.Module):
         value_dim: width of separate values; key_dim if None.
         output_dim: width of the output; embed_dim if None.
         bias: whether the four projections add a bias.
-        dropout: share of the weights dropped in training, 0 to 1.
+        dropout: fraction of the attention weights dropped in training, 0 to 1.
         scale: factor of q . k; 1 / sqrt(head_dim) if None.
         merge: "concat" concatenates the heads, "mean" averages them.
         output_projection: whether W_out follows; without it the merged heads are the output.
@@ -105,7 +105,7 @@ class MultiHeadAttention(nn.Module):
 
     __prepare_scriptable__ = reject_scripting
 
-    @checks_names_first(OF_CONSTRUCTORS)
+    @rejects_unknown_keywords(CONSTRUCTOR_REPLACEMENTS)
     def __init__(
         self,
         embed_dim: int,
@@ -253,7 +253,7 @@ class MultiHeadAttention(nn.Module):
             ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
         """
         if unknown:
-            reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+            raise_unknown_keywords(MultiHeadAttention.forward, unknown, LAYER_REPLACEMENTS)
         call = LayerCall(
             x,
             memory,
@@ -447,7 +447,7 @@ class MultiHeadAttention(nn.Module):
         """
         unknown = {name: given for name, given in arguments.items() if name not in LayerCall.__match_args__}
         if unknown:
-            reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+            raise_unknown_keywords(MultiHeadAttention.forward, unknown, LAYER_REPLACEMENTS)
         call = LayerCall(x, memory, values, **arguments)
         if call.cache is not None:
             check_is_cache(call.cache)

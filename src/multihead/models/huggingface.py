@@ -113,7 +113,7 @@ def attend_for(
         value: (batch, kv_heads, keys, value_dim).
         attention_mask: the mask from `mask_for`, or a tensor made by the model or the user, or None.
         scaling: factor of q . k.
-        dropout: share of the weights dropped.
+        dropout: fraction of the attention weights dropped.
         is_causal: whether to hide later keys; used only where there is no mask and more than one query.
         softcap: c of c * tanh(scores / c).
         s_aux: (heads,), sinks.

@@ -16,7 +16,7 @@ from multihead.masks import Causal, Drop, Full, Lengths
 from multihead.masks.place import TilePositions
 from tests.compat.torch_nn.test_attention import pair
 
-SIZES = CallSizes(batch=2, heads=3, queries=4, keys=5, extra=0)
+SIZES = CallSizes(batch=2, heads=3, queries=4, keys=5, added_keys=0)
 CAUSAL = torch.ones(4, 5, dtype=torch.bool).triu(1)
 PAST_END = torch.arange(5) >= torch.tensor([[5], [2]])
 

@@ -1,4 +1,4 @@
-"""The mask and the bias of the operator Attention: none, an attribute, lengths or a table, with the position bias."""
+"""Choose the mask inputs of the operator Attention: none, `is_causal`, lengths, or a tensor of mask and biases."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, distanc
 
 @dataclass(frozen=True)
 class MaskInputs:
-    """The mask inputs of the operator; an empty name is an input that is not used.
+    """The mask inputs of the operator Attention; "" is an input that is not used.
 
     Attributes:
         is_causal: the attribute is_causal.
         table: the input attn_mask, (batch or 1, heads or 1, queries, keys), bool or added to the scores.
         lengths: the input nonpad_kv_seqlen, (batch,).
-        some: which queries see a key, (batch or 1, heads or 1, queries or 1, 1), bool; "" if every query does.
+        queries_with_keys: which queries see a key, (batch or 1, heads or 1, queries or 1, 1), bool; "" if all do.
     """
 
     is_causal: bool = False
     table: str = ""
     lengths: str = ""
-    some: str = ""
+    queries_with_keys: str = ""
 
 
 def choose_mask_inputs(context: ExportContext) -> MaskInputs:
-    """Choose the cheapest mask inputs: none, the attribute, lengths, or a table."""
+    """Choose the cheapest mask inputs of Attention: none, the attribute `is_causal`, lengths, or a mask tensor."""
     layer, mask, spec, lengths = context.layer, context.spec.mask, context.spec, context.key_lengths
     bias = _sum_of_biases(context)
     added = layer.bias_k is not None
@@ -47,23 +47,24 @@ def choose_mask_inputs(context: ExportContext) -> MaskInputs:
     if plain and not added and lengths is not None and isinstance(mask, Full) and spec.opset >= 24:
         counts = context.graph.add_node("Min", lengths, context.key_count)
         return MaskInputs(
-            lengths=counts, some=_which_lengths_are_positive(context, counts) if spec.is_cross_attention else ""
+            lengths=counts,
+            queries_with_keys=_which_lengths_are_positive(context, counts) if spec.is_cross_attention else "",
         )
     table, boolean = _mask_or_bias_table(context, _visible_cells(context), bias)
     # Whether some query may see no key. In a padded sample each token sees itself or the first key, and results of
-    # padding are discarded. Keys that the layer adds are visible to every query, and so are sinks.
+    # padding are discarded. Every query sees added keys and sinks.
     hides = may_bias_hide_keys(context) or "bias" in context.inputs or "keep" in context.inputs
     all_see = (
         not hides
         and every_query_sees_key(mask, own=spec.has_own_keys)
         and not (lengths is not None and spec.is_cross_attention)
     )
-    some = "" if all_see or added or sinks else _which_see_some_key(context, table, boolean=boolean)
+    queries_with_keys = "" if all_see or added or sinks else _which_see_some_key(context, table, boolean=boolean)
     if added:
         table = _prepend_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
     if sinks:
         table = _prepend_column(context, _bias_of_bool_table(context, table, boolean=boolean), sink_logits(context))
-    return MaskInputs(table=table, some=some)
+    return MaskInputs(table=table, queries_with_keys=queries_with_keys)
 
 
 def sink_logits(context: ExportContext) -> torch.Tensor:
@@ -94,14 +95,14 @@ def _visible_cells(context: ExportContext) -> str | None:
 
 
 def _mask_or_bias_table(context: ExportContext, seen: str | None, bias: str | None) -> tuple[str, bool]:
-    """Join visible keys and bias to one table, (batch or 1, heads or 1, queries, keys); and whether it is bool."""
+    """Merge mask and bias to one tensor, (batch or 1, heads or 1, queries, keys), and return whether it is bool."""
     graph = context.graph
     if seen is None and bias is None:
         seen = graph.add_constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
     table = (
         str(bias or seen) if seen is None or bias is None else graph.add_node("Where", seen, bias, context.hidden_bias)
     )
-    # Runtimes broadcast a mask over batch and heads only, so that queries and keys are expanded.
+    # Runtimes broadcast a mask over batch and heads only, so queries and keys are expanded here.
     sizes = graph.add_node("Concat", graph.add_integers(1, 1), context.query_count, context.key_count, axis=0)
     return graph.add_node("Expand", table, sizes, name="table"), bias is None
 
@@ -111,7 +112,7 @@ def _bias_of_bool_table(context: ExportContext, table: str, *, boolean: bool) ->
 
 
 def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) -> str:
-    """Prepend the column of an added key to a mask or a bias; it has one value, or one per head (1, heads, 1, 1)."""
+    """Prepend the column of an added key to a mask or a bias; the column is one value, or (1, heads, 1, 1)."""
     graph = context.graph
     if column.dim():  # the column differs between heads, and so must the table
         table = graph.add_node("Expand", table, graph.add_integers(*column.shape))
@@ -172,7 +173,7 @@ def _alibi_bias(context: ExportContext, module: ALiBi) -> str:
 
 
 def _t5_bias(context: ExportContext, module: T5Bias) -> str:
-    """Look the bias of each distance up in a table, which ends where all larger distances share one bucket."""
+    """Look up the bias of each distance in a table up to 2 * max_distance, where larger distances share one bucket."""
     graph, reach = context.graph, 2 * module.max_distance
     buckets = distance_buckets(
         torch.arange(-reach, reach + 1),
