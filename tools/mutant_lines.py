@@ -74,7 +74,7 @@ FUZZED = (
            "if request.bias is None or is_traced() or is_finite_and_small(logsumexp):", "if request is not None:",
            ("tests/probes/test_tile.py",)),
     Mutant("records", "padding that sees a learned key is recorded", "observation/recorder.py",
-           "elif request.origin is not None and request.origin.real is not None:", "elif request is None:",
+           "elif request.origin is not None and request.origin.unpadded_queries is not None:", "elif request is None:",
            ("tests/observation/test_recorder.py",)),
     Mutant("position bias", "one of a user is taken to depend on the distance only", "layer/arguments.py",
            'getattr(part.position_bias, "of_distance", False)', "True", ("tests/layer/test_steps.py",)),

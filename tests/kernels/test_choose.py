@@ -128,7 +128,9 @@ def said(request: AttentionRequest, set_name: str = "scalar") -> str | None:
 
 def lost(monkeypatch: pytest.MonkeyPatch, **ratios: float) -> None:
     named = {name.replace("_training", TRAINING): ratio for name, ratio in ratios.items()}
-    monkeypatch.setattr(module, "LOST", pytorch_speedups([MeasuredSpeed("scalar", "float32", "a machine", named)]))
+    monkeypatch.setattr(
+        module, "PYTORCH_SPEEDUPS", pytorch_speedups([MeasuredSpeed("scalar", "float32", "a machine", named)])
+    )
 
 
 REQUESTS = {

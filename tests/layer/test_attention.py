@@ -272,7 +272,7 @@ def test_listening_changes_no_bit_of_the_output(lengths: tuple[int, ...] | None)
         wanted = frozenset({"entropy"})
         owners: list[nn.Module | None] = []  # noqa: RUF012
 
-        def hear(self, call: object) -> None:
+        def receive(self, call: object) -> None:
             self.owners.append(call.request.origin.layer)  # type: ignore[attr-defined]
 
     layer, ear = mh.MultiHeadAttention(EMBED, HEADS), Ear()

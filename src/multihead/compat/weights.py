@@ -11,9 +11,9 @@ from torch.nn.functional import dropout
 
 from multihead.functional import attend
 from multihead.kernels.call import AttentionRequest, listeners
-from multihead.kernels.dense_tile import hidden_cells, seen, without_autocast, without_qkv, working_dtype
+from multihead.kernels.dense_tile import hidden_cells, visible_cells, without_autocast, without_qkv, working_dtype
 from multihead.kernels.nonfinite import replace_nonfinite
-from multihead.kernels.per_head import CELLS
+from multihead.kernels.per_head import TILE_WEIGHTS
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import is_traced
@@ -94,7 +94,7 @@ def _weights_before_dropout(request: AttentionRequest, *, average: bool = False)
         else:
             weights = _AttentionWeights.apply(q, k, bias, without_qkv(request), average)  # type: ignore[no-untyped-call]
         if bad_rows is not None:
-            bad = bad_rows[..., None] & seen(request)  # (batch, heads, queries, keys)
+            bad = bad_rows[..., None] & visible_cells(request)  # (batch, heads, queries, keys)
             weights = weights.masked_fill(bad.any(1) if average else bad, torch.nan)
     return weights, request.v
 
@@ -168,9 +168,9 @@ def _softmax_of_heads(
 
 
 def _groups_of_heads(q: Tensor, k: Tensor) -> list[slice]:
-    """Return the heads to compute together: one at a time, or as many as have at most CELLS weights in total."""
+    """Return the heads to compute together: one at a time, or as many as have at most TILE_WEIGHTS weights in total."""
     batch, heads, queries, _ = q.shape
-    step = max(1, CELLS // max(1, batch * queries * k.shape[2]))
+    step = max(1, TILE_WEIGHTS // max(1, batch * queries * k.shape[2]))
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
 
 

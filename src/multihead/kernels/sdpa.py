@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
-from multihead.kernels.dense_tile import seen, visibility_tensors, without_qkv, working_dtype
+from multihead.kernels.dense_tile import visibility_tensors, visible_cells, without_qkv, working_dtype
 from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
@@ -134,7 +134,7 @@ class _RectangleCover:
         if not self.needs_mask(piece):
             return None
         dtype = working_dtype(request.shape.dtype)
-        hidden = ~seen(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
+        hidden = ~visible_cells(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
         if request.bias is None:
             added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         else:
@@ -196,26 +196,26 @@ class _FusedRectangles(torch.autograd.Function):
         return output, logsumexp
 
     @staticmethod
-    def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # raises if an input was modified since
         if torch.is_grad_enabled():
             # The code below builds no graph: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added after this function
-            return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
-        of_output = None if of_output is None else _with_supported_layout(of_output)
-        of_logsumexp = None if of_logsumexp is None else of_logsumexp.resolve_neg()
+            return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, grad_output, grad_logsumexp)[:3], None)
+        grad_output = None if grad_output is None else _with_supported_layout(grad_output)
+        grad_logsumexp = None if grad_logsumexp is None else grad_logsumexp.resolve_neg()
         # Half precision would lose contributions that many rectangles add to one key.
         dtype = working_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
         # An empty row's P = exp(-inf - L) is 0 for any finite L, and NaN for its own L = -inf.
         finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
-        if of_output is not None:
-            _add_rectangle_gradients((dq, dk, dv), of_output, (q, k, v, output), finite, ctx.cover)
-        if of_logsumexp is not None:
+        if grad_output is not None:
+            _add_rectangle_gradients((dq, dk, dv), grad_output, (q, k, v, output), finite, ctx.cover)
+        if grad_logsumexp is not None:
             # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): an attention whose
             # values are the keys, and the gradient of its values.
             weighted_keys, _ = _attend_rectangles(q, k, k, ctx.cover)
-            g = of_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
+            g = grad_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
             dq += g * weighted_keys
             unused = torch.zeros_like(dq), torch.zeros_like(dk)
             _add_rectangle_gradients((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
@@ -224,7 +224,7 @@ class _FusedRectangles(torch.autograd.Function):
 
 def _add_rectangle_gradients(
     grads: tuple[Tensor, Tensor, Tensor],
-    of_output: Tensor,
+    grad_output: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     logsumexp: Tensor,
     cover: _RectangleCover,
@@ -237,7 +237,7 @@ def _add_rectangle_gradients(
     for piece in cover.pieces:
         samples, rows, columns = cover.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
         of_q, of_k, of_v = _backward(
-            of_output[samples, :, rows],
+            grad_output[samples, :, rows],
             *cover.slice_tensors(piece, q, k, v),
             output[samples, :, rows],
             logsumexp[samples, :, rows],

@@ -428,9 +428,13 @@ class MultiHeadAttention(nn.Module):
         if listeners():
             continued = None if cache is None else cache.last_call_position
             lengths, crosses = padding.packed_lengths, call.is_cross_attention
-            origin = CallOrigin(self, lengths, continued, crosses, fresh=cache is None, real=padding.real_queries)
-        to_come, mask_fits = cache is not None, padding.documents is not None
-        return request_of(q, k, v, *terms, to_come=to_come, mask_fits=mask_fits, origin=origin, scales=call.scales)
+            origin = CallOrigin(
+                self, lengths, continued, crosses, fresh=cache is None, unpadded_queries=padding.unpadded_queries
+            )
+        keys_follow, mask_fits = cache is not None, padding.documents is not None
+        return request_of(
+            q, k, v, *terms, keys_follow=keys_follow, mask_fits=mask_fits, origin=origin, scales=call.scales
+        )
 
     def explain(
         self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **arguments: Any

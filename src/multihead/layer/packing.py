@@ -268,7 +268,7 @@ class Padding(NamedTuple):
         return None if self.documents is None or self.rows is None else self.rows.positions
 
     @property
-    def real_queries(self) -> Tensor | None:
+    def unpadded_queries(self) -> Tensor | None:
         """(batch, queries) bool, False for padding, where the attention takes a padded batch; else None."""
         if self.documents is not None or self.rows is None:
             return None
@@ -325,7 +325,7 @@ class Padding(NamedTuple):
             return mask if key_lengths is None else mask & Lengths(key_lengths)
         lengths = self.rows.lengths
         visible = torch.full_like(lengths, keys) if key_lengths is None else key_lengths
-        real = self.real_queries
+        real = self.unpadded_queries
         return mask if real is None else mask & Lengths(torch.where(real, visible[:, None], 0))
 
     def restore(self, output: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class Recorder:
         return self.measuring.probes
 
     @torch.no_grad()
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         """Add a call to the record if a layer of the model made it."""
         request, caller = call.request, call.request.origin
         if caller is None or id(caller.layer) not in self.names:
@@ -161,8 +161,8 @@ class Recorder:
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
         crosses = pretrained.is_cross_attention_call(caller, self.names[id(module)])
         if continued is not None:
-            offset, crosses = continued.key_start, continued.position is not None
-        text = name, None if continued is None else continued.text
+            offset, crosses = continued.key_start, continued.first_query is not None
+        text = name, None if continued is None else continued.sequence
         sequence = sequence_split.active
         previous = self._previous.get(text)
         if previous is not None and not (window or self._continues_call(call, previous, offset, crosses=crosses)):
@@ -176,8 +176,8 @@ class Recorder:
         if crosses and not request.mask.uses_positions:
             # Queries have no position among the keys of another sequence: they are counted from its beginning.
             start: int | Tensor = 0 if previous is None else previous.query_stop
-            if continued is not None and continued.position is not None:
-                start = continued.position
+            if continued is not None and continued.first_query is not None:
+                start = continued.first_query
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.attended))
         state = _PreviousCall.from_call(call, offset, crosses=crosses)
@@ -472,8 +472,8 @@ class Recorder:
         if request.continued is not None and request.continued.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
             real = token < request.continued.lengths[:, None]
-        elif request.origin is not None and request.origin.real is not None:
-            real = request.origin.real
+        elif request.origin is not None and request.origin.unpadded_queries is not None:
+            real = request.origin.unpadded_queries
             if request.origin.crosses is False and request.shape.key_length == request.shape.query_length:
                 padding = real
         elif keys is not None:

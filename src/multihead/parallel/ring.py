@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multihead.functional import attend
-from multihead.kernels.call import AttentionRequest, AttentionResult, DropoutPart, DropoutPlace
+from multihead.kernels.call import AttentionRequest, AttentionResult, DropoutOffset, DropoutSlice
 from multihead.kernels.choose import plan_call
 from multihead.kernels.dense_tile import without_qkv, working_dtype
 from multihead.kernels.native import kernel as native
@@ -134,7 +134,7 @@ class PieceTensors(NamedTuple):
         # Only statistics use the position of the queries, because they measure distances.
         start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
         return replace(
-            ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part, query_start=start
+            ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, dropout_slice=part, query_start=start
         )
 
 
@@ -345,9 +345,9 @@ def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bi
     return PieceTensors(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
 
 
-def dropout_of_part(request: AttentionRequest, **place: int) -> DropoutPart | None:
-    """Return the dropout of a part of a call, which starts at `place` (see `DropoutPlace`); None without dropout."""
-    return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
+def dropout_of_part(request: AttentionRequest, **place: int) -> DropoutSlice | None:
+    """Return the dropout of a part of a call, which starts at `place` (see `DropoutOffset`); None without dropout."""
+    return None if request.dropout_slice is None else DropoutSlice(request.dropout_slice.seed, DropoutOffset(**place))
 
 
 def _add_to_bias(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:

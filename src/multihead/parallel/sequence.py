@@ -17,8 +17,8 @@ from multihead.kernels.call import (
     AttentionCall,
     AttentionRequest,
     AttentionResult,
-    DropoutPart,
-    DropoutPlace,
+    DropoutOffset,
+    DropoutSlice,
     listeners,
     publish,
     wanted_parts,
@@ -284,7 +284,7 @@ class _SplitOverRanks:
             request = replace(request, wanted=wanted_parts())
         seed = self._compare_with_ranks(request, planned, chosen.strategy, observed=observed)
         if request.dropout:
-            request, kernel = replace(request, part=DropoutPart(seed, DropoutPlace())), "native"
+            request, kernel = replace(request, dropout_slice=DropoutSlice(seed, DropoutOffset())), "native"
         if chosen.strategy == "ring":
             found = Ring(self.ranks, planned, request, kernel).attend()
         elif chosen.strategy == "ulysses":
@@ -450,7 +450,7 @@ class _SplitOverRanks:
                 shape=AttentionShape.of(q, of_k, of_v),
                 mask=MapBlockMask(request.mask, planned.bounds, rows, keys),
                 bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
-                part=dropout_of_part(request, query_start=rows[0], key_start=keys[0]),
+                dropout_slice=dropout_of_part(request, query_start=rows[0], key_start=keys[0]),
                 query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
             )
             yield part, keys
@@ -490,7 +490,7 @@ class _SplitOverRanks:
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],
-            part=dropout_of_part(request, head_start=own.start, total_heads=total),
+            dropout_slice=dropout_of_part(request, head_start=own.start, total_heads=total),
         )
 
     def _valueless_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_slice
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import scores, seen, select_request_heads, without_autocast, working_dtype
+from multihead.kernels.dense_tile import scores, select_request_heads, visible_cells, without_autocast, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.tensors.tracing import is_traced
@@ -155,7 +155,7 @@ def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     for first in range(0, request.shape.query_length, ROWS):
         rows = slice(first, first + ROWS)
         bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
-        largest = bias.masked_fill(~seen(request, rows), -torch.inf).amax(-1)
+        largest = bias.masked_fill(~visible_cells(request, rows), -torch.inf).amax(-1)
         found.append(largest.expand_as(huge[:, :, rows]))
     return torch.cat(found, 2).to(_most_precise_dtype(huge.device)).masked_fill(~huge, 0)
 
@@ -207,14 +207,14 @@ def _scores_less_base(
         cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
     if base is not None:
         cells = cells - base[:, heads][:, :, queries, None]
-    if _is_all_seen(request, queries, keys):
+    if _is_all_visible(request, queries, keys):
         return cells, None
-    shown = seen(request, queries, keys)
+    shown = visible_cells(request, queries, keys)
     shown = shown[:, heads] if shown.shape[1] > 1 else shown
     return cells.masked_fill(~shown, -torch.inf), shown  # whatever a hidden score is, NaN and inf included
 
 
-def _is_all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
+def _is_all_visible(request: AttentionRequest, queries: slice, keys: slice) -> bool:
     """Whether the bounds show that each of the queries sees each of the keys."""
     if is_traced() or request.bias is not None:
         return False

@@ -307,7 +307,7 @@ def test_hooks_on_the_output_projection_fire_and_listeners_receive_the_layer_its
     class Ear:
         wanted: frozenset[str] = frozenset()
 
-        def hear(self, call: Any) -> None:
+        def receive(self, call: Any) -> None:
             heard.append(call)
 
     _, ours = pair()

@@ -163,7 +163,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v = self._prepend_added_keys(k, v)
         origin = CallOrigin(self, crosses=False if within else None)
         if within and listeners():
-            origin = replace(origin, real=unpadded_queries(key_padding_mask))
+            origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
         merged, weights = self._attend(q, k, v, shown, origin, need_weights=need_weights, average=average_attn_weights)
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)

@@ -241,10 +241,10 @@ def rotate_heads(context: ExportContext, q: str, k: str) -> tuple[str, str]:
             "The layer is float64 and has a rotary, and the operator RotaryEmbedding does not support float64.",
             "Convert it first: layer.float().",
         )
-    of_queries = _cosines_and_sines(context, context.position_values.positions)
+    of_queries = _cosines_and_sines(context, context.position_values.queries)
     # Queries and keys have equal positions if both start at 0, or after the keys of earlier calls.
     same = spec.has_past or (not spec.is_cross_attention and spec.starts_at_zero)
-    of_keys = of_queries if same else _cosines_and_sines(context, context.position_values.columns)
+    of_keys = of_queries if same else _cosines_and_sines(context, context.position_values.keys)
     return _rotate_by_angles(context, q, of_queries, layer.num_heads), _rotate_by_angles(
         context, k, of_keys, layer.num_kv_heads
     )

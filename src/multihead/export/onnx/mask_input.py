@@ -56,7 +56,7 @@ def choose_mask_inputs(context: ExportContext) -> MaskInputs:
     hides = may_bias_hide_keys(context) or "bias" in context.inputs or "keep" in context.inputs
     all_see = (
         not hides
-        and every_query_sees_key(mask, own=spec.has_own_keys)
+        and every_query_sees_key(mask, own_keys=spec.has_own_keys)
         and not (lengths is not None and spec.is_cross_attention)
     )
     queries_with_keys = "" if all_see or added or sinks else _which_see_some_key(context, table, boolean=boolean)
@@ -89,7 +89,7 @@ def _visible_cells(context: ExportContext) -> str | None:
     parts = [] if isinstance(mask, Full) else [export_mask(graph, mask, context.position_values)]
     if context.key_lengths is not None:
         counts = graph.add_node("Reshape", context.key_lengths, graph.add_integers(-1, 1, 1, 1))
-        parts.append(graph.add_node("Less", context.position_values.columns, counts, name="real"))
+        parts.append(graph.add_node("Less", context.position_values.keys, counts, name="real"))
     parts += ["keep"] if "keep" in context.inputs else []
     return reduce(lambda one, other: graph.add_node("And", one, other), parts) if parts else None
 
@@ -114,7 +114,7 @@ def _bias_of_bool_table(context: ExportContext, table: str, *, boolean: bool) ->
 def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) -> str:
     """Prepend the column of an added key to a mask or a bias; the column is one value, or (1, heads, 1, 1)."""
     graph = context.graph
-    if column.dim():  # the column differs between heads, and so must the table
+    if column.dim():  # the added column differs between heads, so the table gets a head axis
         table = graph.add_node("Expand", table, graph.add_integers(*column.shape))
     sizes = graph.add_node("Concat", graph.add_node("Shape", table, start=0, end=3), graph.add_integers(1), axis=0)
     column = column if column.dtype == torch.bool else column.to(context.dtype)
@@ -160,9 +160,7 @@ def may_bias_hide_keys(context: ExportContext) -> bool:
 
 def _distance_to_keys(context: ExportContext) -> str:
     """Subtract the query's position from the key's: (batch or 1, 1, queries, keys), int64."""
-    return context.graph.add_node(
-        "Sub", context.position_values.columns, context.position_values.positions, name="distance"
-    )
+    return context.graph.add_node("Sub", context.position_values.keys, context.position_values.queries, name="distance")
 
 
 def _alibi_bias(context: ExportContext, module: ALiBi) -> str:
@@ -192,16 +190,19 @@ def _t5_bias(context: ExportContext, module: T5Bias) -> str:
 
 def _learned_bias(context: ExportContext, module: LearnedBias) -> str:
     graph = context.graph
-    table = graph.add_constant(module.weight.to(context.dtype), name="learned")  # (heads, places, key places)
+    table = graph.add_constant(
+        module.weight.to(context.dtype), name="learned"
+    )  # (heads, query positions, key positions)
     # rows are (batch or 1, queries).
-    rows = graph.add_node("Squeeze", context.position_values.positions, graph.add_integers(1, 3))
+    rows = graph.add_node("Squeeze", context.position_values.queries, graph.add_integers(1, 3))
     start = context.spec.start
     if isinstance(start, Tensor) or start == "query_start":
-        # Positions past the table take its last row, because such queries may be padding; otherwise they are an error.
+        # Queries past the learned positions use the last row here, because they may be padding; for a fixed start they
+        # are an error.
         rows = graph.add_node("Min", rows, graph.add_integers(module.queries - 1))
     if not isinstance(start, int):  # a query before the first key takes the first row
         rows = graph.add_node("Max", rows, graph.add_integers(0))
-    bias = graph.add_node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key places)
+    bias = graph.add_node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key positions)
     bias = graph.add_node("Slice", bias, graph.add_integers(0), context.key_count, graph.add_integers(3))
     return graph.add_node("Transpose", bias, perm=[1, 0, 2, 3], name="learned_bias")
 
