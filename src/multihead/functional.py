@@ -39,7 +39,7 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
-from multihead.masks.place import CallSize
+from multihead.masks.positions import CallSize
 from multihead.probes import Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
@@ -369,7 +369,7 @@ def request_of(
     dropout: float = 0.0,
     query_start: int | Tensor | str | None = None,
     *,
-    keys_follow: bool = False,
+    more_keys_later: bool = False,
     mask_fits: bool = False,
     origin: CallOrigin | None = None,
     scales: Scales | None = None,
@@ -387,7 +387,7 @@ def request_of(
         scale: see `attention`.
         dropout: see `attention`.
         query_start: see `attention`.
-        keys_follow: whether later calls add keys, as with a cache, so that the mask may be larger than the call.
+        more_keys_later: whether later calls add keys, as with a cache, so that the mask may be larger than the call.
         mask_fits: whether the mask is known to fit the call.
         origin: see `AttentionRequest`.
         scales: see `AttentionRequest`.
@@ -411,7 +411,7 @@ def request_of(
         check_sinks_fit(sinks, shape)
     batch, queries, keys = whole.batch, whole.query_length, whole.key_length
     if not (mask_fits or mask.hides_nothing):
-        mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, keys_follow))
+        mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, more_keys_later))
     if query_start is None and (not mask.uses_positions or queries == keys):
         start: int | Tensor = 0
     elif type(query_start) is int and 0 <= query_start <= FURTHEST:

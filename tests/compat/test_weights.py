@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.compat.weights import LastWeights, attend_with_weights
 from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionCall, AttentionRequest, listen
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 
 SHOWN = torch.tensor([[True, True, False, False], [True, False, True, False], [False, False, False, False]])
 

@@ -14,7 +14,7 @@ from multihead.functional import request_of
 from multihead.kernels import per_head
 from multihead.kernels.call import AttentionCall, AttentionRequest, listen
 from multihead.kernels.per_head import attend_per_head, is_computed_per_head
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests.kernel_names import needs_native
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 3, 4, 5, 6, 4

@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.errors import MaskError
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.base import find_mask_class
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests.drawing import Every
 from tests.kernel_names import EACH, exactest, rounding
 

@@ -20,7 +20,7 @@ from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionCall, CallOrigin, listen, listeners
 from multihead.kernels.dense_tile import visible_cells
 from multihead.layer.cache import KeyValueCache
-from multihead.masks.place import SampleSpan
+from multihead.masks.positions import SampleSpan
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
 from multihead.record.batch import BatchRows, hide_padding_queries, range_of_true, slice_call, spans_of_call

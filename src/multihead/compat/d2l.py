@@ -26,7 +26,7 @@ from multihead.kernels.reference import softmax
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.layer.packing import Packing
 from multihead.masks import Full, Lengths, Mask
-from multihead.masks.place import CallSize, TilePositions
+from multihead.masks.positions import CallSize, TilePositions
 from multihead.tensors.tracing import can_read_values
 
 __all__ = ["DotProductAttention", "MultiHeadAttention", "masked_softmax", "transpose_output", "transpose_qkv"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.scores.terms import apply_softcap
 from multihead.tensors.tracing import is_intercepted

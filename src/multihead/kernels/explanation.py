@@ -83,16 +83,16 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
 def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
     """Explain the calls of one rank: the kernel of the largest call, and the work of all calls."""
     with use_split(None):
-        parts = [explain_request(part, kernel=kernel) for part in work.parts]
+        parts = [explain_request(part, kernel=kernel) for part in work.requests]
     largest = max(parts, key=lambda part: part.work.cells, default=None)
     cells = sum(part.work.cells for part in parts)
     return Explanation(
         kernel="none, because the rank's queries see no key" if largest is None else largest.kernel,
         refusals={} if largest is None else largest.refusals,
-        hidden_share=1 - work.shown / work.cells if work.cells else 0.0,
+        hidden_share=1 - work.visible_cells / work.cells if work.cells else 0.0,
         skipped_share=1 - cells / work.cells if work.cells else 0.0,
         dense_remainder=any(part.dense_remainder for part in parts),
-        work=WorkEstimate(cells, max((part.work.memory for part in parts), default=0) + work.received),
+        work=WorkEstimate(cells, max((part.work.memory for part in parts), default=0) + work.received_bytes),
         over_ranks=work.lines,
     )
 

@@ -18,7 +18,7 @@ from multihead.scores.bias import values_of
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
-BLOCK_QUERIES = 256  # queries per block, where the weights need not be materialised at once
+BLOCK_QUERIES = 256  # queries per block, if the weights are not materialised all at once
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -134,7 +134,7 @@ def differentiable_gradients(
         grad_logsumexp: gradient of the logsumexp, or None.
 
     Raises:
-        ArgumentError: the call has dropout, whose random choice cannot be repeated.
+        ArgumentError: the call has dropout, and its random choice cannot be repeated.
     """
     if request.dropout:
         raise ArgumentError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import MaskError
-from multihead.masks.place import CallSize
+from multihead.masks.positions import CallSize
 from multihead.tensors.shapes import FURTHEST
 from multihead.tensors.tracing import can_read_values
 

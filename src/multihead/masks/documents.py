@@ -20,7 +20,7 @@ from multihead.masks.counts import (
     shape_of_counts,
 )
 from multihead.masks.distance import Full
-from multihead.masks.place import CallSize, SampleSpan
+from multihead.masks.positions import CallSize, SampleSpan
 
 
 @dataclass(frozen=True, eq=False)

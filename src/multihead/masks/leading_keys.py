@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import KeyBounds, Mask, check_is_mask
-from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,23 +51,23 @@ class LeadingKeys(Mask):
         keys = size.keys - self.count
         self.mask.check_fits(CallSize(size.batch, size.heads, size.queries, keys, size.more_keys_later))
 
-    def tile(self, place: TilePositions) -> Tensor:
-        leading = place.columns < self.count
-        return leading | (self.mask.tile(place.shifted(-self.count)) & ~leading)
+    def tile(self, tile: TilePositions) -> Tensor:
+        leading = tile.columns < self.count
+        return leading | (self.mask.tile(tile.shifted(-self.count)) & ~leading)
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
+    def bounds(self, call: CallPositions) -> KeyBounds:
         """Shift the intervals by the leading keys; intervals that start later leave a gap and become a remainder."""
-        keys = extent.keys - self.count
+        keys = call.keys - self.count
         # A slice of the mask may end within the leading keys.
-        if extent.readable and not isinstance(keys, Tensor) and keys <= 0:
-            nothing = torch.zeros_like(extent.positions)
-            return KeyBounds(nothing, nothing + extent.keys)
-        inner = self.mask.bounds(CallPositions(extent.positions - self.count, keys, extent.readable))
+        if call.readable and not isinstance(keys, Tensor) and keys <= 0:
+            nothing = torch.zeros_like(call.positions)
+            return KeyBounds(nothing, nothing + call.keys)
+        inner = self.mask.bounds(CallPositions(call.positions - self.count, keys, call.readable))
         if not self.count:
             return inner
         empty = inner.sees_nothing
         stop = inner.stop.masked_fill(empty, 0) + self.count
-        all_at_first = extent.readable and bool((empty | (inner.start == 0)).all())
+        all_at_first = call.readable and bool((empty | (inner.start == 0)).all())
         touching = all_at_first or self.mask.starts_at_first_key
         clean = touching and inner.remainder is None
         return KeyBounds(torch.zeros_like(stop), stop, None if clean else self)

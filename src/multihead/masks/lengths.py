@@ -23,7 +23,7 @@ from multihead.masks.counts import (
     repr_of_value,
     shape_of_counts,
 )
-from multihead.masks.place import CallSize, SampleSpan, TilePositions
+from multihead.masks.positions import CallSize, SampleSpan, TilePositions
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +71,11 @@ class Lengths(Mask):
             )
         check_counts_within_keys(self, self.lengths, size)
 
-    def tile(self, place: TilePositions) -> Tensor:
-        lengths = as_tensor(self.lengths, place.columns.device)
+    def tile(self, tile: TilePositions) -> Tensor:
+        lengths = as_tensor(self.lengths, tile.columns.device)
         if lengths.dim() == 1:
-            return place.everywhere() & (place.columns < lengths.view(-1, 1, 1, 1))
-        return place.columns < lengths[:, place.rows.flatten()][:, None, :, None]
+            return tile.everywhere() & (tile.columns < lengths.view(-1, 1, 1, 1))
+        return tile.columns < lengths[:, tile.rows.flatten()][:, None, :, None]
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
         lengths = as_tensor(self.lengths, queries.device)

@@ -13,7 +13,7 @@ from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.counts import repr_of_value
 from multihead.masks.distance import Full
-from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 from multihead.tensors.shapes import describe_type
 
 AXES = ("batch", "heads", "queries", "keys")
@@ -72,30 +72,30 @@ class _TensorMask(Mask):
                     f"Give a tensor that broadcasts to (batch, heads, queries, keys) = {tuple(sizes.values())}.",
                 )
 
-    def tile(self, place: TilePositions) -> Tensor:
-        cells = self.kept().to(place.columns.device)
+    def tile(self, tile: TilePositions) -> Tensor:
+        cells = self.kept().to(tile.columns.device)
         if cells.shape[2] > 1:
-            cells = cells[:, :, place.rows.flatten()]
+            cells = cells[:, :, tile.rows.flatten()]
         if cells.shape[3] > 1:
             # Leading keys, which other masks see at negative positions, have no column here.
-            cells = cells[:, :, :, place.columns.flatten().clamp(min=0)]
-        return cells.expand(-1, -1, place.rows.numel(), place.columns.numel())
+            cells = cells[:, :, :, tile.columns.flatten().clamp(min=0)]
+        return cells.expand(-1, -1, tile.rows.numel(), tile.columns.numel())
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
+    def bounds(self, call: CallPositions) -> KeyBounds:
         """Bound each row by its first and last visible key; the mask remains where there are gaps between them."""
         # In torch.jit.trace, sizes are tensors without dimensions.
-        differs = isinstance(extent.keys, Tensor) and extent.keys.dim()
-        keys: int = self.four_dimensional().shape[3] if differs else extent.keys  # type: ignore[assignment]
-        cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, keys)
+        differs = isinstance(call.keys, Tensor) and call.keys.dim()
+        keys: int = self.four_dimensional().shape[3] if differs else call.keys  # type: ignore[assignment]
+        cells = self.kept().to(call.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
         # Padded with 1, so that argmax finds an end also where no key is visible.
         edged = torch.nn.functional.pad(cells.int(), (1, 1), value=1)
         first, stop = edged[..., 1:].argmax(-1), keys - edged[..., :-1].flip(-1).argmax(-1)
-        whole = extent.readable and bool((count == (stop - first).clamp(min=0)).all())
+        whole = call.readable and bool((count == (stop - first).clamp(min=0)).all())
         hull_first, hull_stop = first.amin(1), stop.amax(1)
         if whole and first.shape[1] > 1:
             whole = bool((first == hull_first[:, None]).all() & (stop == hull_stop[:, None]).all())
-        size = (-1, extent.positions.shape[1])
+        size = (-1, call.positions.shape[1])
         return KeyBounds(hull_first.expand(size), hull_stop.expand(size), None if whole else self)
 
     def select_sample(self, index: int) -> Self:

@@ -18,8 +18,8 @@ from multihead.kernels.dense_tile import first_key_of_samples
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit
-from multihead.layer.sharding import HeldHeads, held_heads
-from multihead.masks.place import SampleSpan
+from multihead.layer.sharding import RankHeads, rank_heads
+from multihead.masks.positions import SampleSpan
 from multihead.models import huggingface, pretrained
 from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
@@ -733,10 +733,10 @@ def _split_of_layer(
     module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None
 ) -> LayerPartOfRank | None:
     """Return the heads and tokens of a layer that this process computes; None where it computes all of them."""
-    held = held_heads(module, request.shape.head_dim)
+    held = rank_heads(module, request.shape.head_dim)
     rank, ranks = (0, 1) if sequence is None else sequence.rank_and_ranks
     if held is None:
         heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
-        held = HeldHeads((0, heads), heads, (0, kv_heads), kv_heads)
+        held = RankHeads((0, heads), heads, (0, kv_heads), kv_heads)
     split = LayerPartOfRank(*held, rank, ranks)
     return None if split.is_whole else split

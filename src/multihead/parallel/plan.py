@@ -16,7 +16,7 @@ from multihead.kernels.dense_tile import first_key_of_samples, working_dtype
 from multihead.kernels.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import CallPositions, TilePositions
+from multihead.masks.positions import CallPositions, TilePositions
 from multihead.parallel.exchange import comparable_value
 from multihead.parallel.layout import Layout, Range
 from multihead.tensors.shapes import AttentionShape
@@ -31,14 +31,14 @@ class MapBlockMask(Mask):
     rows: Range
     keys: Range
 
-    def tile(self, place: TilePositions) -> Tensor:
+    def tile(self, tile: TilePositions) -> Tensor:
         """Evaluate the mask of the whole sequence at the positions of the block."""
-        rows = place.rows + self.rows[0]
-        return self.mask.tile(TilePositions(rows, rows, place.columns + self.keys[0]))
+        rows = tile.rows + self.rows[0]
+        return self.mask.tile(TilePositions(rows, rows, tile.columns + self.keys[0]))
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
+    def bounds(self, call: CallPositions) -> KeyBounds:
         """Cut the intervals of the whole sequence to the block."""
-        (first, stop), device = self.keys, extent.positions.device
+        (first, stop), device = self.keys, call.positions.device
         edges = (edge[:, slice(*self.rows)].to(device) for edge in (self.whole.start, self.whole.stop))
         start, end = (edge.clamp(first, stop) - first for edge in edges)
         rest = self.whole.remainder

@@ -29,7 +29,7 @@ from multihead.kernels.plan.bounds import key_bounds
 from multihead.kernels.sequence_split import RankWork, use_split
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
-from multihead.masks.place import CallSize
+from multihead.masks.positions import CallSize
 from multihead.parallel.exchange import Ranks, compare_calls, gather_sequence, heads_for_tokens, tokens_for_heads
 from multihead.parallel.layout import Kind, Layout, Range, check_layout_name
 from multihead.parallel.measuring import MergedParts, measure_over_keys, stack_parts, unstack_parts

@@ -19,7 +19,7 @@ from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.masks.place import SampleSpan
+from multihead.masks.positions import SampleSpan
 from multihead.probes.probe import Parts, Probe
 from multihead.probes.statistics import OF_POSITIONS, statistic_from_parts
 from multihead.record import summaries

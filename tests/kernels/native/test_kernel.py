@@ -24,7 +24,7 @@ from multihead.errors import ArgumentError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
 from multihead.kernels.native import kernel, library
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.probes import PROBES
 from tests import oracle
 from tests.agreeing import assert_within_budget

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest, DropoutOffset
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.scores.bias import Bias, RelativeBias, part_of_bias, values_of, with_values
 
 # Size of a block (queries x keys) in which a mask that is not one interval per query is materialised.

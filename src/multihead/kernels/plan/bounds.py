@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
-from multihead.masks.place import CallPositions
+from multihead.masks.positions import CallPositions
 from multihead.tensors.tracing import can_read_values, is_intercepted, is_traced
 
 # Maximum size of all cached plans; each query takes 16 bytes.
