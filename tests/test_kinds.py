@@ -219,7 +219,7 @@ def test_a_field_that_is_none_is_refused(options: dict[str, Any], message: str) 
 def test_two_kinds_of_one_name_are_refused() -> None:
     for wrong, message in (
         (Kind("local", TWO_BEFORE), "Two kinds are called local. Give one of them another name."),
-        (TWO_BEFORE, "Probe(name='two_mass') is no kind of head. Give values of multihead.kinds.Kind."),
+        (TWO_BEFORE, "Probe(name='two_mass') is not a kind of head. Give values of multihead.kinds.Kind."),
     ):
         with pytest.raises(ArgumentError) as caught:
             seen(wrong)  # type: ignore[arg-type]

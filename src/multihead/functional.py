@@ -197,7 +197,7 @@ def attention_weights(
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
-    reject_split_sequence("attention_weights", "Compute them outside, from all tokens.")
+    reject_split_sequence("attention_weights", "Compute them from all tokens, outside of context_parallel.")
     check_slice("queries", queries)
     check_slice("keys", keys)
     options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
@@ -261,7 +261,7 @@ def statistics(
         found = measuring.measured_without_plan(q, k, options)
         if found is not None:
             return found
-    reject_split_sequence("statistics", "Compute them outside, from all tokens.")
+    reject_split_sequence("statistics", "Compute them from all tokens, outside of context_parallel.")
     if is_traced() and not is_transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(
             "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "

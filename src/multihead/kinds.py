@@ -168,7 +168,7 @@ def check_kinds(kinds: Sequence[object]) -> None:
     names: set[str] = {MIXED.name}
     for kind in kinds:
         if not isinstance(kind, Kind):
-            raise ArgumentError(f"{kind!r} is no kind of head.", "Give values of multihead.kinds.Kind.")
+            raise ArgumentError(f"{kind!r} is not a kind of head.", "Give values of multihead.kinds.Kind.")
         if kind.name in names:
             raise ArgumentError(f"Two kinds are called {kind.name}.", "Give one of them another name.")
         names.add(kind.name)

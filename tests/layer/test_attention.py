@@ -355,7 +355,7 @@ def test_sizes_that_do_not_fit_are_refused_in_words(options: dict[str, object], 
             ShapeError,
             (torch.zeros(3, 7, 24), torch.zeros(3, 9, 24), torch.zeros(3, 8, 24)),
             {},
-            "memory has 9 keys and values has 8. Give every key its one value.",
+            "memory has 9 keys and values has 8. Give one value per key.",
         ),
         (
             ArgumentError,

@@ -126,7 +126,7 @@ def test_a_padding_found_in_inference_mode_serves_training() -> None:
 class SecondOfTwo:
     """A sequence whose second half is held here."""
 
-    rank_and_ranks = (1, 2)
+    rank_and_world_size = (1, 2)
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
         return torch.arange(tokens, 2 * tokens, device=device)[None]

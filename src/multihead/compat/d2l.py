@@ -185,7 +185,7 @@ class MultiHeadAttention(nn.Module):
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _check_3d(name, tensor)
         lengths = _as_int_lengths(valid_lens, keys.shape[1])
-        mask, padding = _mask_of_valid_lens(lengths), _padding_of_whole_samples(lengths, keys, values)
+        mask, padding = _mask_of_valid_lens(lengths), _packing_of_keys(lengths, keys, values)
         if padding is None:
             k, v = self.W_k(keys), self.W_v(values)  # (batch, keys, num_hiddens) each
         else:
@@ -268,7 +268,7 @@ def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
     return lengths
 
 
-def _padding_of_whole_samples(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
+def _packing_of_keys(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
     """Return the packing that drops keys past each sample's length; None if the lengths are not (batch,)."""
     if lengths is None or lengths.dim() != 1:
         return None

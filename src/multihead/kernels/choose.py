@@ -161,7 +161,10 @@ def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str |
                 )
             return KernelChoice(name, refusals)
         refusals[name] = reason
-    raise ArgumentError(f"Kernel {kernel!r} refuses: {refusals[str(kernel)]}.", "Leave kernel out to have one chosen.")
+    raise ArgumentError(
+        f"Kernel {kernel!r} refuses: {refusals[str(kernel)]}.",
+        "Leave kernel out to use the fastest kernel that supports the call.",
+    )
 
 
 # ---- where PyTorch's fused kernel is faster

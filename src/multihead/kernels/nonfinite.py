@@ -25,8 +25,8 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()
-    bad_numbers = None if numbers is None else _makes_rows_nan(numbers)
-    bad_sinks = None if request.sinks is None else _makes_rows_nan(request.sinks.detach())  # (heads,)
+    bad_numbers = None if numbers is None else _is_nan_or_positive_inf(numbers)
+    bad_sinks = None if request.sinks is None else _is_nan_or_positive_inf(request.sinks.detach())  # (heads,)
     fits = can_read_values(request.shape.device) and not may_overflow(request)
     if fits and not any(bool(bad.any()) for bad in (bad_numbers, bad_sinks) if bad is not None):
         return request, None
@@ -50,7 +50,7 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     return cleaned, (bad_queries & sees_any) | _queries_seeing_nonfinite(cleaned, bounds, bad_keys, bad_bias)
 
 
-def _makes_rows_nan(numbers: Tensor) -> Tensor:
+def _is_nan_or_positive_inf(numbers: Tensor) -> Tensor:
     """Return where biases or sinks are NaN or inf, which makes the output NaN; -inf hides: bool, same shape."""
     return numbers.isnan() | (numbers == torch.inf)
 

@@ -39,7 +39,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     blocks = []
     for first in range(0, request.shape.query_length, BLOCK_QUERIES):
         rows = slice(first, min(first + BLOCK_QUERIES, request.shape.query_length))
-        blocks.append(_attend_rows(request, rows, _range_of_seen_keys(bounds, rows)))
+        blocks.append(_attend_rows(request, rows, _range_of_visible_keys(bounds, rows)))
     outputs, logsumexps = zip(*((block.output, block.logsumexp) for block in blocks), strict=True)
     return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
 
@@ -69,7 +69,7 @@ def _materialises_at_once(request: AttentionRequest) -> bool:
     return request.dropout > 0 or is_traced() or (torch.is_grad_enabled() and request.requires_grad)
 
 
-def _range_of_seen_keys(bounds: KeyBounds, rows: slice) -> slice:
+def _range_of_visible_keys(bounds: KeyBounds, rows: slice) -> slice:
     """Return the smallest range of keys that contains the intervals of some queries."""
     start, stop = bounds.start[:, rows], bounds.stop[:, rows]
     seeing = start < stop
@@ -107,7 +107,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     if _materialises_at_once(request) or shape.query_length <= BLOCK_QUERIES:
         return WorkEstimate(shape.cells, size * shape.query_length * shape.key_length)
     blocks = [slice(first, first + BLOCK_QUERIES) for first in range(0, shape.query_length, BLOCK_QUERIES)]
-    spans = [_range_of_seen_keys(bounds, rows) for rows in blocks]
+    spans = [_range_of_visible_keys(bounds, rows) for rows in blocks]
     cells = sum(
         (min(rows.stop, shape.query_length) - rows.start) * (keys.stop - keys.start)
         for rows, keys in zip(blocks, spans, strict=True)

@@ -28,7 +28,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     if request.shape.device.type != "cpu":
         return f"it calls PyTorch's fused CPU kernel, and the tensors are on {request.shape.device}"
     if is_traced():
-        return "it reads the values of the plan, which neither a graph nor a transform of torch.func can"
+        return "it reads tensor values, which is impossible in a graph or a transform of torch.func"
     if request.dropout:
         return "PyTorch's fused CPU kernel has no dropout"
     if request.softcap is not None:

@@ -48,7 +48,7 @@ class SequenceSplit(Protocol):
         ...
 
     @property
-    def rank_and_ranks(self) -> tuple[int, int]:
+    def rank_and_world_size(self) -> tuple[int, int]:
         """The index of this rank, and the number of ranks."""
         ...
 

@@ -199,9 +199,9 @@ class LayerCall:
         if self.packing is not None:
             reject_split_sequence("packing=", "Give mask=masks.Documents(lengths), with the lengths of all documents.")
         if self.cache is not None:
-            reject_split_sequence("A cache", "Decode outside of it.")
+            reject_split_sequence("A cache", "Decode outside of context_parallel.")
         if not self.is_self_attention:
-            reject_split_sequence("Cross-attention", "Compute it outside of it.")
+            reject_split_sequence("Cross-attention", "Compute it outside of context_parallel.")
         if added_key:
             reject_split_sequence("add_bias_kv", "Use sinks=True, or add_zero_attn=True.")
 
@@ -251,7 +251,9 @@ def _check_tensors(x: object, memory: object, values: object) -> None:
         if isinstance(tensor, Tensor) or (tensor is None and name != "x"):
             continue
         if isinstance(tensor, Mask):
-            raise DtypeError(f"{name} is the mask {tensor!r}, and must be a tensor.", f"Name it: mask={tensor!r}.")
+            raise DtypeError(
+                f"{name} is the mask {tensor!r}, and must be a tensor.", f"Pass it by keyword: mask={tensor!r}."
+            )
         raise DtypeError(
             f"{name} is a {type(tensor).__name__}, and must be a tensor.", "Give a tensor (batch, length, features)."
         )
@@ -291,5 +293,5 @@ def _check_shapes(widths: InputWidths, x: Tensor, memory: Tensor | None, values:
             )
     if memory is not None and values is not None and values.shape[1] != memory.shape[1]:
         raise ShapeError(
-            f"memory has {memory.shape[1]} keys and values has {values.shape[1]}.", "Give every key its one value."
+            f"memory has {memory.shape[1]} keys and values has {values.shape[1]}.", "Give one value per key."
         )

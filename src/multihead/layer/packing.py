@@ -168,7 +168,9 @@ def check_packed(name: str, tokens: Tensor, packing: Packing) -> None:
     if not isinstance(packing, Packing):
         raise ArgumentError(f"packing is a {type(packing).__name__}.", "Give the Packing that mh.pack returns.")
     if not isinstance(tokens, Tensor):
-        raise DtypeError(f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give what mh.pack returns.")
+        raise DtypeError(
+            f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give the tokens that mh.pack returns."
+        )
     given = tuple(tokens.shape)
     if len(given) != 3 or given[0] != 1 or (not is_traced() and given[1] != len(packing.index)):
         raise ShapeError(
@@ -255,7 +257,7 @@ class Padding(NamedTuple):
         if side != "right":
             reject_split_sequence(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
         count = torch.as_tensor(lengths, device=x.device).view(-1, 1)
-        whole = torch.arange(x.shape[1] * sequence.rank_and_ranks[1], device=x.device)
+        whole = torch.arange(x.shape[1] * sequence.rank_and_world_size[1], device=x.device)
         hidden = sequence.positions(x.shape[1], x.device) >= count  # (batch, tokens)
         shown = Lengths(count * (whole < count))  # (batch, whole tokens): padding queries see no key
         return NO_PADDING._replace(padding_of_rank=hidden[..., None], mask_of_all_ranks=shown)
@@ -374,7 +376,7 @@ def _add_right_padded_packings(padding: Padding) -> Padding:
 
 def _token_count_error(name: str, x: Tensor, projected: Tensor) -> ShapeError:
     return ShapeError(
-        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
+        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known only for "
         f"{x.shape[1]}.",
         "Give every process all tokens where lengths or packing are given, or hide the padding with "
         "mask=masks.Lengths(...).",

@@ -165,7 +165,7 @@ class LocalHeads:
             raise ShapeError(
                 f"{name} is for {heads} heads, and the layer has {self.num_heads}, of which this process computes "
                 f"{_list_heads(self.queries)}.",
-                f"Give it for all {self.num_heads} heads: each process takes its own part.",
+                f"Give it for all {self.num_heads} heads: each process slices its own heads.",
             )
         per_head = self.group.sum_gradient(per_head)
         return per_head.narrow(axis, self.queries.start, len(self.queries)) if heads > 1 else per_head
@@ -281,7 +281,7 @@ def check_heads_divide(name: str, heads: int, kv_heads: int, ranks: int) -> None
     if ranks not in fitting:
         raise ArgumentError(
             f"{name} has {heads} heads and {kv_heads} key/value heads, which cannot be divided over {ranks} ranks.",
-            f"Take a number of ranks of {', '.join(str(n) for n in fitting)}.",
+            f"Use one of these numbers of ranks: {', '.join(str(n) for n in fitting)}.",
         )
 
 
@@ -351,7 +351,7 @@ def _heads_of_projection(
     if width % dim or not 0 < width < heads * dim:
         raise ShapeError(
             f"{name} returns {width} columns, and the layer has {heads} heads of {dim}.",
-            f"Give a multiple of {dim}, at most {heads * dim}; another width of a head needs a layer of its own.",
+            f"Give a multiple of {dim}, at most {heads * dim}; for another head_dim, construct another layer.",
         )
     return range(width // dim), None
 
@@ -365,7 +365,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
         return None
     if len(dims) > 1 or not placements[dims[0]].is_shard(0):
         raise ArgumentError(
-            f"{name}.weight is placed as {tuple(placements)}, from which the heads of this process do not follow.",
+            f"{name}.weight is placed as {tuple(placements)}, from which the heads of this process cannot be determined.",
             f"Split the layer with {SPLIT}.",
         )
     return ShardGroup(mesh, dims[0])
@@ -373,7 +373,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
 
 def _reject_mismatched_heads(name: str, queries: range, keys: range) -> NoReturn:
     raise ArgumentError(
-        f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not belong together.",
+        f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not match.",
         f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole.",
     )
 

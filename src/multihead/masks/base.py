@@ -354,8 +354,8 @@ class Mask:
                     hash(value)
                 except TypeError as error:
                     raise MaskError(
-                        f"The field {name} of {type(self).__name__} is {value!r}, which can change, so that a plan "
-                        "made for it could not be looked up.",
+                        f"The field {name} of {type(self).__name__} is {value!r}, which is mutable, so that a plan "
+                        "made for it could not be cached.",
                         "Store a tuple, or a tensor.",
                     ) from error
             key.append(value)

@@ -42,7 +42,7 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
         tile = TilePositions.of(queries, keys, query_start=start)
         visible = mask.tile(tile)  # (batch or 1, heads or 1, queries, keys)
         mask.check_fits(CallSize(visible.shape[0], visible.shape[1], queries, keys))
-        for name, claimed in _claims_of_mask(mask, tile, start, visible):
+        for name, claimed in _visibility_by_attribute(mask, tile, start, visible):
             differs = (claimed != visible).nonzero()
             if len(differs):
                 sample, head, query, key = differs[0].tolist()
@@ -52,11 +52,13 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
                 raise MaskError(
                     f"{type(mask).__name__}.{name} {says} key {key} {preposition} query {query}, and visible {instead} "
                     f"it (query_start={start}).",
-                    "Make both mean the same.",
+                    "Change one of them so that both agree.",
                 )
 
 
-def _claims_of_mask(mask: Mask, tile: TilePositions, start: int, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _visibility_by_attribute(
+    mask: Mask, tile: TilePositions, start: int, visible: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each attribute of a mask, and the visibility (batch, heads, queries, keys) that it implies."""
     queries, keys = visible.shape[2:]
     positions, columns = tile.positions, tile.columns

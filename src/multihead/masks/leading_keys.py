@@ -1,4 +1,4 @@
-"""A mask shifted by leading keys that every query sees, such as the learned key of add_bias_kv."""
+"""A mask preceded by leading keys that every query sees, such as the learned key of add_bias_kv."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TileP
 
 @dataclass(frozen=True, eq=False)
 class LeadingKeys(Mask):
-    """Every query sees the first `count` keys; `mask` applies to the keys after them, counted from there.
+    """Every query sees the first `count` keys; `mask` applies to the keys after them, numbered from 0.
 
-    The query at position p, counted from the first leading key, has the position p - count in `mask`.
+    A query at position p has position p - count in `mask`.
 
     Args:
-        count: how many leading keys every query sees.
+        count: number of leading keys.
         mask: which of the other keys are visible.
 
     >>> from multihead import masks
@@ -39,7 +39,7 @@ class LeadingKeys(Mask):
 
     @property
     def uses_positions(self) -> bool:  # type: ignore[override]
-        """Whether a query's position changes which of the other keys it sees."""
+        """Whether `mask` depends on the query's position."""
         return self.mask.uses_positions
 
     @property
@@ -56,9 +56,9 @@ class LeadingKeys(Mask):
         return leading | (self.mask.tile(tile.shifted(-self.count)) & ~leading)
 
     def bounds(self, call: CallPositions) -> KeyBounds:
-        """Shift the intervals by the leading keys; intervals that start later leave a gap and become a remainder."""
+        """Extend the intervals of `mask` to the leading keys; if this leaves gaps, the mask becomes the remainder."""
         keys = call.keys - self.count
-        # A slice of the mask may end within the leading keys.
+        # If a span of this mask was selected, its keys may all be leading keys.
         if call.readable and not isinstance(keys, Tensor) and keys <= 0:
             nothing = torch.zeros_like(call.positions)
             return KeyBounds(nothing, nothing + call.keys)

@@ -40,13 +40,13 @@ class TilePositions:
         return TilePositions(row + start, row, column)
 
     def shifted(self, offset: int | Tensor) -> TilePositions:
-        """Add an offset, one number or (batch,), to the positions of queries and keys."""
+        """Add an offset, an int or (batch,), to the positions of queries and keys."""
         if isinstance(offset, Tensor):
             offset = offset.to(self.columns.device).view(-1, 1, 1, 1)
         return TilePositions(self.positions + offset, self.rows, self.columns + offset)
 
     def everywhere(self) -> Tensor:
-        """Return True for every cell: (1, 1, rows, columns) bool."""
+        """Return a tile of True: (1, 1, rows, columns) bool."""
         return torch.ones_like(self.rows, dtype=torch.bool) & torch.ones_like(self.columns, dtype=torch.bool)
 
 

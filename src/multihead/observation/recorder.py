@@ -372,7 +372,7 @@ class Recorder:
                 _find_tokens_on_rank(sequence.chunks(length), each) for each in (span.queries, span.keys)
             )
             sample = self._sample_factory(layer.name)()
-            if sequence.rank_and_ranks[1] > 1:
+            if sequence.rank_and_world_size[1] > 1:
                 sample.split = TokensOfRank(
                     tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
                 )
@@ -734,7 +734,7 @@ def _split_of_layer(
 ) -> LayerPartOfRank | None:
     """Return the heads and tokens of a layer that this process computes; None where it computes all of them."""
     held = rank_heads(module, request.shape.head_dim)
-    rank, ranks = (0, 1) if sequence is None else sequence.rank_and_ranks
+    rank, ranks = (0, 1) if sequence is None else sequence.rank_and_world_size
     if held is None:
         heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
         held = RankHeads((0, heads), heads, (0, kv_heads), kv_heads)

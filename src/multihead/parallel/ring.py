@@ -29,7 +29,7 @@ from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_tok
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measure_over_keys
 from multihead.parallel.plan import MapPiece, RingPlan, RingStep
-from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
+from multihead.scores.bias import Bias, slice_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
 from multihead.tensors.shapes import AttentionShape
 
@@ -341,7 +341,7 @@ def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bi
     """Slice q, k, v and the bias to one piece of the attention map."""
     part = None
     if bias is not None and ring.request.bias is not None:
-        part = part_of_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
+        part = slice_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
     return PieceTensors(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
 
 
@@ -353,7 +353,7 @@ def dropout_of_part(request: AttentionRequest, **place: int) -> DropoutSlice | N
 def _add_to_bias(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
     """Add the gradient of a piece of the bias to `total`, that of the whole bias; its key axis may have size 1."""
     part = with_values(ring.request.bias, total)  # type: ignore[arg-type]
-    target = values_of(part_of_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
+    target = values_of(slice_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
     target += gradient.sum_to_size(target.shape).to(target.dtype)
 
 

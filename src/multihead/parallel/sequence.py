@@ -46,7 +46,7 @@ from multihead.parallel.plan import (
     work_per_rank,
 )
 from multihead.parallel.ring import Ring, dropout_of_part, slice_piece
-from multihead.scores.bias import part_of_bias, values_of, with_values
+from multihead.scores.bias import slice_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
 
@@ -257,7 +257,7 @@ class _SplitOverRanks:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
 
     @property
-    def rank_and_ranks(self) -> tuple[int, int]:
+    def rank_and_world_size(self) -> tuple[int, int]:
         return self.ranks.rank, self.ranks.size
 
     def chunks(self, length: int) -> tuple[Range, ...]:
@@ -449,7 +449,7 @@ class _SplitOverRanks:
                 v=of_v,
                 shape=AttentionShape.of(q, of_k, of_v),
                 mask=MapBlockMask(request.mask, planned.bounds, rows, keys),
-                bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
+                bias=None if request.bias is None else slice_bias(request.bias, planned.length, rows, keys),
                 dropout_slice=dropout_of_part(request, query_start=rows[0], key_start=keys[0]),
                 query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
             )

@@ -224,7 +224,7 @@ def _slice_bias(
     bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]
 ) -> Bias:
     if isinstance(bias, RelativeBias):
-        bias = bias.part(shape.query_length, rows, columns)
+        bias = bias.slice_ranges(shape.query_length, rows, columns)
     else:
         bias = bias_tile(bias, shape, slice(*rows), slice(*columns))
     values = values_of(bias)

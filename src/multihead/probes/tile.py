@@ -101,7 +101,7 @@ def tile(
                 part = _slice_of_range(rows[first : first + num_rows])
                 cells, shown = _scores_less_base(request, some_heads, part, _slice_of_range(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
-                begin, end = _range_of_seen_keys(request, part)
+                begin, end = _range_of_visible_keys(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
                     own = _add_sinks(_logsumexp_of_cells(cells, logsumexp.dtype), request, some_heads, part, base)
                 elif totals is not None:
@@ -261,7 +261,7 @@ def _logsumexp_block_by_block(
     found = []
     for first in range(0, max(len(rows), 1), num_rows):
         part = _slice_of_range(rows[first : first + num_rows])
-        begin, end = _range_of_seen_keys(request, part)
+        begin, end = _range_of_visible_keys(request, part)
         width = max(WIDTH, CELLS // (of_row * num_rows))
         total = _logsumexp_of_cells(_scores_less_base(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
@@ -271,7 +271,7 @@ def _logsumexp_block_by_block(
     return _add_sinks(torch.cat(found, 2), request, heads, queries, base)
 
 
-def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, int]:
+def _range_of_visible_keys(request: AttentionRequest, rows: slice) -> tuple[int, int]:
     """Return the first key that some of the queries see, and the end of those that they see."""
     if is_traced():
         return 0, request.shape.key_length

@@ -255,8 +255,8 @@ class TestReorder:
         ("index", "sentence"),
         [
             ((0, 2), "index is [0, 2], and there are 2 samples. Give numbers from 0 to 1."),
-            ((0.0, 1.0), "index is (0.0, 1.0). Give integers, the old sample of each new one."),
-            ([[0], [1]], "index is [[0], [1]]. Give integers, the old sample of each new one."),
+            ((0.0, 1.0), "index is (0.0, 1.0). Give integers: for each new sample, the index of the old sample."),
+            ([[0], [1]], "index is [[0], [1]]. Give integers: for each new sample, the index of the old sample."),
         ],
     )
     def test_invalid_indices_are_rejected(self, index: Any, sentence: str) -> None:
@@ -350,7 +350,7 @@ class TestRefusals:
     def test_keys_without_values(self) -> None:
         with pytest.raises(ShapeError) as refused:
             KeyValueCache().extend(tokens(2), tokens(1, dim=5))
-        assert str(refused.value) == "k has 2 new tokens and v has 1. Give every key its one value."
+        assert str(refused.value) == "k has 2 new tokens and v has 1. Give one value per key."
 
     def test_another_batch_than_before_until_it_is_reset(self, cache: KeyValueCache) -> None:
         step(cache)

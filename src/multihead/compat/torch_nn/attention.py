@@ -159,12 +159,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v = q[None], k[None], v[None]
         extra = (self.bias_k is not None) + bool(self.add_zero_attn)
         sizes = CallSizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
-        shown = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
+        visible = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._prepend_added_keys(k, v)
         origin = CallOrigin(self, crosses=False if within else None)
         if within and listeners():
             origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
-        merged, weights = self._attend(q, k, v, shown, origin, need_weights=need_weights, average=average_attn_weights)
+        merged, weights = self._attend(
+            q, k, v, visible, origin, need_weights=need_weights, average=average_attn_weights
+        )
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
@@ -208,7 +210,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        shown: VisibleKeys,
+        visible: VisibleKeys,
         origin: CallOrigin,
         *,
         need_weights: bool,
@@ -217,7 +219,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Split q, k and v into heads, attend and merge: (batch, queries, embed_dim), and the weights if needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        terms = (shown.mask, shown.bias, None, None, None, dropout, shown.query_start)
+        terms = (visible.mask, visible.bias, None, None, None, dropout, visible.query_start)
         request = request_of(q, k, v, *terms, origin=origin)
         if is_computed_per_head(request, need_weights=need_weights):
             output, weights = attend_per_head(request, need_weights=need_weights, average=average)
@@ -232,10 +234,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        shown = VisibleKeys(Documents(lengths), None, 0)
+        visible = VisibleKeys(Documents(lengths), None, 0)
         q, k, v = self._project(tokens, tokens, tokens)
         origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
-        merged, _ = self._attend(q, k, v, shown, origin, need_weights=False, average=False)
+        merged, _ = self._attend(q, k, v, visible, origin, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _attend_nested_padded(

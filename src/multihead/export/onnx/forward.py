@@ -18,7 +18,7 @@ def add_layer_nodes(context: ExportContext) -> None:
     graph, layer, spec = context.graph, context.layer, context.spec
     x, memory, values = _zero_padding_of_inputs(context)
     folded = _scale_needs_float64(context) and layer.qk_norm is None
-    q = _project(context, "q_proj", x, times=_scale_of_layer(context) if folded else 1.0)
+    q = _project(context, "q_proj", x, factor=_scale_of_layer(context) if folded else 1.0)
     k = _project(context, "k_proj", memory)  # (batch, keys, kv_heads * head_dim)
     v = _project(context, "v_proj", values)  # (batch, keys, kv_heads * value_head_dim)
     q, k = rotate_heads(context, *normalise_heads(context, q, k))
@@ -63,12 +63,12 @@ def _scale_of_layer(context: ExportContext) -> float:
     return layer.head_dim**-0.5 if layer.scale is None else layer.scale
 
 
-def _project(context: ExportContext, name: str, x: str, *, times: float = 1.0) -> str:
+def _project(context: ExportContext, name: str, x: str, *, factor: float = 1.0) -> str:
     graph, projection = context.graph, getattr(context.layer, name)
-    product = graph.add_node("MatMul", x, graph.add_constant(projection.weight.T * times, name=f"{name}.weight.T"))
+    product = graph.add_node("MatMul", x, graph.add_constant(projection.weight.T * factor, name=f"{name}.weight.T"))
     if projection.bias is None:
         return product
-    return graph.add_node("Add", product, graph.add_constant(projection.bias * times, name=f"{name}.bias"), name=name)
+    return graph.add_node("Add", product, graph.add_constant(projection.bias * factor, name=f"{name}.bias"), name=name)
 
 
 def _prepend_added_keys(context: ExportContext, k: str, v: str) -> tuple[str, str]:
@@ -272,7 +272,7 @@ def _cosines_and_sines(context: ExportContext, positions: str) -> tuple[str, str
     return cosine_or_sine("Cos"), cosine_or_sine("Sin")
 
 
-def _rotate_by_angles(context: ExportContext, x: str, waves: tuple[str, str], heads: int) -> str:
+def _rotate_by_angles(context: ExportContext, x: str, cosines_and_sines: tuple[str, str], heads: int) -> str:
     """Rotate x, (batch, length, heads * head_dim), by cosines and sines, in float32 as the layer does."""
     graph, rotary = context.graph, context.layer.rotary
     assert rotary is not None
@@ -280,7 +280,7 @@ def _rotate_by_angles(context: ExportContext, x: str, waves: tuple[str, str], he
     rotated_x = graph.add_node(
         "RotaryEmbedding",
         x if exact else graph.add_cast(x, torch.float32),
-        *waves,
+        *cosines_and_sines,
         num_heads=heads,
         interleaved=int(rotary.interleaved),
         rotary_embedding_dim=0 if rotary.dim in (None, context.layer.head_dim) else rotary.dim,

@@ -108,7 +108,9 @@ class Graph:
     def range_up_to(self, count: str) -> str:
         """Add a node that returns 0, 1, 2, ... count - 1, where count is int64 (1,)."""
         if count not in self._ranges:
-            self._ranges[count] = self.add_node("Range", self._zero, self.add_node("Squeeze", count), self._one)
+            self._ranges[count] = self.add_node(
+                "Range", self._constant_zero, self.add_node("Squeeze", count), self._constant_one
+            )
         return self._ranges[count]
 
     def build_model(
@@ -126,11 +128,11 @@ class Graph:
         return model
 
     @cached_property
-    def _zero(self) -> str:
+    def _constant_zero(self) -> str:
         return self.add_constant(torch.tensor(0), name="zero")
 
     @cached_property
-    def _one(self) -> str:
+    def _constant_one(self) -> str:
         return self.add_constant(torch.tensor(1), name="one")
 
     def _value_info(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> ValueInfoProto:

@@ -59,7 +59,7 @@ def choose_mask_inputs(context: ExportContext) -> MaskInputs:
         and every_query_sees_key(mask, own_keys=spec.has_own_keys)
         and not (lengths is not None and spec.is_cross_attention)
     )
-    queries_with_keys = "" if all_see or added or sinks else _which_see_some_key(context, table, boolean=boolean)
+    queries_with_keys = "" if all_see or added or sinks else _queries_seeing_a_key(context, table, boolean=boolean)
     if added:
         table = _prepend_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
     if sinks:
@@ -122,7 +122,7 @@ def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) ->
     return graph.add_node("Concat", first, table, axis=-1, name="table")
 
 
-def _which_see_some_key(context: ExportContext, table: str, *, boolean: bool) -> str:
+def _queries_seeing_a_key(context: ExportContext, table: str, *, boolean: bool) -> str:
     graph = context.graph
     best = graph.add_node("ReduceMax", table, graph.add_integers(-1), keepdims=1)
     return best if boolean else graph.add_node("Not", graph.add_node("Equal", best, context.hidden_bias), name="some")
@@ -150,7 +150,7 @@ def position_bias(context: ExportContext) -> str | None:
             return _t5_bias(context, module)
         if type(module) is LearnedBias:
             return _learned_bias(context, module)
-        return _stored_bias(context, module)
+        return _constant_bias(context, module)
 
 
 def may_bias_hide_keys(context: ExportContext) -> bool:
@@ -207,7 +207,7 @@ def _learned_bias(context: ExportContext, module: LearnedBias) -> str:
     return graph.add_node("Transpose", bias, perm=[1, 0, 2, 3], name="learned_bias")
 
 
-def _stored_bias(context: ExportContext, module: torch.nn.Module) -> str:
+def _constant_bias(context: ExportContext, module: torch.nn.Module) -> str:
     spec = context.spec
     queries, keys, start = spec.queries, spec.keys, spec.start
     if not isinstance(queries, int) or not isinstance(keys, int) or start == "query_start":

@@ -154,17 +154,17 @@ def fixed_sizes(mask: Mask) -> dict[str, int]:
     return sizes
 
 
-def _sizes_fixed_by(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
+def _sizes_fixed_by(mask: Mask, leading_keys: int = 0) -> Iterator[tuple[str, int]]:
     """Yield the axes and sizes of the tensors and lists in a mask, except those of size 1, which broadcast."""
     if isinstance(mask, (And, Or)):
         for part in mask.parts:
-            yield from _sizes_fixed_by(part, before)
+            yield from _sizes_fixed_by(part, leading_keys)
     elif isinstance(mask, LeadingKeys):
-        yield from _sizes_fixed_by(mask.mask, before + mask.count)
+        yield from _sizes_fixed_by(mask.mask, leading_keys + mask.count)
     elif isinstance(mask, (Keep, Drop)):
         for axis, size in zip(AXES, mask.four_dimensional().shape, strict=True):
             if size != 1:
-                yield axis, size + (before if axis == "keys" else 0)
+                yield axis, size + (leading_keys if axis == "keys" else 0)
     elif isinstance(mask, (Lengths, Prefix, Documents)):
         shape = torch.as_tensor(mask.length if isinstance(mask, Prefix) else mask.lengths).shape
         axes = ("batch", "queries") if len(shape) == 2 or not isinstance(mask, Documents) else ()

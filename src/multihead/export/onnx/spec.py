@@ -134,13 +134,13 @@ def _check_past(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
     if others:
         raise ArgumentError(
             f"past and {others[0]} are both inputs.",
-            "Remove one of them: with past, the keys are those of past followed by those of x, without padding.",
+            "Remove one of them: with past, the keys are the past keys followed by the keys of x, without padding.",
         )
     if layer.bias_k is not None or layer.sinks is not None or layer.add_zero_attn:
         raise ArgumentError(
             "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which the "
-            "operator would place after those of past.",
-            "Give a layer without one, or remove past.",
+            "operator would place after the past keys.",
+            "Give a layer without added keys, or remove past.",
         )
 
 

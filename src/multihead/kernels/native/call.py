@@ -13,7 +13,7 @@ from multihead.kernels.call import AttentionRequest, DropoutOffset
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
 from multihead.masks.positions import TilePositions
-from multihead.scores.bias import Bias, RelativeBias, part_of_bias, values_of, with_values
+from multihead.scores.bias import Bias, RelativeBias, slice_bias, values_of, with_values
 
 # Size of a block (queries x keys) in which a mask that is not one interval per query is materialised.
 DENSE_BYTES = 8 << 20
@@ -117,7 +117,7 @@ def _slice_bias(bias: Bias, rows: QueryBlock, request: AttentionRequest) -> Bias
     if rows.rows.stop is None:  # all rows; a compiler may copy WHOLE, so `is` would fail
         return bias
     queries, keys = request.shape.query_length, request.shape.key_length
-    return part_of_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
+    return slice_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
 
 
 def forward(job: OperatorCall, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:

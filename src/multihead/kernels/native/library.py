@@ -148,7 +148,7 @@ def add_to_histograms(
 def _library() -> _Library:
     found = _library_or_reason()
     if isinstance(found, str):
-        raise ArgumentError(f"The native kernel cannot run: {found}.", "Leave kernel out to have another one chosen.")
+        raise ArgumentError(f"The native kernel cannot run: {found}.", "Leave kernel out to use another kernel.")
     return found
 
 

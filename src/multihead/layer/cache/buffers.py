@@ -162,7 +162,7 @@ class KeyValueBuffers:
         check_fits_cached("k", k, self.tensors[0], self.dtype)
         check_fits_cached("v", v, self.tensors[1], self.dtype)
         if v.shape[2] != k.shape[2]:
-            raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
+            raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give one value per key.")
         self._checked = form
 
     def extend(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeyValues:

@@ -236,7 +236,7 @@ class KeyValueCache:
             ArgumentError: a length is negative or larger than the number of tokens, or the next query would see keys
                 that were dropped by the window.
         """
-        progress, total = self._progress_or_raise("Crop"), self.length
+        progress, total = self._slot_counts_or_raise("Crop"), self.length
         if isinstance(length, int):
             check_integer("length", length, least=0)
             if length > total:
@@ -273,12 +273,16 @@ class KeyValueCache:
         Raises:
             ArgumentError: an index is out of range or not an integer, or the cache is empty.
         """
-        progress = self._progress_or_raise("Reorder")
+        progress = self._slot_counts_or_raise("Reorder")
         if isinstance(index, str):
-            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
+            raise ArgumentError(
+                f"index is {index!r}.", "Give integers: for each new sample, the index of the old sample."
+            )
         batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
         if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
-            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
+            raise ArgumentError(
+                f"index is {index!r}.", "Give integers: for each new sample, the index of the old sample."
+            )
         if can_read_values(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
             raise ArgumentError(
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
@@ -334,7 +338,7 @@ class KeyValueCache:
         Raises:
             ArgumentError: the cache is empty.
         """
-        progress = self._progress_or_raise("Advance")
+        progress = self._slot_counts_or_raise("Advance")
         counts = None
         if lengths is not None:
             counts = check_token_counts(lengths, batch=progress.batch, limit=queries, device=progress.device)
@@ -378,7 +382,7 @@ class KeyValueCache:
                 "Use KeyValueCache(), which keeps all keys.",
             )
 
-    def _progress_or_raise(self, verb: str) -> SlotCounts:
+    def _slot_counts_or_raise(self, verb: str) -> SlotCounts:
         if self._progress is None:
             raise ArgumentError("The cache is empty.", f"{verb} it after the first call.")
         return self._progress
