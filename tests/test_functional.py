@@ -176,7 +176,8 @@ def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
     with pytest.raises(ArgumentError) as refusal:
         explain(Q, K, V, kernel="sdpa", dropout=0.1)
     assert str(refusal.value) == (
-        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to use the fastest kernel that supports the call."
+        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to use "
+        "the fastest kernel that supports the call."
     )
 
 

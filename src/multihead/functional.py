@@ -181,9 +181,9 @@ def attention_weights(
         scale: see `attention`.
         query_start: see `attention`.
         logsumexp: (batch, heads, queries) of the whole call, computed first if None. It may cover more keys than k has.
-        heads: which heads.
-        queries: which queries.
-        keys: which keys.
+        heads: the heads of the tile.
+        queries: the rows of the tile.
+        keys: the columns of the tile.
         unknown: must be empty; an argument name of another library, such as is_causal, raises an error with its
             replacement.
 
@@ -438,7 +438,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     """Compute a checked request.
 
     Args:
-        request: the call.
+        request: the checked request of the call.
         kernel: the name of the kernel to run; None chooses one.
         published: whether listeners receive the call.
     """

@@ -90,7 +90,8 @@ def test_nothing_is_rejected_outside_of_a_split() -> None:
     with sequence_split.use_split(Recorded()), pytest.raises(ArgumentError) as error:
         sequence_split.reject_split_sequence("A cache", "Decode outside of context_parallel.")
     assert str(error.value) == (
-        "A cache cannot be used in context_parallel, where a rank has part of the tokens. Decode outside of context_parallel."
+        "A cache cannot be used in context_parallel, where a rank has part of the tokens. Decode outside of "
+        "context_parallel."
     )
 
 

@@ -113,7 +113,7 @@ def drop_plans_at_end() -> Iterator[None]:
 
 
 def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
-    """Return the cache key of the plan of a call; None if the call's plan is not cached (see the conditions)."""
+    """Return the cache key of the plan of a call; None for calls without a cached plan, such as decoding steps."""
     q, k, v = request.q, request.k, request.v
     if (
         is_intercepted()

@@ -120,7 +120,7 @@ def _forward_per_head(
     need_weights: bool,  # noqa: FBT001  (autograd takes no keywords)
     average: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the output (batch, heads, queries, value_dim), merged without a copy, and the weights if needed."""
+    """Compute the output (batch, heads, queries, value_dim), laid out as merged heads, and the weights if needed."""
     batch, heads, queries, _ = q.shape
     output = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)  # (batch, heads, queries, value_dim)
     returned = None

@@ -51,7 +51,8 @@ class LayerCall:
         memory: (batch, keys, key_dim), or None.
         values: (batch, keys, value_dim), or None.
         mask: the caller's mask, later replaced by the mask of the attention (with padding, or for a cache).
-        bias: added to the scores, or None; `slice_to_local_heads` slices bias, mask and head_gates to this process.
+        bias: added to the scores, or None; `slice_to_local_heads` slices it, mask and head_gates to the heads of this
+            process.
         lengths: (batch,), or None.
         memory_lengths: (batch,), or None.
         padding_side: "right" or "left".

@@ -365,7 +365,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
         return None
     if len(dims) > 1 or not placements[dims[0]].is_shard(0):
         raise ArgumentError(
-            f"{name}.weight is placed as {tuple(placements)}, from which the heads of this process cannot be determined.",
+            f"{name}.weight is placed as {tuple(placements)}, from which this process's heads cannot be determined.",
             f"Split the layer with {SPLIT}.",
         )
     return ShardGroup(mesh, dims[0])

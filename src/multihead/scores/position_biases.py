@@ -81,7 +81,7 @@ class ALiBi(nn.Module):
         Args:
             queries: number of queries.
             keys: number of keys.
-            query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+            query_start: position of the first query among the keys, an int or (batch,).
             device: device of the bias; that of the slopes if None.
             dtype: dtype of the bias; float32 if None.
 
@@ -287,7 +287,7 @@ class T5Bias(nn.Module):
         Args:
             queries: number of queries.
             keys: number of keys.
-            query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+            query_start: position of the first query among the keys, an int or (batch,).
             device: device of the bias; that of the weight if None.
             dtype: dtype of the bias; that of the weight if None.
 

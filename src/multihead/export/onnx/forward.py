@@ -175,7 +175,8 @@ def normalise_heads(context: ExportContext, q: str, k: str) -> tuple[str, str]:
     options = norms.qk_norm
     ones = torch.ones(layer.head_dim, dtype=torch.float64)
     if options.kind == "l2":
-        # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim); the layer's scale cancels the last.
+        # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim); the layer's scale cancels
+        # sqrt(head_dim).
         scale = torch.tensor(options.initial_scale) if norms.scale is None else norms.scale.detach().cpu()
         each = scale.double().reshape(-1, 1).expand(layer.num_heads, 1)
         q = _divide_by_root_mean_square(context, q, layer.num_heads, ones, options.eps / layer.head_dim, factors=each)

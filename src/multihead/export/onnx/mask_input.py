@@ -21,7 +21,7 @@ class MaskInputs:
     """The mask inputs of the operator Attention; "" is an input that is not used.
 
     Attributes:
-        is_causal: the attribute is_causal.
+        is_causal: the value of the attribute is_causal of Attention.
         table: the input attn_mask, (batch or 1, heads or 1, queries, keys), bool or added to the scores.
         lengths: the input nonpad_kv_seqlen, (batch,).
         queries_with_keys: which queries see a key, (batch or 1, heads or 1, queries or 1, 1), bool; "" if all do.

@@ -6,7 +6,7 @@ imports no module of this package that imports torch, because it is imported as 
 contain them, so new arguments come last, with defaults.
 
 - `attention`: the forward pass. Its overload `eager` takes a mask as a `Mask.band`, for calls without a graph.
-- `attention_backward`: its gradients.
+- `attention_backward`: the gradients of `attention`.
 - `key_sums`: the sum of the weights over queries, per key and per cell of a coarse map.
 - `workspace`: the bytes of memory that `attention` allocates besides its results.
 

@@ -50,7 +50,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """Consecutive queries whose key intervals are equal ("constant"), gain one key per query ("growing"), or "any"."""
+    """Consecutive queries whose key intervals are constant, grow by one key per query, or follow no rule ("any")."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
