@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import multihead as mh
 from multihead import masks
 from multihead.compat.torch_nn import replace
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 
 EMBED, HEADS = 512, 8
 

@@ -82,7 +82,7 @@ def test_where_the_first_query_stands_must_be_said_where_it_matters() -> None:
 def test_a_dropout_that_is_no_share_is_refused(dropout: Any) -> None:
     with pytest.raises(ArgumentError) as refusal:
         attention(Q, K, V, dropout=dropout)
-    assert str(refusal.value) == f"dropout is {dropout!r}. Give a share from 0 to 1."
+    assert str(refusal.value) == f"dropout is {dropout!r}. Give a number from 0 to 1."
 
 
 @pytest.mark.parametrize("scale", [True, "1", float("inf"), float("nan")])
@@ -96,7 +96,7 @@ def test_a_scale_that_is_no_number_is_refused(scale: Any) -> None:
 def test_every_function_refuses_what_does_not_fit(function: Any) -> None:
     with pytest.raises(ShapeError) as refusal:
         function(Q, K, V[:, :, 1:])
-    assert str(refusal.value) == "k has 100 keys and v has 99. Give every key its one value."
+    assert str(refusal.value) == "k has 100 keys and v has 99. Give one value per key."
 
 
 @pytest.mark.parametrize("function", [attention_weights, statistics])
@@ -176,7 +176,8 @@ def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
     with pytest.raises(ArgumentError) as refusal:
         explain(Q, K, V, kernel="sdpa", dropout=0.1)
     assert str(refusal.value) == (
-        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to have one chosen."
+        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to use "
+        "the fastest kernel that supports the call."
     )
 
 

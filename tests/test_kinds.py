@@ -174,7 +174,7 @@ def test_a_kind_without_texts_of_its_own_is_described_by_its_rules() -> None:
     plain = Kind("far_away", probes.PROBES["mean_distance"], above_chance=5.0, at_least=9.0)
     assert plain.label("en") == plain.label("zh") == "far away"
     assert plain.definition("en") == "At least 5.0 tokens beyond chance, at least 9.0 tokens (“distance”)."
-    assert plain.said(plain.brief, "en", 12.0, 3.0) == "far away, 12.0 tokens (chance 3.0 tokens)"
+    assert plain.fill_sentence(plain.brief, "en", 12.0, 3.0) == "far away, 12.0 tokens (chance 3.0 tokens)"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_field_that_is_none_is_refused(options: dict[str, Any], message: str) 
 def test_two_kinds_of_one_name_are_refused() -> None:
     for wrong, message in (
         (Kind("local", TWO_BEFORE), "Two kinds are called local. Give one of them another name."),
-        (TWO_BEFORE, "Probe(name='two_mass') is no kind of head. Give values of multihead.kinds.Kind."),
+        (TWO_BEFORE, "Probe(name='two_mass') is not a kind of head. Give values of multihead.kinds.Kind."),
     ):
         with pytest.raises(ArgumentError) as caught:
             seen(wrong)  # type: ignore[arg-type]

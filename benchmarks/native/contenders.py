@@ -20,7 +20,7 @@ from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, sum_weights_per_key
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 
 HEADS = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

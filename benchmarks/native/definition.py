@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.masks import Mask
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 
 BLOCK = 1024  # queries
 

@@ -62,10 +62,10 @@ def _standard_input() -> str:
     return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
 
 
-def is_folder(place: str | os.PathLike[str]) -> bool:
-    """Return whether a folder exists; False for a name that is not valid, instead of an error."""
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is an existing folder; False for an invalid name, where pathlib raises an error."""
     try:
-        return Path(place).is_dir()
+        return Path(path).is_dir()
     except (OSError, ValueError):
         return False
 
@@ -87,31 +87,31 @@ def check_file_name(name: str) -> None:
 def check_writable(targets: Sequence[str]) -> None:
     """Reject files that cannot be written, before any work is done.
 
-    Devices and pipes may be named twice, and need no writable folder, because they are written in place.
+    Devices and pipes may be given twice, and need no writable folder, because they are written in place.
 
     Raises:
-        InputError: two of them are the same file, one is a folder, its name is invalid, or its folder does not exist or
-            is not writable.
+        InputError: two targets are the same file, a target is a folder, its name is invalid, or its folder does not
+            exist or is not writable.
     """
     files = []
     for target in targets:
         check_file_name(target)
         try:
-            place, info = _path_to_replace(target)
+            path, info = _path_to_replace(target)
             if info is not None and stat.S_ISDIR(info.st_mode):
                 raise InputError(f"{target!r} is a folder.", "Give the name of a file.")
-            if place is None:
+            if path is None:
                 if not os.access(target, os.W_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
                 continue
-            files.append(place)
-            if not place.parent.is_dir():
+            files.append(path)
+            if not path.parent.is_dir():
                 raise InputError(
-                    f"{target!r} cannot be written: there is no folder {str(place.parent)!r}.", "Create it first."
+                    f"{target!r} cannot be written: there is no folder {str(path.parent)!r}.", "Create it first."
                 )
-            if not os.access(place.parent, os.W_OK):
+            if not os.access(path.parent, os.W_OK):
                 raise InputError(
-                    f"{target!r} cannot be written: {str(place.parent)!r} is read-only.", "Choose another folder."
+                    f"{target!r} cannot be written: {str(path.parent)!r} is read-only.", "Choose another folder."
                 )
         except OSError as error:
             raise _file_error(target, error, "written") from None
@@ -120,7 +120,7 @@ def check_writable(targets: Sequence[str]) -> None:
 
 
 def write_atomically(target: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file atomically, text as UTF-8; see `open_atomically`."""
+    """Write bytes or text (as UTF-8) to a file atomically; see `open_atomically`."""
     encoded = content.encode("utf-8") if isinstance(content, str) else content
     with open_atomically(target) as file:
         file.write(encoded)
@@ -131,8 +131,8 @@ def open_atomically(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for atomic writing: a reader sees the old file or the whole new one, never a part.
 
     The content goes to a temporary file in the same folder, which is renamed at the end of the context, or removed if
-    that fails. A temporary file that a killed process left is removed by the next write of the same file. A device or
-    a pipe is written in place, and so is the file that standard output or standard error is redirected to. For a
+    an error occurs. A temporary file that a killed process left is removed by the next write of the same file. A device
+    or a pipe is written in place, and so is the file that standard output or standard error is redirected to. For a
     symbolic link its target is written. The new file has the permissions of the old one.
 
     Raises:
@@ -141,13 +141,13 @@ def open_atomically(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     name = os.fspath(target)
     check_file_name(name)
     try:
-        place, info = _path_to_replace(name)
-        if place is None:
+        path, info = _path_to_replace(name)
+        if path is None:
             with _open_in_place(name, info) as file:
                 yield file
             return
-        _remove_leftovers(place)
-        with _open_temporary(place, info) as file:
+        _remove_leftovers(path)
+        with _open_temporary(path, info) as file:
             yield file
     except OSError as error:
         if error.errno is None:
@@ -156,25 +156,25 @@ def open_atomically(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _path_to_replace(target: str) -> tuple[Path | None, os.stat_result | None]:
-    """Resolve the path to replace; None where the existing file must be written in place.
+    """Resolve the path to replace; None if the existing file must be written in place, such as a device or a pipe.
 
     Returns:
-        the path with links resolved, and the status of the existing file, if there is one.
+        the path with links resolved, and the `os.stat_result` of the existing file, or None.
     """
     try:
         info = Path(target).stat()
     except FileNotFoundError:
         return Path(os.path.realpath(target)), None
-    place = Path(os.path.realpath(target))
+    path = Path(os.path.realpath(target))
     plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
     # A link in /proc can point to a file that has been unlinked.
-    if not plain or _standard_stream_of(info) is not None or not place.exists():
+    if not plain or _standard_stream_of(info) is not None or not path.exists():
         return None, info
-    return place, info
+    return path, info
 
 
 def _standard_stream_of(info: os.stat_result) -> int | None:
-    """Return the descriptor of standard output or standard error if that is this regular file, else None."""
+    """Return the descriptor of standard output or error if it is redirected to the regular file `info`, else None."""
     for descriptor in (1, 2):
         try:
             if stat.S_ISREG(info.st_mode) and os.path.samestat(os.fstat(descriptor), info):
@@ -185,7 +185,7 @@ def _standard_stream_of(info: os.stat_result) -> int | None:
 
 
 def _open_in_place(name: str, info: os.stat_result | None) -> BinaryIO:
-    """Open an existing device or pipe, or the file of a standard stream after its current content."""
+    """Open an existing device or pipe for writing, or append to the file that a standard stream is redirected to."""
     stream = None if info is None else _standard_stream_of(info)
     if stream is None:
         return os.fdopen(os.open(name, os.O_WRONLY), "wb")
@@ -196,39 +196,39 @@ def _open_in_place(name: str, info: os.stat_result | None) -> BinaryIO:
 
 
 @contextmanager
-def _open_temporary(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
+def _open_temporary(path: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
     """Open a locked temporary file next to a path, and rename it to the path at the end of the context."""
-    part, handle = _create_temporary(place)
+    temporary, handle = _create_temporary(path)
     try:
         with os.fdopen(handle, "wb") as file:
             if info is not None:
-                part.chmod(stat.S_IMODE(info.st_mode) & 0o777)  # without a setuid bit, because the content is new
+                temporary.chmod(stat.S_IMODE(info.st_mode) & 0o777)  # drops a setuid bit, because the content is new
             yield file
             file.flush()
             os.fsync(file.fileno())  # before the rename: after a power cut the name has the old content or the new
             if fcntl is None:
                 file.close()  # Windows cannot rename an open file
-            part.replace(place)
+            temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            part.unlink()
+            temporary.unlink()
         raise
 
 
-def _create_temporary(place: Path) -> tuple[Path, int]:
+def _create_temporary(path: Path) -> tuple[Path, int]:
     while True:
-        part = place.with_name(f"{_temporary_prefix(place)}{secrets.token_hex(4)}.part")
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        temporary = path.with_name(f"{_temporary_prefix(path)}{secrets.token_hex(4)}.part")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         # Before it was locked, another process may have removed the temporary file as a leftover.
-        if _try_lock(handle) is not False and part.exists():
-            return part, handle
+        if _try_lock(handle) is not False and temporary.exists():
+            return temporary, handle
         os.close(handle)
 
 
-def _remove_leftovers(place: Path) -> None:
-    """Remove temporary files that killed processes left: those that no process has locked."""
-    prefix = _temporary_prefix(place)
-    with suppress(OSError), os.scandir(place.parent) as entries:
+def _remove_leftovers(path: Path) -> None:
+    """Remove temporary files of killed processes: files that no process has locked."""
+    prefix = _temporary_prefix(path)
+    with suppress(OSError), os.scandir(path.parent) as entries:
         parts = [each for each in entries if each.name.startswith(prefix) and _PART.fullmatch(each.name, len(prefix))]
         for entry in [each for each in parts if each.is_file(follow_symlinks=False)]:
             with suppress(OSError):
@@ -242,9 +242,9 @@ def _remove_leftovers(place: Path) -> None:
                     Path(entry.path).unlink()  # Windows cannot remove an open file
 
 
-def _temporary_prefix(place: Path) -> str:
-    """Return the start of a temporary file's name, truncated so that the whole name is not too long."""
-    return f".{place.name.encode('utf-8', 'surrogateescape')[:MOST_NAME].decode('utf-8', 'ignore')}."
+def _temporary_prefix(target: Path) -> str:
+    """Return the prefix of the name of a temporary file for `target`, truncated to a valid length."""
+    return f".{target.name.encode('utf-8', 'surrogateescape')[:MOST_NAME].decode('utf-8', 'ignore')}."
 
 
 def _try_lock(handle: int) -> bool | None:
@@ -268,28 +268,28 @@ def _file_error(name: str, error: OSError, verb: str) -> InputError:
 
 
 class RandomAccessFile:
-    """A file of a fixed size that is read and written in parts, at any offset.
+    """A file of a fixed size that is read and written at any offset.
 
-    Another process may truncate or replace it in the meantime. That raises an error here, whereas a memory-mapped file
-    would end the process with SIGBUS.
+    If another process truncates or replaces the file, reading raises an error, where a memory-mapped file would end the
+    process with SIGBUS.
 
     Args:
         file: the file, which must exist.
-        hold: whether to keep the file open, so that it can be read after another file has replaced it; reading then
-            raises an error if another process has written to the file.
+        keep_open: whether to keep the file open, so that it can be read after another file has replaced it; reading
+            then raises an error if another process has written to the file.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, file: Path, *, hold: bool = False) -> None:
+    def __init__(self, file: Path, *, keep_open: bool = False) -> None:
         self.file = file
         self._held: int | None = os.open(file, _READING)
         info = os.fstat(self._held)
-        self._time = info.st_mtime_ns if hold else None
+        self._time = info.st_mtime_ns if keep_open else None
         self._known = self._status_to_compare(info)
         close = weakref.finalize(self, os.close, self._held)
-        if not hold:
+        if not keep_open:
             close()
             self._held = None
 
@@ -298,12 +298,12 @@ class RandomAccessFile:
         """Size of the file, bytes."""
         return self._known[2]
 
-    def read_into(self, place: int, numbers: memoryview) -> None:
+    def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from an offset in the file.
 
         Args:
-            place: the offset, bytes.
-            numbers: the buffer.
+            offset: the position in the file, bytes.
+            buffer: the memory to fill.
 
         Raises:
             InputError: the file was truncated, replaced, removed or written to.
@@ -311,7 +311,7 @@ class RandomAccessFile:
         try:
             handle = os.open(self.file, _READING) if self._held is None else self._held
             try:
-                count = _read_at(handle, place, numbers)
+                count = _read_at(handle, offset, buffer)
                 # Checked after reading, so that a change during the read is noticed too.
                 same = self._status_to_compare(os.fstat(handle)) == self._known
             finally:
@@ -319,14 +319,14 @@ class RandomAccessFile:
                     os.close(handle)
         except OSError as error:
             raise self._change_error() from error
-        if count < len(numbers) or not same:
+        if count < len(buffer) or not same:
             raise self._change_error()
 
-    def write(self, parts: dict[int, memoryview]) -> None:
-        """Write buffers at their offsets within the file, and wait until they are on the disk.
+    def write(self, buffers: dict[int, memoryview]) -> None:
+        """Write buffers at offsets in the file, and wait until they are on the disk.
 
         Args:
-            parts: the buffers by offset, bytes.
+            buffers: offset in bytes -> buffer to write there.
 
         Raises:
             InputError: the file was truncated, replaced or removed, or cannot be written.
@@ -335,9 +335,9 @@ class RandomAccessFile:
             with self.file.open("r+b") as file:
                 if self._status_to_compare(os.fstat(file.fileno())) != self._known:
                     raise self._change_error()
-                for place, numbers in parts.items():
-                    file.seek(place)
-                    file.write(numbers)
+                for offset, buffer in buffers.items():
+                    file.seek(offset)
+                    file.write(buffer)
                 file.flush()
                 os.fsync(file.fileno())
         except FileNotFoundError as error:
@@ -353,15 +353,15 @@ class RandomAccessFile:
         return InputError(f"{str(self.file)!r} was changed, truncated or removed while it was read.", "Open it again.")
 
 
-def _read_at(handle: int, place: int, into: memoryview) -> int:
+def _read_at(handle: int, offset: int, into: memoryview) -> int:
     """Fill a buffer from an offset in an open file, and return the number of bytes read, fewer at the file's end."""
     done = 0
     while done < len(into):
         if hasattr(os, "preadv"):
-            count = os.preadv(handle, [into[done:]], place + done)
+            count = os.preadv(handle, [into[done:]], offset + done)
         else:  # Windows
             with _SEEKING:
-                os.lseek(handle, place + done, os.SEEK_SET)
+                os.lseek(handle, offset + done, os.SEEK_SET)
                 content = os.read(handle, min(len(into) - done, 1 << 24))
             count = len(content)
             into[done : done + count] = content

@@ -1,4 +1,4 @@
-"""Attention as functions: check the arguments, plan the mask, choose a kernel, run it, publish the call."""
+"""Attention as functions: check the arguments, plan the mask, choose and run a kernel, inform listeners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.errors.arguments import OF_FUNCTIONS, check_fraction, check_scale, check_slice, reject_unknown
+from multihead.errors.arguments import (
+    FUNCTION_REPLACEMENTS,
+    check_fraction,
+    check_scale,
+    check_slice,
+    raise_unknown_keywords,
+)
 from multihead.kernels import sequence_split
 from multihead.kernels.batch_dims import BatchDims
 from multihead.kernels.call import (
@@ -33,7 +39,7 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
-from multihead.masks.place import CallSize
+from multihead.masks.positions import CallSize
 from multihead.probes import Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
@@ -67,28 +73,29 @@ def attention(
 ) -> Tensor:
     """Multi-head attention: output_i = sum_j softmax_j(scale * q_i . k_j) v_j over the keys that query i may see.
 
-    The output of a query that sees no key is 0. A key that a query may not see does not affect it, not even with NaN.
+    The output of a query that sees no key is 0. A hidden key does not affect a query's output, even if it contains NaN.
 
     Args:
-        q: (batch, heads, queries, head_dim); any number of leading dimensions, or none, may replace the batch.
+        q: (batch, heads, queries, head_dim); batch may be any number of leading dimensions, or none.
         k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
         v: (batch, kv_heads, keys, value_dim).
-        mask: which keys each query may see; several leading dimensions are one batch for it, in their order.
+        mask: which keys each query may see; for a mask, several leading dimensions are flattened into one batch.
         bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys), or `scores.RelativeBias` if
             it depends on the distance only; -inf hides a key.
         softcap: c of c * tanh(scores / c), before the bias.
-        sinks: (heads,), a learned logit per head that takes weight and has no value.
+        sinks: (heads,), a logit per head that takes part in the softmax and has no value.
         scale: factor of q . k, 1 / sqrt(head_dim) if None.
-        dropout: share of the weights dropped, 0 to 1.
+        dropout: fraction of the attention weights dropped, 0 to 1.
         query_start: position of the first query among the keys: an int, a tensor with one per sample, or "end".
-        kernel: the name of the kernel that must run; None chooses the fastest one that does not refuse.
-        unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
+        kernel: the name of the kernel to run; None chooses the fastest kernel that supports the call.
+        unknown: must be empty; an argument name of another library, such as is_causal, raises an error with its
+            replacement.
 
     Returns:
         (batch, heads, queries, value_dim), in the dtype of q.
 
     Raises:
-        ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
+        ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit; raised before anything is computed.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762, equation 1.
 
@@ -97,11 +104,11 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    terms = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    attended = None if kernel is not None or unknown else eager.attend(q, k, v, terms)
+    options = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    attended = None if kernel is not None or unknown else eager.attend(q, k, v, options)
     if attended is not None:
         return attended[0]
-    request, dims = _request_of_arguments(attention, unknown, q, k, v, terms)
+    request, dims = _request_of_arguments(attention, unknown, q, k, v, options)
     output = attend(request, kernel=kernel).output
     return output if dims is None else dims.restore(output)
 
@@ -135,11 +142,11 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
-    terms = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    attended = None if kernel is not None or unknown else eager.attend(q, k, v, terms)
+    options = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    attended = None if kernel is not None or unknown else eager.attend(q, k, v, options)
     if attended is not None:
         return attended[0], attended[1]
-    request, dims = _request_of_arguments(attention_with_logsumexp, unknown, q, k, v, terms)
+    request, dims = _request_of_arguments(attention_with_logsumexp, unknown, q, k, v, options)
     result = attend(request, kernel=kernel)
     if dims is None:
         return result.output, result.logsumexp
@@ -162,23 +169,23 @@ def attention_weights(
     keys: slice = slice(None),
     **unknown: Never,
 ) -> Tensor:
-    """Compute one tile of the attention map, exactly at any size of the scores, in the memory of that tile.
+    """Compute one tile of the attention map exactly, in memory proportional to the tile.
 
     Args:
         q: (batch, heads, queries, head_dim).
         k: (batch, kv_heads, keys, head_dim).
-        mask: as for `attention`; so are bias, softcap, sinks, scale and query_start.
+        mask: see `attention`.
         bias: see `attention`.
         softcap: see `attention`.
         sinks: see `attention`.
         scale: see `attention`.
         query_start: see `attention`.
-        logsumexp: (batch, heads, queries) of the whole call if it is known; else it is computed first. It may be over
-            more keys than k has.
-        heads: which heads.
-        queries: which queries.
-        keys: which keys.
-        unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
+        logsumexp: (batch, heads, queries) of the whole call, computed first if None. It may cover more keys than k has.
+        heads: the heads of the tile.
+        queries: the rows of the tile.
+        keys: the columns of the tile.
+        unknown: must be empty; an argument name of another library, such as is_causal, raises an error with its
+            replacement.
 
     Returns:
         (batch, heads, queries, keys) of the tile, float32 (float64 for float64); 0 where hidden.
@@ -190,11 +197,11 @@ def attention_weights(
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
-    reject_split_sequence("attention_weights", "Compute them outside, from all tokens.")
+    reject_split_sequence("attention_weights", "Compute them from all tokens, outside of context_parallel.")
     check_slice("queries", queries)
     check_slice("keys", keys)
-    terms = (mask, bias, softcap, sinks, scale, 0.0, query_start)
-    request, dims = _request_of_arguments(attention_weights, unknown, q, k, None, terms)
+    options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
+    request, dims = _request_of_arguments(attention_weights, unknown, q, k, None, options)
     first = measuring.first_pass(request) if logsumexp is None else None
     known = _known_or_computed_logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
     tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
@@ -217,23 +224,24 @@ def statistics(
     context: ProbeContext = NO_CONTEXT,
     **unknown: Never,
 ) -> dict[str, Tensor]:
-    """Measure every head exactly, in memory that grows with the length and not with its square.
+    """Measure every head exactly, in memory linear in the length.
 
     Args:
         q: (batch, heads, queries, head_dim).
         k: (batch, kv_heads, keys, head_dim).
-        mask: as for `attention`; so are bias, softcap, sinks, scale and query_start.
+        mask: see `attention`.
         bias: see `attention`.
         softcap: see `attention`.
         sinks: see `attention`.
         scale: see `attention`.
         query_start: see `attention`.
-        logsumexp: (batch, heads, queries) of the whole call if it is known; else it is computed first.
+        logsumexp: (batch, heads, queries) of the whole call, computed first if None.
         v: (batch, kv_heads, keys, value_dim), for `contribution` and `output_norm`.
-        probes: names of statistics, or one, or probes made by the functions of `multihead.probes`; None = those of
-            `multihead.probes.DEFAULT` whose inputs are all known.
+        probes: one or several names of statistics or probes made by functions of `multihead.probes`; None = each
+            statistic of `multihead.probes.DEFAULT` whose inputs are given.
         context: inputs of some statistics besides q and k, such as which keys are special.
-        unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
+        unknown: must be empty; an argument name of another library, such as is_causal, raises an error with its
+            replacement.
 
     Returns:
         a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are
@@ -248,19 +256,19 @@ def statistics(
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
-    terms = (mask, bias, softcap, sinks, scale, 0.0, query_start)
+    options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     if probes is None and logsumexp is None and v is None and context is NO_CONTEXT and not unknown:
-        found = measuring.measured_without_plan(q, k, terms)
+        found = measuring.measured_without_plan(q, k, options)
         if found is not None:
             return found
-    reject_split_sequence("statistics", "Compute them outside, from all tokens.")
+    reject_split_sequence("statistics", "Compute them from all tokens, outside of context_parallel.")
     if is_traced() and not is_transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(
             "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
             "cannot be read.",
             "Call it outside of them, on the tensors themselves.",
         )
-    request, dims = _request_of_arguments(statistics, unknown, q, k, v, terms)
+    request, dims = _request_of_arguments(statistics, unknown, q, k, v, options)
     has_values = v is not None
     chosen = measuring.choose_probes(probes, request, context, has_values=has_values)
     known = None if logsumexp is None else _known_or_computed_logsumexp(request, logsumexp, dims)
@@ -302,7 +310,7 @@ def explain(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Explanation:
-    """Explain a call without computing it: its kernel, why others refuse it, the share it skips and its memory.
+    """Explain a call without computing it: its kernel, why other kernels refuse, the fraction skipped and the memory.
 
     The arguments are those of `attention`.
 
@@ -313,8 +321,8 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB besides q, k and v
     """
-    terms = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    request, _ = _request_of_arguments(explain, unknown, q, k, v, terms)
+    options = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    request, _ = _request_of_arguments(explain, unknown, q, k, v, options)
     return explain_request(request, kernel=kernel)
 
 
@@ -324,29 +332,29 @@ def _request_of_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    terms: AttentionArguments,
+    options: AttentionArguments,
 ) -> tuple[AttentionRequest, BatchDims | None]:
-    """Build the request of one of the functions above, with one batch dimension.
+    """Build the request of a public function's call, with leading dimensions flattened to one batch.
 
     Args:
         function: the function that was called, for the error about unknown arguments.
         unknown: the arguments that the function does not have.
         q: see `attention`.
         k: see `attention`.
-        v: see `attention`; None where a function takes no values.
-        terms: the other arguments.
+        v: see `attention`; None if the function takes no values.
+        options: mask, bias, softcap, sinks, scale, dropout and query_start.
 
     Returns:
-        the request, and the leading dimensions to restore, None where there was one batch dimension.
+        the request, and the leading dimensions to restore, None if q has exactly one batch dimension.
     """
     if unknown:
-        reject_unknown(function, unknown, OF_FUNCTIONS)
+        raise_unknown_keywords(function, unknown, FUNCTION_REPLACEMENTS)
     dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.of(q)
     if dims is not None:
         q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)
-        mask, bias, softcap, sinks, scale, dropout, start = terms
-        terms = (mask, dims.flatten_bias(bias), softcap, sinks, scale, dropout, dims.flatten_query_start(start))
-    return request_of(q, k, k if v is None else v, *terms), dims
+        mask, bias, softcap, sinks, scale, dropout, start = options
+        options = (mask, dims.flatten_bias(bias), softcap, sinks, scale, dropout, dims.flatten_query_start(start))
+    return request_of(q, k, k if v is None else v, *options), dims
 
 
 def request_of(
@@ -361,12 +369,12 @@ def request_of(
     dropout: float = 0.0,
     query_start: int | Tensor | str | None = None,
     *,
-    to_come: bool = False,
+    more_keys_later: bool = False,
     mask_fits: bool = False,
     origin: CallOrigin | None = None,
     scales: Scales | None = None,
 ) -> AttentionRequest:
-    """Build a request: check the arguments and resolve those that are missing; see `attention` for them.
+    """Build a request: check the arguments of `attention` and fill in missing ones.
 
     Args:
         q: see `attention`.
@@ -379,7 +387,7 @@ def request_of(
         scale: see `attention`.
         dropout: see `attention`.
         query_start: see `attention`.
-        to_come: whether more keys follow in later calls, as with a cache, so that the mask may be larger than the call.
+        more_keys_later: whether later calls add keys, as with a cache, so that the mask may be larger than the call.
         mask_fits: whether the mask is known to fit the call.
         origin: see `AttentionRequest`.
         scales: see `AttentionRequest`.
@@ -403,7 +411,7 @@ def request_of(
         check_sinks_fit(sinks, shape)
     batch, queries, keys = whole.batch, whole.query_length, whole.key_length
     if not (mask_fits or mask.hides_nothing):
-        mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, to_come))
+        mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, more_keys_later))
     if query_start is None and (not mask.uses_positions or queries == keys):
         start: int | Tensor = 0
     elif type(query_start) is int and 0 <= query_start <= FURTHEST:
@@ -417,12 +425,12 @@ def request_of(
             keys=keys,
             device=shape.device,
         )
-    wanted: frozenset[str] = frozenset()  # no statistics yet: `attend` adds those that listeners want
+    wanted: frozenset[str] = frozenset()  # filled in by `attend` if there are listeners
     return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, wanted, origin, scales)
 
 
 def _shape_of_int8(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
-    """Return the shape of a call whose k and v are int8, as if they had the dtype of q."""
+    """Return the shape of a call whose k and v are int8, with the dtype of q."""
     return AttentionShape.of(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
 
 
@@ -430,14 +438,14 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     """Compute a checked request.
 
     Args:
-        request: the call.
-        kernel: the name of the kernel that must run, or None to have one chosen.
-        published: whether the listeners receive the call.
+        request: the checked request of the call.
+        kernel: the name of the kernel to run; None chooses one.
+        published: whether listeners receive the call.
     """
     sequence = sequence_split.active
     if sequence is not None:
         return sequence.attend(request, kernel=kernel)
-    heard = published and bool(listeners()) and not is_traced()  # in a trace tensors have no values to publish
+    heard = published and bool(listeners()) and not is_traced()  # a traced tensor has no values for listeners
     if heard:
         request = replace(request, wanted=wanted_parts())
     bounds, chosen = plan_call(request, kernel=kernel)
@@ -460,7 +468,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
 
 
 def _known_or_computed_logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims | None) -> Tensor:
-    """Check the logsumexp that the caller gave, or compute it without informing listeners: (batch, heads, queries)."""
+    """Check the caller's logsumexp, or compute it without informing listeners if None: (batch, heads, queries)."""
     shape = request.shape
     if known is None:
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Kinds of heads: what measures each, from when on a head has it, and how pages name and draw it.
+"""Kinds of heads: the statistic that measures a kind, its thresholds, and its name and picture on pages.
 
-The built-in kinds are the values of `KINDS`. Tables, findings, `find`, pages and legends read all they show of a kind
-from its value, so a kind of your own is shown everywhere: `mh.observe(model, kinds=(mine,))`.
+The built-in kinds are the values of `KINDS`. Tables, findings, `find`, pages and legends show the fields of a `Kind`,
+so they also show kinds that you define: `mh.observe(model, kinds=(mine,))`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["KINDS", "Kind"]
 
 Texts = Literal["given", "repeats"]
 Words = Mapping[str, str]
-"""Language -> text; English is taken where a language is missing."""
+"""Language code -> text; English is used if a language is missing."""
 
 LOCAL_REACH = 3
-"""How many tokens before and after the query count as near by."""
+"""Number of tokens before and after the query that a "local" head reads."""
 
 _GLYPH = re.compile(r"[MmLlHhVvZzCcSsQqTtAa0-9 .,-]*", re.ASCII)
 _COLOUR = re.compile(r"#[0-9A-Fa-f]{6}", re.ASCII)
@@ -50,34 +50,35 @@ _RULES = {
 class Kind:
     """A kind of head.
 
-    A head has the kind if the mean of the probe reaches every threshold that is given.
+    A head is of this kind if the mean of the probe over queries reaches all given thresholds.
 
     Attributes:
-        name: its name in tables, files and `Record.find`: an identifier.
-        probe: the probe that measures it; it has a number per query and a chance.
-        above_chance: by how much the mean must exceed chance, besides three standard errors; None for no such rule.
-        at_least: the lowest mean; None for no such rule.
-        of_largest: the lowest mean as a share of what an even spread gives; None for no such rule.
+        name: an identifier, used in tables, files and `Record.find`.
+        probe: the probe whose mean decides; it has one number per query, and a chance level.
+        above_chance: the mean must exceed the chance level by this and three standard errors; None = no such threshold.
+        at_least: the mean must be at least this; None = no such threshold.
+        of_largest: the mean must be at least this fraction of its value for uniform attention; None = no such
+            threshold.
         texts: "given" for the texts of the record, or "repeats" for texts of repeated random tokens.
-        self_attention_only: whether the kind has no meaning in cross-attention.
-        hides: the names of kinds that say nothing new about a head that has this one; "distance" for the finding
-            about the head that reaches farthest.
-        rank: the order of the kinds of one head, the smallest first; equal ones from the largest share on. The first
-            kind gives a head its colour.
-        finding: the order of findings, the smallest first; None for a kind that is no finding.
-        labels: language -> its name on pages; by default the name with spaces.
-        about: language -> its definition, with {above_chance}, {at_least}, {of_largest} and {reach} where they are
-            given; by default made of the thresholds.
-        bound: language -> its definition where q and k were not kept and the mean is only a lower bound.
-        sentence: language -> a finding; its subject is the head. It may have {share}, {chance}, {label}, {first} and
-            {separator}.
-        brief: language -> the same in a few words.
-        glyph: the path of a picture of its pattern on 12 x 12 units, as in the `d` of an SVG path.
-        colour: its colour on light and on dark pages, "#rrggbb" each.
-        needs: what must be given to `observe` so that it is measured; by default its statistic.
+        self_attention_only: whether cross-attention heads are excluded.
+        hides: names of kinds that are not reported for a head of this kind; "distance" = the finding about the head
+            with the largest distance.
+        rank: sort order of the kinds of one head, ascending; equal ranks by descending mean. A head has the colour of
+            its first kind.
+        finding: sort order of the findings, ascending; None = not reported as a finding.
+        labels: language -> label on pages; by default `name` with spaces.
+        about: language -> definition, with the placeholders {above_chance}, {at_least}, {of_largest} and {reach}; by
+            default generated from the thresholds.
+        bound: language -> definition used if q and k were not kept, so that the mean is only a lower bound.
+        sentence: language -> predicate of a finding about a head, with the placeholders {share}, {chance}, {label},
+            {first} and {separator}.
+        brief: language -> short form of `sentence`.
+        glyph: an icon of the attention pattern, as the `d` of an SVG path on 12 x 12 units.
+        colour: colours on light and on dark pages, "#rrggbb" each.
+        needs: what `observe` needs to measure the kind, for the message if it is missing; by default its statistic.
 
     Raises:
-        ArgumentError: a field is not as described, or there is no threshold.
+        ArgumentError: a field is invalid, or there is no threshold.
 
     >>> import torch
     >>> import multihead as mh
@@ -109,7 +110,7 @@ class Kind:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ArgumentError(f"A kind is called {self.name!r}.", 'Give a Python identifier, such as "verbs".')
         if self.probe is None:
-            return  # MIXED, the kind of heads without any other, has no probe
+            return  # MIXED, the kind of heads without another kind, has no probe
         if not isinstance(self.probe, Statistic) or (
             isinstance(self.probe, Probe) and not (self.probe.chance and self.probe.axes == "queries")
         ):
@@ -134,15 +135,15 @@ class Kind:
 
     @property
     def statistic(self) -> str:
-        """The name of the statistic that holds its mean: that of the kind on repeated random tokens, else of the probe."""
+        """Name of the statistic whose mean decides: `name` if measured on repeated random tokens, else the probe's name."""
         return self.name if self.texts == "repeats" or self.probe is None else self.probe.name
 
     def label(self, lang: str) -> str:
-        """Return the name of the kind on pages, in a language."""
+        """Return the label of the kind on pages, in a language."""
         return _in_language(self.labels, lang) or self.name.replace("_", " ")
 
     def definition(self, lang: str, *, bound: bool = False) -> str:
-        """Return the definition of the kind in a language; with `bound`, that of a lower bound if there is one."""
+        """Return the definition of the kind in a language; with `bound`, the definition for a lower bound if there is one."""
         rules = {name: self.written(value) for name in _RULES if (value := getattr(self, name)) is not None}
         about = (bound and _in_language(self.bound, lang)) or _in_language(self.about, lang)
         if about or self.probe is None:
@@ -151,13 +152,13 @@ class Kind:
         return _in_language(_ABOUT, lang).format(rules=joined[:1].upper() + joined[1:], statistic=self.probe.label)
 
     def written(self, value: float) -> str:
-        """Write a value of the statistic with its unit: "91 %"."""
+        """Format a value of the statistic with its unit, such as "91 %"."""
         if self.probe is None or self.of_largest is not None or self.probe.number_format == SHARE:
             return percent(value)
         return self.probe.text(value)
 
-    def said(self, texts: Words, lang: str, share: float, chance: float, **names: str) -> str:
-        """Fill the placeholders of a sentence about a head, `sentence` or `brief`, in a language."""
+    def fill_sentence(self, texts: Words, lang: str, share: float, chance: float, **names: str) -> str:
+        """Return `texts` (`sentence` or `brief`) in a language, with its placeholders filled in."""
         values = {"share": self.written(share), "chance": self.written(chance), "label": self.label(lang)}
         return _in_language(texts, lang).format(**values, **names)
 
@@ -167,24 +168,24 @@ def check_kinds(kinds: Sequence[object]) -> None:
     names: set[str] = {MIXED.name}
     for kind in kinds:
         if not isinstance(kind, Kind):
-            raise ArgumentError(f"{kind!r} is no kind of head.", "Give values of multihead.kinds.Kind.")
+            raise ArgumentError(f"{kind!r} is not a kind of head.", "Give values of multihead.kinds.Kind.")
         if kind.name in names:
             raise ArgumentError(f"Two kinds are called {kind.name}.", "Give one of them another name.")
         names.add(kind.name)
 
 
 def probes_of(kinds: Sequence[Kind]) -> list[Probe]:
-    """Return the probes of those kinds that are measured on the texts of a record or a census."""
+    """Return the probes of the kinds that are measured on given texts, not on repeated random tokens."""
     return [kind.probe for kind in kinds if isinstance(kind.probe, Probe) and kind.texts == "given"]
 
 
 def kinds_by_name(kinds: Sequence[Kind]) -> dict[str, Kind]:
-    """Return the given kinds and `MIXED`, the kind of heads without any other, by name."""
+    """Return name -> kind of the given kinds and of `MIXED`, the kind of heads without another kind."""
     return {kind.name: kind for kind in (*kinds, MIXED)}
 
 
 def percent(share: float) -> str:
-    r"""A share as a percentage, with a decimal below ten; the space before the sign does not break.
+    r"""Format a fraction as a percentage, with one decimal below 10 % and a no-break space before the sign.
 
     >>> percent(0.673), percent(0.0132)
     ('67\xa0%', '1.3\xa0%')
@@ -286,7 +287,9 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "first",
         PROBES["first_mass"],
-        hides=("distance",),  # weight on the first token makes distances large, although the head does not read far
+        hides=(
+            "distance",
+        ),  # weight on the first token makes the mean distance large, which says nothing about other tokens
         rank=2,
         finding=40,
         labels={"en": "first token", "zh": "首词元"},

@@ -28,7 +28,7 @@ from benchmarks.resume import read_rows
 from multihead import masks
 from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, MeasuredSpeed, benchmark_class_of
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests.kernel_names import needs_native
 
 FASTER = Case("a line", "a case", "a rival", lambda: pytest.fail("not set up"), least=2.0, wide=3.0)

@@ -242,7 +242,7 @@ class Ear:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         self.calls.append(call)
 
 
@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_rejected() -> None:
         layer(x[0], x, x, None)
     with refused(ShapeError, "keys has shape (2, 3, 4) and values has (2, 2, 4). Give one value per key."):
         layer(x, x, x[:, 1:], torch.tensor([1, 1]))
-    with refused(ShapeError, "k has 3 keys and v has 2. Give every key its one value."):
+    with refused(ShapeError, "k has 3 keys and v has 2. Give one value per key."):
         layer(x, x, x[:, 1:], None)
     with refused(MaskError, "valid_lens contains NaN. Give numbers of keys, (batch,) or (batch, queries)."):
         layer(x, x, x, torch.tensor([1.0, torch.nan]))

@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.compat.weights import LastWeights, attend_with_weights
 from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionCall, AttentionRequest, listen
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 
 SHOWN = torch.tensor([[True, True, False, False], [True, False, True, False], [False, False, False, False]])
 
@@ -188,7 +188,7 @@ def test_a_call_with_weights_is_published_once_and_without_dropout(dropout: floa
     class Calls:
         wanted = frozenset[str]()
 
-        def hear(self, call: AttentionCall) -> None:
+        def receive(self, call: AttentionCall) -> None:
             calls.append(call)
 
     with listen(Calls()):
@@ -226,7 +226,7 @@ def test_heads_that_are_computed_one_by_one_have_the_weights_of_all(
     call, leaves = biased(MASKS["by head"], BIASES["of keys"])
     results = []
     for cells in (1, 2 * 2 * 5 * 6, 1 << 18):  # one head at a time, two, and all three
-        monkeypatch.setattr("multihead.compat.weights.CELLS", cells)
+        monkeypatch.setattr("multihead.compat.weights.TILE_WEIGHTS", cells)
         weights = attend_with_weights(call, average=average)[1]
         results.append((weights, *torch.autograd.grad((weights**2).sum(), leaves)))
     for result in results[1:]:

@@ -21,7 +21,7 @@ import onnx
 
 import multihead as mh
 from multihead.rotary import Rotary
-from multihead.rotary.waves import RotationFactors
+from multihead.rotary.factors import RotationFactors
 
 CARRIED = 8  # with onnx 1.23; what a newer package carries beside them is run too
 READ = {"interleaved", "num_heads", "rotary_embedding_dim"}

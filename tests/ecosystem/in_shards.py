@@ -153,7 +153,7 @@ REFUSED = {
     "only the keys": (
         Case(plan=lambda: {"k_proj": columns()}),
         (
-            "q_proj returns heads 0 to 7 here and k_proj heads 0 to 3, which do not belong together. Split the "
+            "q_proj returns heads 0 to 7 here and k_proj heads 0 to 3, which do not match. Split the "
             "layer with parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and "
             "RowwiseParallel() for out_proj; k_proj and v_proj may both stay whole."
         ),
@@ -187,13 +187,13 @@ REFUSED = {
         Case(call=lambda layer, x: layer(x, bias=BIAS[:, :4])),
         (
             "bias is for 4 heads, and the layer has 8, of which this process computes heads 0 to 3. Give it for "
-            "all 8 heads: each process takes its own part."
+            "all 8 heads: each process slices its own heads."
         ),
     ),
     "padding and a part of the tokens": (
         Case(plan=lambda: split(input_layouts=Shard(1)), call=lambda layer, x: layer(x[:, :3], lengths=(3, 2))),
         (
-            "q_proj was given 5 tokens and returns 10, and the padding is known for 5. Give every process all "
+            "q_proj was given 5 tokens and returns 10, and the padding is known only for 5. Give every process all "
             "tokens where lengths or packing are given, or hide the padding with mask=masks.Lengths(...)."
         ),
     ),

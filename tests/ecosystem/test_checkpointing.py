@@ -40,7 +40,7 @@ class Ear:
         self.wanted = frozenset(wanted)
         self.calls: list[AttentionCall] = []
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         self.calls.append(call)
 
 
@@ -108,7 +108,7 @@ def test_a_checkpointed_layer_keeps_neither_queries_nor_keys_nor_values(way: str
         wanted: frozenset[str] = frozenset()
         noted: list[weakref.ref[torch.UntypedStorage]] = []  # noqa: RUF012
 
-        def hear(self, call: AttentionCall) -> None:
+        def receive(self, call: AttentionCall) -> None:
             given = (call.request.q, call.request.k, call.request.v)
             self.noted += [weakref.ref(each.untyped_storage()) for each in given]
 

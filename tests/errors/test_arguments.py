@@ -169,7 +169,7 @@ LAYER(X, cache=CACHE)
         (
             lambda: LAYER(X, masks.Causal()),
             DtypeError,
-            "memory is the mask Causal(), and must be a tensor. Name it: mask=Causal().",
+            "memory is the mask Causal(), and must be a tensor. Pass it by keyword: mask=Causal().",
         ),
         (
             lambda: LAYER([1.0]),
@@ -203,7 +203,7 @@ LAYER(X, cache=CACHE)
         (
             lambda: CACHE.reorder("ab"),  # type: ignore[arg-type]
             ArgumentError,
-            "index is 'ab'. Give integers, the old sample of each new one.",
+            "index is 'ab'. Give integers: for each new sample, the index of the old sample.",
         ),
         (
             lambda: CACHE.extend(1, 2),  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def test_the_tree_at_the_top_of_the_file_names_every_error() -> None:
 def test_what_is_not_a_share_is_rejected(value: object) -> None:
     with pytest.raises(ArgumentError) as refusal:
         check_fraction("dropout", value)
-    assert str(refusal.value) == f"dropout is {value!r}. Give a share from 0 to 1."
+    assert str(refusal.value) == f"dropout is {value!r}. Give a number from 0 to 1."
 
 
 @pytest.mark.parametrize(("value", "least"), [(0, 1), (-1, 0), (1.0, 1), (True, 1), ("2", 1), (None, 0)])

@@ -53,7 +53,7 @@ class Ear:
         self.wanted = frozenset(wanted)
         self.heard: list[AttentionCall] = []
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         self.heard.append(call)
 
 

@@ -64,7 +64,8 @@ def test_a_kernel_that_refuses_is_not_replaced_in_silence() -> None:
     with pytest.raises(ArgumentError) as refusal:
         choose_kernel(request_of(Q, Q, Q, dropout=0.5), BOUNDS, kernel="sdpa")
     assert str(refusal.value) == (
-        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to have one chosen."
+        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to use "
+        "the fastest kernel that supports the call."
     )
 
 
@@ -128,7 +129,9 @@ def said(request: AttentionRequest, set_name: str = "scalar") -> str | None:
 
 def lost(monkeypatch: pytest.MonkeyPatch, **ratios: float) -> None:
     named = {name.replace("_training", TRAINING): ratio for name, ratio in ratios.items()}
-    monkeypatch.setattr(module, "LOST", pytorch_speedups([MeasuredSpeed("scalar", "float32", "a machine", named)]))
+    monkeypatch.setattr(
+        module, "PYTORCH_SPEEDUPS", pytorch_speedups([MeasuredSpeed("scalar", "float32", "a machine", named)])
+    )
 
 
 REQUESTS = {

@@ -20,8 +20,8 @@ from multihead.kernels.dense_tile import (
     first_key_of_queries,
     first_key_of_samples,
     scores,
-    seen,
     select_request_heads,
+    visible_cells,
     without_autocast,
     working_dtype,
 )
@@ -51,7 +51,7 @@ def test_a_tile_sees_what_the_whole_sees() -> None:
     mask = masks.Causal() | masks.Lengths((2, 4)) & masks.Keep(torch.rand(1, 3, 6, 1) < 0.5)
     request = request_of(q, q, q, mask=mask, bias=bias)
     expected = oracle.shown(mask, (2, 3, 6, 6)) & (bias != -torch.inf)
-    tile = seen(request, slice(2, 5), slice(1, 6)).expand(2, 3, 3, 5)
+    tile = visible_cells(request, slice(2, 5), slice(1, 6)).expand(2, 3, 3, 5)
     assert torch.equal(tile, expected[:, :, 2:5, 1:6])
 
 
@@ -87,7 +87,7 @@ def test_the_first_keys_of_any_call_are_those_of_its_dense_mask(case: Drawn) -> 
     if request.bias is not None:
         seen = seen & (request.bias != -torch.inf)
     keys = seen.any(1)  # (batch, queries, keys)
-    with patch.multiple(module, ROWS=3, COLUMNS=2):
+    with patch.multiple(module, FIRST_TILE_QUERIES=3, FIRST_TILE_KEYS=2):
         found = first_key_of_queries(request, bounds_of(request)).expand(case.size.batch, -1)
         of_samples = first_key_of_samples(request, bounds_of(request)).expand(case.size.batch)
     assert torch.equal(found, torch.where(keys.any(-1), keys.int().argmax(-1), case.size.keys))
@@ -108,7 +108,9 @@ def test_a_call_without_queries_has_no_first_key() -> None:
 def test_the_first_keys_of_a_plan_are_found_once_but_not_under_a_dispatch_mode() -> None:
     request = call(masks.Full())
     bounds = bounds_of(request)
-    with patch.object(module, "_OF_PLANS", WeakKeyDictionary()):  # other tests share the plan of so common a call
+    with patch.object(
+        module, "_FIRST_KEYS_OF_BOUNDS", WeakKeyDictionary()
+    ):  # other tests share the plan of so common a call
         with FlopCounterMode(display=False):
             under_a_mode = first_key_of_samples(request, bounds)
         assert first_key_of_samples(request, bounds) is not under_a_mode

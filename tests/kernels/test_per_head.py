@@ -14,7 +14,7 @@ from multihead.functional import request_of
 from multihead.kernels import per_head
 from multihead.kernels.call import AttentionCall, AttentionRequest, listen
 from multihead.kernels.per_head import attend_per_head, is_computed_per_head
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests.kernel_names import needs_native
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 3, 4, 5, 6, 4
@@ -30,7 +30,7 @@ BIASES = {"none": (), "of keys": (BATCH, 1, 1, KEYS), "of heads": (1, HEADS, 1, 
 @pytest.fixture(params=[1, 70, 1 << 18], ids=lambda cells: f"{cells} cells")
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one head, of two heads, and of everything."""
-    monkeypatch.setattr(per_head, "CELLS", request.param)
+    monkeypatch.setattr(per_head, "TILE_WEIGHTS", request.param)
 
 
 def made(mask: masks.Mask, bias: tuple[int, ...] = (), **options: Any) -> tuple[AttentionRequest, list[Tensor]]:
@@ -109,7 +109,7 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
     class Ear:
         wanted = frozenset({"entropy"})
 
-        def hear(self, call: AttentionCall) -> None:
+        def receive(self, call: AttentionCall) -> None:
             heard.append(call)
 
     request, _ = made(MASKS["lengths, one of them 0"], dropout=dropout)

@@ -32,7 +32,7 @@ class Recorded:
         self.requests.append(request)
         return AttentionResult(request.q + 1, request.q[..., 0])
 
-    rank_and_ranks = (0, 1)
+    rank_and_world_size = (0, 1)
 
     def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
         return ((0, length),)
@@ -86,11 +86,12 @@ def test_the_split_ends_where_an_error_leaves_it() -> None:
 
 
 def test_nothing_is_rejected_outside_of_a_split() -> None:
-    sequence_split.reject_split_sequence("A cache", "Decode outside of it.")
+    sequence_split.reject_split_sequence("A cache", "Decode outside of context_parallel.")
     with sequence_split.use_split(Recorded()), pytest.raises(ArgumentError) as error:
-        sequence_split.reject_split_sequence("A cache", "Decode outside of it.")
+        sequence_split.reject_split_sequence("A cache", "Decode outside of context_parallel.")
     assert str(error.value) == (
-        "A cache cannot be used in context_parallel, where a rank has part of the tokens. Decode outside of it."
+        "A cache cannot be used in context_parallel, where a rank has part of the tokens. Decode outside of "
+        "context_parallel."
     )
 
 

@@ -40,11 +40,11 @@ def only(kernel: str | None) -> Iterator[None]:
         with (
             mock.patch.object(functional, "plan_call", planned),
             mock.patch.object(eager, "attend", unplanned),
-            mock.patch.multiple(rectangles, CALL_CELLS=1, BLOCK_ROWS=3),
+            mock.patch.multiple(rectangles, CALL_COST=1, BLOCK_ROWS=3),
         ):
             yield
     finally:
-        rectangles._COVERS.clear()
+        rectangles._RECTANGLES_OF_BOUNDS.clear()
 
 
 def _planned(plan: Any, only_kernel: str, request: Any, *, kernel: str | None = None) -> Any:

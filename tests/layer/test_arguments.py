@@ -25,7 +25,7 @@ class Calls:
     def __init__(self) -> None:
         self.heard: list[AttentionCall] = []
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         self.heard.append(call)
 
 

@@ -272,7 +272,7 @@ def test_listening_changes_no_bit_of_the_output(lengths: tuple[int, ...] | None)
         wanted = frozenset({"entropy"})
         owners: list[nn.Module | None] = []  # noqa: RUF012
 
-        def hear(self, call: object) -> None:
+        def receive(self, call: object) -> None:
             self.owners.append(call.request.origin.layer)  # type: ignore[attr-defined]
 
     layer, ear = mh.MultiHeadAttention(EMBED, HEADS), Ear()
@@ -303,8 +303,8 @@ def test_the_layer_says_its_heads() -> None:
         ({"num_heads": 0}, "num_heads is 0. Give an integer of at least 1."),
         ({"embed_dim": -24}, "embed_dim is -24. Give an integer of at least 1."),
         ({"head_dim": 0}, "head_dim is 0. Give an integer of at least 1."),
-        ({"dropout": 1.5}, "dropout is 1.5. Give a share from 0 to 1."),
-        ({"dropout": -0.1}, "dropout is -0.1. Give a share from 0 to 1."),
+        ({"dropout": 1.5}, "dropout is 1.5. Give a number from 0 to 1."),
+        ({"dropout": -0.1}, "dropout is -0.1. Give a number from 0 to 1."),
         ({"merge": "sum"}, 'merge is \'sum\'. Give "concat" or "mean".'),
         (
             {"num_kv_heads": 3},
@@ -355,7 +355,7 @@ def test_sizes_that_do_not_fit_are_refused_in_words(options: dict[str, object], 
             ShapeError,
             (torch.zeros(3, 7, 24), torch.zeros(3, 9, 24), torch.zeros(3, 8, 24)),
             {},
-            "memory has 9 keys and values has 8. Give every key its one value.",
+            "memory has 9 keys and values has 8. Give one value per key.",
         ),
         (
             ArgumentError,

@@ -410,7 +410,7 @@ class Ear:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         self.calls.append(call)
 
 

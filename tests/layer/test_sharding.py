@@ -84,7 +84,7 @@ def test_parameters_of_single_heads_are_rejected_where_it_is_unknown_which_heads
             ShapeError,
             (
                 "q_proj returns 18 columns, and the layer has 6 heads of 4. "
-                "Give a multiple of 4, at most 24; another width of a head needs a layer of its own."
+                "Give a multiple of 4, at most 24; for another head_dim, construct another layer."
             ),
         ),
         (
@@ -92,14 +92,14 @@ def test_parameters_of_single_heads_are_rejected_where_it_is_unknown_which_heads
             ShapeError,
             (
                 "k_proj returns 48 columns, and the layer has 6 heads of 4. "
-                "Give a multiple of 4, at most 24; another width of a head needs a layer of its own."
+                "Give a multiple of 4, at most 24; for another head_dim, construct another layer."
             ),
         ),
         (
             {"q_proj": 12},
             ArgumentError,
             (
-                "q_proj returns heads 0 to 2 here and k_proj heads 0 to 5, which do not belong together. "
+                "q_proj returns heads 0 to 2 here and k_proj heads 0 to 5, which do not match. "
                 f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole."
             ),
         ),
@@ -107,7 +107,7 @@ def test_parameters_of_single_heads_are_rejected_where_it_is_unknown_which_heads
             {"q_proj": 12, "k_proj": 12, "v_proj": 4},
             ArgumentError,
             (
-                "q_proj returns heads 0 to 2 here and v_proj head 0, which do not belong together. "
+                "q_proj returns heads 0 to 2 here and v_proj head 0, which do not match. "
                 f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole."
             ),
         ),

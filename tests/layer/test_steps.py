@@ -27,7 +27,7 @@ Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 def call_of(*, within: bool, start: int | torch.Tensor = 0, **arguments: Any) -> LayerCall:
     """Make a call of 2 samples of 3 tokens whose arguments are checked."""
     call = LayerCall(torch.zeros(2, 3, 1), **arguments)
-    call.within, call.start = within, start
+    call.is_self_attention, call.start = within, start
     return call
 
 
@@ -51,7 +51,7 @@ def test_keys_are_rotated_from_the_first_position_unless_they_are_the_same_token
     _, k = rotate(rotary, call_of(within=True, start=4, cache=KeyValueCache()), Q, K)
     assert torch.equal(k, rotary.rotate(K, 4))
     packed = call_of(within=True)
-    packed.padding = Padding.of_call(packed.x, packed.x, (2, 1), None, together=True)
+    packed.padding = Padding.of_call(packed.x, packed.x, (2, 1), None, in_one_row=True)
     positions = torch.tensor([[0, 1, 0]])
     q, k = rotate(rotary, packed, Q, K)
     assert torch.equal(q, rotary.rotate(Q, positions))
@@ -64,14 +64,14 @@ def test_keys_of_a_cache_are_neither_normalised_nor_rotated_again() -> None:
     assert k is K
     assert torch.equal(q, norms(Q, K)[0])
     call = call_of(within=False, start=4)
-    call.cached = ProjectedMemory(K, K)
+    call.cached_memory = ProjectedMemory(K, K)
     assert rotate(Rotary(), call, Q, K)[1] is K
 
 
 def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
     cache, lengths = KeyValueCache(), torch.tensor([3, 2])
     padded = call_of(within=True, mask=masks.Causal())
-    padded.padding = Padding.of_call(padded.x, padded.x, lengths, None, together=False)
+    padded.padding = Padding.of_call(padded.x, padded.x, lengths, None, in_one_row=False)
     extend_cache(cache, padded, Q, K, K)
     assert padded.scales is None
     assert not torch.as_tensor(padded.start).any()
@@ -87,7 +87,7 @@ def test_a_cache_keeps_the_memory_of_a_cross_attention() -> None:
     cache, call = KeyValueCache(), call_of(within=False)
     k, _ = extend_cache(cache, call, Q, K, K)
     later = call_of(within=False)
-    later.cached = cache.memory
+    later.cached_memory = cache.memory
     again, _ = extend_cache(cache, later, Q, K, K)
     assert (call.start, later.start) == (0, 0)
     assert again is k

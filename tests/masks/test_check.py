@@ -67,7 +67,7 @@ def test_a_claim_that_disagrees_with_visible_is_refused_with_the_first_query_and
     mask = type("Claiming", (masks.Mask,), causal | claims)()
     with pytest.raises(MaskError) as refusal:
         masks.check(mask)
-    assert str(refusal.value) == f"Claiming.{sentence}. Make both mean the same."
+    assert str(refusal.value) == f"Claiming.{sentence}. Change one of them so that both agree."
 
 
 def test_a_claim_is_checked_where_the_first_query_is_not_at_position_zero() -> None:
@@ -81,7 +81,8 @@ def test_a_claim_is_checked_where_the_first_query_is_not_at_position_zero() -> N
     with pytest.raises(MaskError) as refusal:
         masks.check(Early(), queries=1, keys=6)
     assert str(refusal.value) == (
-        "Early.lookback hides key 0 from query 0, and visible shows it (query_start=3). Make both mean the same."
+        "Early.lookback hides key 0 from query 0, and visible shows it (query_start=3). Change one of them so that "
+        "both agree."
     )
 
 

@@ -11,7 +11,7 @@ from multihead import masks
 from multihead.errors import ArgumentError, MaskError
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests import oracle
 
 INNER = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multihead.errors import MaskError
 from multihead.functional import attention
 from multihead.masks import Causal, Documents, Drop, Keep, Lengths, Mask, Prefix, Window
-from multihead.masks.place import CallSize, TilePositions
+from multihead.masks.positions import CallSize, TilePositions
 from tests import oracle
 from tests.drawing import sizes, starts, trees
 

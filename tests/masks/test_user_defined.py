@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.errors import MaskError
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks.base import find_mask_class
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests.drawing import Every
 from tests.kernel_names import EACH, exactest, rounding
 
@@ -96,7 +96,7 @@ def test_a_field_that_is_a_list_is_refused_in_words(field: Any) -> None:
     with pytest.raises(MaskError) as refusal:
         mh.attention(q, q, q, mask=Listed(field) & masks.Causal())
     assert str(refusal.value) == (
-        f"The field keys of Listed is {field!r}, which can change, so that a plan made for it could not be looked up. "
+        f"The field keys of Listed is {field!r}, which is mutable, so that a plan made for it could not be cached. "
         "Store a tuple, or a tensor."
     )
 

@@ -104,7 +104,7 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
     class Ear:
         wanted: frozenset[str] = frozenset()
 
-        def hear(self, call: Any) -> None:
+        def receive(self, call: Any) -> None:
             heard.append(call.request.dropout)
 
     model = hf.BertModel(hf.BertConfig(**ENCODER, vocab_size=VOCABULARY, attention_probs_dropout_prob=0.25))

@@ -452,7 +452,7 @@ def test_a_listener_that_does_not_observe_hears_the_row() -> None:
     class Ear:
         wanted: frozenset[str] = frozenset()
 
-        def hear(self, call: Any) -> None:
+        def receive(self, call: Any) -> None:
             shapes.append((call.request.mask, call.request.q.shape[::2]))
 
     model, batch = model_of("llama"), batch_of("llama", "left")

@@ -407,22 +407,22 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
     "a cache": (
         lambda group: _layer_call(group, cache=mh.KeyValueCache()),
         ArgumentError,
-        f"A cache {_ELSEWHERE} Decode outside of it.",
+        f"A cache {_ELSEWHERE} Decode outside of context_parallel.",
     ),
     "a memory": (
         lambda group: _layer_call(group, memory=torch.zeros(1, 4, 4)),
         ArgumentError,
-        f"Cross-attention {_ELSEWHERE} Compute it outside of it.",
+        f"Cross-attention {_ELSEWHERE} Compute it outside of context_parallel.",
     ),
     "weights": (
         lambda group: _measured(group, mh.attention_weights),
         ArgumentError,
-        f"attention_weights {_ELSEWHERE} Compute them outside, from all tokens.",
+        f"attention_weights {_ELSEWHERE} Compute them from all tokens, outside of context_parallel.",
     ),
     "statistics": (
         lambda group: _measured(group, mh.statistics),
         ArgumentError,
-        f"statistics {_ELSEWHERE} Compute them outside, from all tokens.",
+        f"statistics {_ELSEWHERE} Compute them from all tokens, outside of context_parallel.",
     ),
 }
 

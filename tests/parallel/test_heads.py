@@ -90,15 +90,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "heads that do not divide": (
         lambda: mh.MultiHeadAttention(12, 6),
         (
-            "MultiHeadAttention has 6 heads and 6 key/value heads, which cannot be divided over 4 ranks. Take a number "
-            "of ranks of 1, 2, 3, 6."
+            "MultiHeadAttention has 6 heads and 6 key/value heads, which cannot be divided over 4 ranks. Use one of "
+            "these numbers of ranks: 1, 2, 3, 6."
         ),
     ),
     "key/value heads that do not divide": (
         lambda: nn.Sequential(mh.MultiHeadAttention(24, 12, num_kv_heads=6)),
         (
-            "0 has 12 heads and 6 key/value heads, which cannot be divided over 4 ranks. Take a number of ranks of 1, "
-            "2, 3, 6, 12."
+            "0 has 12 heads and 6 key/value heads, which cannot be divided over 4 ranks. Use one of these "
+            "numbers of ranks: 1, 2, 3, 6, 12."
         ),
     ),
     "averaged heads": (

@@ -201,8 +201,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "heads that do not divide": (
         partial(decoder, "Llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3),
         (
-            "layers.0.self_attn has 6 heads and 3 key/value heads, which cannot be divided over 4 ranks. Take a number "
-            "of ranks of 1, 3, 6."
+            "layers.0.self_attn has 6 heads and 3 key/value heads, which cannot be divided over 4 ranks. Use one of "
+            "these numbers of ranks: 1, 3, 6."
         ),
     ),
     "other names": (

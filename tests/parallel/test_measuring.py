@@ -38,7 +38,7 @@ class Heard:
     def __init__(self) -> None:
         self.found: list[dict[Part, Tensor]] = []
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         self.found.append(call.attended.statistics)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from multihead import masks
 from multihead.kernels.plan.bounds import key_bounds
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.parallel.layout import Layout
 from multihead.parallel.plan import RingPlan, count_keys_sent, plan_ring, work_per_rank
 from tests.parallel.cases import LENGTH, MASKS

@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
 from multihead.kernels.native.library import reason_of_absence
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.parallel import context_parallel
 from tests.parallel import cases
 from tests.parallel.processes import Processes

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionRequest
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.probes import blocks as module
 from multihead.probes.blocks import BlockSums, CancelledError, blocks
 from multihead.scores.bias import RelativeBias

@@ -8,7 +8,7 @@ import torch
 from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionCall, AttentionResult
-from multihead.kernels.dense_tile import seen
+from multihead.kernels.dense_tile import visible_cells
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
@@ -72,7 +72,7 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
     output, logsumexp = attention_with_logsumexp(q, k, k, mask=request.mask, query_start=50, kernel="reference")
     assert output.shape == (1, 2, 70, 8)
     found = measure(MeasuredCall.of(request, logsumexp, ProbeContext(map_size=16)), {"pooled_map"})["pooled_map"]
-    shown = seen(request).expand(1, 2, 70, 130)
+    shown = visible_cells(request).expand(1, 2, 70, 130)
     cells = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~shown, -torch.inf)
     weights = (cells - logsumexp.double()[..., None]).exp().nan_to_num(0)
     torch.testing.assert_close(found.double(), pooled(weights, shown, 16), atol=1e-6, rtol=1e-5, equal_nan=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_weights, attention_with_logsumexp, request_of, statistics
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.probes import tile as tiles
 from multihead.probes.tile import LARGE, RowLogsumexps, has_large_logsumexp, head_indices, is_finite_and_small, tile
 from multihead.scores import RelativeBias

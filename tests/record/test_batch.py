@@ -18,9 +18,9 @@ import multihead as mh
 from multihead import masks
 from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionCall, CallOrigin, listen, listeners
-from multihead.kernels.dense_tile import seen
+from multihead.kernels.dense_tile import visible_cells
 from multihead.layer.cache import KeyValueCache
-from multihead.masks.place import SampleSpan
+from multihead.masks.positions import SampleSpan
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
 from multihead.record.batch import BatchRows, hide_padding_queries, range_of_true, slice_call, spans_of_call
@@ -67,10 +67,10 @@ def test_a_part_of_a_mask_is_the_mask_of_the_part(
     start = torch.tensor([1, 3])
     request = call_of(masks.Full(), query_start=start).request
     request = replace(request, mask=MASKS[name])
-    whole = seen(request).expand(BATCH, HEADS, -1, -1)[sample, :, slice(*rows), slice(*keys)]
+    whole = visible_cells(request).expand(BATCH, HEADS, -1, -1)[sample, :, slice(*rows), slice(*keys)]
     part = slice_call(AttentionCall(request, attend(request)), SampleSpan(sample, rows, keys)).request
     assert part.shape.batch == 1
-    assert torch.equal(seen(part).expand(1, HEADS, -1, -1)[0], whole)
+    assert torch.equal(visible_cells(part).expand(1, HEADS, -1, -1)[0], whole)
 
 
 def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> None:
@@ -134,7 +134,7 @@ def test_padding_between_real_queries_sees_nothing() -> None:
     call = slice_call(call_of(masks.Full()), SampleSpan(0, (0, 6), (0, 9)))
     real = torch.tensor([True, True, False, True, False, True])
     found = hide_padding_queries(call, real)
-    assert torch.equal(seen(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
+    assert torch.equal(visible_cells(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
     assert torch.equal(tile(found.request, found.attended.logsumexp)[0, :, ~real], torch.zeros(HEADS, 2, KEYS))
     assert hide_padding_queries(call, torch.ones(QUERIES, dtype=torch.bool)) is call
 
@@ -376,7 +376,7 @@ def test_a_record_keeps_neither_the_layer_nor_the_tensors_of_a_call_in_memory(ke
     class Ear:
         wanted = frozenset[Any]()
 
-        def hear(self, call: AttentionCall) -> None:
+        def receive(self, call: AttentionCall) -> None:
             request = call.request
             held.extend(map(weakref.ref, (request.q, request.k, request.v, call.attended.output)))
 
@@ -417,7 +417,7 @@ class TestQueriesAndKeysThatAreNotCopied:
         class Ear:
             wanted = frozenset[Any]()
 
-            def hear(self, call: AttentionCall) -> None:
+            def receive(self, call: AttentionCall) -> None:
                 calls.append(call)
 
         layer, x = mh.MultiHeadAttention(16, 4, num_kv_heads=2), torch.randn(3, 7, 16)

@@ -114,7 +114,7 @@ def test_a_tile_is_cut_out_of_the_whole() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [((0, 5), (0, 6)), ((1, 4), (2, 5)), ((4, 5), (0, 1)), ((2, 2), (0, 0))])
 def test_a_part_is_the_bias_of_some_queries_and_keys(rows: tuple[int, int], columns: tuple[int, int]) -> None:
     values = torch.randn(1, 2, 10)
-    part = RelativeBias(values).part(5, rows, columns)
+    part = RelativeBias(values).slice_ranges(5, rows, columns)
     whole = RelativeBias(values).tile(5, 6)
     found = part.tile(rows[1] - rows[0], columns[1] - columns[0])
     assert torch.equal(found, whole[:, :, rows[0] : rows[1], columns[0] : columns[1]])

@@ -83,7 +83,7 @@ UNFIT = {
     ),
     "k and v of different lengths": (
         {"v": (2, 2, 9, 32)},
-        "k has 7 keys and v has 9. Give every key its one value.",
+        "k has 7 keys and v has 9. Give one value per key.",
     ),
     "heads that are no multiple": (
         {"k": (2, 3, 7, 64), "v": (2, 3, 7, 32)},

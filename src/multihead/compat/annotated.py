@@ -1,7 +1,7 @@
 """Drop-ins for the attention of most tutorials, MultiHeadAttention(d_model, h), and of the Annotated Transformer.
 
 Parameters, outputs, weights and gradients equal those of the originals, with one difference: a query that sees no key
-has weights of 0. The originals fill hidden scores with -1e9, and weight every key equally there.
+has weights of 0. The originals set hidden scores to -1e9, so such a query weights every key equally.
 """
 
 # ruff: noqa: N803 - the tutorials write Q, K and V
@@ -27,9 +27,9 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention of the tutorials: four projections with bias, returning the output and the weights.
 
     Args:
-        d_model: width of the inputs and the output, features.
+        d_model: number of features of each input and of the output.
         h: number of heads, a divisor of d_model.
-        dropout: share of the weights dropped in training, 0 to 1.
+        dropout: fraction of the attention weights dropped in training, 0 to 1.
 
     Raises:
         ArgumentError: h does not divide d_model; the message lists the divisors.
@@ -69,11 +69,10 @@ class MultiHeadAttention(nn.Module):
             Q: (batch, h, queries, d_k).
             K: (batch, h, keys, d_k).
             V: (batch, h, keys, d_k).
-            mask: as in `forward`.
+            mask: broadcasts to (batch, h, queries, keys); 0 or False hides a key.
 
         Returns:
-            the output (batch, h, queries, d_k), and the weights (batch, h, queries, keys), in training those
-            after dropout, from which the output is computed.
+            the output (batch, h, queries, d_k), and the weights (batch, h, queries, keys), after dropout in training.
         """
         dropout = self.dropout.p if self.training else 0.0
         request: AttentionRequest = request_of(Q, K, V, _mask_of_tensor(mask), dropout=dropout, origin=CallOrigin(self))
@@ -90,8 +89,8 @@ class MultiHeadAttention(nn.Module):
                 rejected: (batch, queries, keys) would be read as (h, queries, keys). None hides nothing.
 
         Returns:
-            the output (batch, queries, d_model), and the weights (batch, h, queries, keys), in training those
-            after dropout. A query that sees no key has weights of 0 and the output W_o(0).
+            the output (batch, queries, d_model), and the weights (batch, h, queries, keys), after dropout in training.
+            A query that sees no key has weights of 0 and the output W_o(0).
 
         Raises:
             MaskError: the mask has 3 dimensions or does not broadcast.
@@ -104,14 +103,14 @@ class MultiHeadAttention(nn.Module):
 
 
 class MultiHeadedAttention(nn.Module):
-    """Multi-head attention of Harvard's Annotated Transformer: h first, four `linears`, the weights stored in `attn`.
+    """Multi-head attention of Harvard's Annotated Transformer: `linears` projects, `attn` holds the weights.
 
-    As in the original, the four projections are initialised as copies of one.
+    As in the original, the four projections start with equal weights.
 
     Args:
         h: number of heads, a divisor of d_model.
-        d_model: width of the inputs and the output, features.
-        dropout: share of the weights dropped in training, 0 to 1.
+        d_model: number of features of each input and of the output.
+        dropout: fraction of the attention weights dropped in training, 0 to 1.
 
     Raises:
         ArgumentError: h does not divide d_model; the message lists the divisors.
@@ -140,9 +139,9 @@ class MultiHeadedAttention(nn.Module):
 
     @property
     def attn(self) -> Tensor | None:
-        """The weights of the last call, in training those after dropout: (batch, h, queries, keys).
+        """Weights (batch, h, queries, keys) of the last call, after dropout in training; None before the first call.
 
-        None before the first call. Without dropout they are computed when they are read. They are differentiable.
+        Without dropout, the weights are computed when this property is read. They are differentiable.
         """
         return self._last.weights()
 
@@ -157,7 +156,7 @@ class MultiHeadedAttention(nn.Module):
                 nothing.
 
         Returns:
-            (batch, queries, d_model). The output of a query that sees no key is the last linear of 0.
+            (batch, queries, d_model). A query that sees no key has the output `linears[-1](0)`.
 
         Raises:
             MaskError: the mask does not have 3 dimensions, or does not broadcast.
@@ -186,7 +185,7 @@ class MultiHeadedAttention(nn.Module):
 
 
 def _mask_of_tensor(mask: Tensor | None) -> Mask:
-    """Convert a tensor, where 0 hides a key, to a mask; it broadcasts to (batch, heads, queries, keys)."""
+    """Convert a tensor where 0 hides a key, broadcasting to (batch, heads, queries, keys), to a `Mask`."""
     if mask is None:
         return Full()
     if mask.dim() == 3:

@@ -26,7 +26,7 @@ from multihead.kernels.reference import softmax
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.layer.packing import Packing
 from multihead.masks import Full, Lengths, Mask
-from multihead.masks.place import CallSize, TilePositions
+from multihead.masks.positions import CallSize, TilePositions
 from multihead.tensors.tracing import can_read_values
 
 __all__ = ["DotProductAttention", "MultiHeadAttention", "masked_softmax", "transpose_output", "transpose_qkv"]
@@ -35,10 +35,10 @@ ValidLens: TypeAlias = "Tensor | Sequence[float] | Sequence[Sequence[float]] | N
 
 
 class DotProductAttention(nn.Module):
-    """Scaled dot product attention, which offers the weights of its last call as `attention_weights`.
+    """Scaled dot product attention, with the weights of its last call in `attention_weights`.
 
     Args:
-        dropout: share of the weights dropped in training, 0 to 1.
+        dropout: fraction of the attention weights dropped in training, 0 to 1.
 
     Source: Zhang et al., Dive into Deep Learning, section "Attention Scoring Functions".
 
@@ -103,17 +103,17 @@ class MultiHeadAttention(nn.Module):
         key_size: features of the keys.
         query_size: features of the queries.
         value_size: features of the values.
-        num_hiddens: width of each projection, shared by the heads, and of the output.
+        num_hiddens: number of features of the output and of each projection, over all heads.
         num_heads: number of heads, a divisor of num_hiddens.
-        dropout: share of the weights dropped in training, 0 to 1.
+        dropout: fraction of the attention weights dropped in training, 0 to 1.
         bias: whether the projections add a bias.
-        kwargs: must be empty; the book's class passes them to `nn.Module`, which takes none either.
+        kwargs: must be empty, because `nn.Module` accepts no keyword arguments.
 
-    The book's newer edition omits the three sizes and infers them from the first batch. Pass keywords for that:
-    `MultiHeadAttention(num_hiddens=100, num_heads=5, dropout=0.5)`.
+    The book's newer edition omits the three sizes and infers them from the first batch. To do the same, omit them and
+    pass keywords: `MultiHeadAttention(num_hiddens=100, num_heads=5, dropout=0.5)`.
 
     Raises:
-        ArgumentError: num_heads does not divide num_hiddens, an argument is missing, or one does not exist.
+        ArgumentError: num_heads does not divide num_hiddens, an argument is missing, or a keyword is unknown.
 
     Source: Zhang et al., Dive into Deep Learning, section "Multi-Head Attention".
 
@@ -153,7 +153,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attention = DotProductAttention(dropout)
-        # In the book's order, so that the same seed draws the same parameters.
+        # Created in the book's order, so that the same seed draws the same parameters.
         self.W_q = _build_linear(query_size, num_hiddens, bias=bias)
         self.W_k = _build_linear(key_size, num_hiddens, bias=bias)
         self.W_v = _build_linear(value_size, num_hiddens, bias=bias)
@@ -185,7 +185,7 @@ class MultiHeadAttention(nn.Module):
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _check_3d(name, tensor)
         lengths = _as_int_lengths(valid_lens, keys.shape[1])
-        mask, padding = _mask_of_valid_lens(lengths), _padding_of_whole_samples(lengths, keys, values)
+        mask, padding = _mask_of_valid_lens(lengths), _packing_of_keys(lengths, keys, values)
         if padding is None:
             k, v = self.W_k(keys), self.W_v(values)  # (batch, keys, num_hiddens) each
         else:
@@ -223,14 +223,14 @@ def transpose_output(X: Tensor, num_heads: int) -> Tensor:
 
 
 def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
-    """Compute the softmax over the last dimension, of the scores before each valid length.
+    """Compute the softmax over the last dimension, in which only keys before the valid length take part.
 
     Args:
         X: (batch, queries, keys), scores.
         valid_lens: (batch,) or (batch, queries), as for the layer; all keys if None.
 
     Returns:
-        (batch, queries, keys), in the dtype of X; 0 from the length on, and 0 everywhere if it is 0.
+        (batch, queries, keys), in the dtype of X; keys at or after the valid length have 0.
 
     >>> masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 0]))
     tensor([[[0.5000, 0.5000, 0.0000, 0.0000]],
@@ -251,7 +251,7 @@ def _mask_of_valid_lens(lengths: Tensor | None) -> Mask:
 
 
 def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
-    """Return valid lengths as integers. The book shows key j where j < length, also for a length that is a float."""
+    """Return valid lengths as integers. Key j is visible where j < length, so a fractional length is rounded up."""
     if valid_lens is None:
         return None
     try:
@@ -268,8 +268,8 @@ def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
     return lengths
 
 
-def _padding_of_whole_samples(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
-    """Return the packing without keys past each sample's length; None unless the lengths are (batch,)."""
+def _packing_of_keys(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
+    """Return the packing that drops keys past each sample's length; None if the lengths are not (batch,)."""
     if lengths is None or lengths.dim() != 1:
         return None
     if values.shape[:2] != keys.shape[:2]:

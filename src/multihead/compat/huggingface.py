@@ -1,6 +1,6 @@
 """Convert the attention modules of BERT, GPT-2, Llama and Qwen 3 in transformers to our layer, with equal outputs.
 
-For a query that sees no key, the input of the output projection is 0; in the originals it is the mean of all values.
+For a query that sees no key, the output projection receives 0 here, and the mean of all values in transformers.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ __all__ = ["from_bert", "from_gpt2", "from_llama", "from_qwen3"]
 
 _CAUSAL = Causal()
 # Families whose attention is a copy of BERT's.
-_LIKE_BERT = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")
+_BERT_FAMILIES = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")
 
 
 def from_bert(module: nn.Module) -> MultiHeadAttention:
     """Convert a BERT attention to our layer.
 
     A `BertSelfAttention` (or `BertCrossAttention`) becomes a layer that concatenates the heads, without an output
-    projection. A `BertAttention`, which contains one of them, adds `output.dense`; its dropout, residual and LayerNorm
-    are not part of our layer. The same classes of RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA are accepted too. Padding
-    is `lengths=`, or `mask=masks.Keep(attention_mask.bool(), "batch keys")`; for a decoder use `mask=masks.Causal()`.
+    projection. A `BertAttention` becomes a layer with the output projection `output.dense`, without its dropout,
+    residual and LayerNorm. The same classes of RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA are accepted too. For
+    padding, pass `lengths=`, or `mask=masks.Keep(attention_mask.bool(), "batch keys")`; for a decoder use
+    `mask=masks.Causal()`.
 
     Args:
         module: the attention of one layer, for example `model.encoder.layer[0].attention`.
 
     Returns:
-        a layer with copies of the weights, in train or eval mode as the module.
+        a layer with copies of the weights, in the same mode (train or eval) as the module.
 
     Raises:
         ModelError: the module is of another class.
@@ -49,8 +50,8 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
     True
     """
     heads = ("SelfAttention", "CrossAttention")
-    bare = {f"{family}{kind}" for family in _LIKE_BERT for kind in heads}
-    whole = {f"{family}Attention" for family in _LIKE_BERT}
+    bare = {f"{family}{kind}" for family in _BERT_FAMILIES for kind in heads}
+    whole = {f"{family}Attention" for family in _BERT_FAMILIES}
     _check_class_name(module, bare | whole, "from_bert", "the attention of a BERT layer, or its .self")
     source: Any = module
     attention = source.self if type(module).__name__ in whole else source
@@ -77,14 +78,14 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
 def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     """Convert a GPT-2 attention to our layer.
 
-    GPT-2 is causal: call the layer with `mask=masks.Causal()`, or with memory if the module was made for
-    cross-attention. The dropout after the output projection is not part of our layer.
+    GPT-2 is causal: call the layer with `mask=masks.Causal()`, or with a memory if the module is a cross-attention. The
+    dropout after the output projection is not part of our layer.
 
     Args:
         module: a `GPT2Attention`, for example `model.h[0].attn`.
 
     Returns:
-        a layer with copies of the weights, in train or eval mode as the module.
+        a layer with copies of the weights, in the same mode (train or eval) as the module.
 
     Raises:
         ModelError: the module is of another class.
@@ -97,7 +98,7 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     """
     _check_class_name(module, {"GPT2Attention"}, "from_gpt2", "the attention of a GPT-2 layer")
     source: Any = module
-    # Its Conv1D computes x @ weight: weight (features in, features out).
+    # GPT-2's Conv1D computes x @ weight, with weight (features in, features out).
     weight, bias = source.c_attn.weight.mT, source.c_attn.bias
     if source.is_cross_attention:
         weight = torch.cat([source.q_attn.weight.mT, weight])
@@ -125,16 +126,15 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
 def from_llama(module: nn.Module) -> MultiHeadAttention:
     """Convert a Llama attention to our layer, including its rotary embedding.
 
-    Llama is causal: call the layer with `mask=masks.Causal()`. The original takes the cosines and sines of the
-    positions as an argument, computed in float32; our layer computes them in float64, which is more exact at large
-    positions.
+    Llama is causal: call the layer with `mask=masks.Causal()`. The original receives cosines and sines that were
+    computed in float32; our layer computes them in float64, which is more exact at large positions.
 
     Args:
         module: a `LlamaAttention`, for example `model.layers[0].self_attn`, whose config has the rope type "default",
             "linear", "llama3" or "yarn".
 
     Returns:
-        a layer with copies of the weights, in train or eval mode as the module.
+        a layer with copies of the weights, in the same mode (train or eval) as the module.
 
     Raises:
         ModelError: the module is of another class, or has another rope type.
@@ -162,7 +162,7 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
         module: a `Qwen3Attention`, for example `model.layers[0].self_attn`; rope types as in `from_llama`.
 
     Returns:
-        a layer with copies of the weights, in train or eval mode as the module.
+        a layer with copies of the weights, in the same mode (train or eval) as the module.
 
     Raises:
         ModelError: the module is of another class, or has another rope type.

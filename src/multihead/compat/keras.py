@@ -24,18 +24,18 @@ _AXES = {
 
 
 def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0.0) -> MultiHeadAttention:
-    """Build the layer that computes the same as a Keras layer with these weights.
+    """Build a layer from the weights of a Keras layer, with equal outputs.
 
-    The arguments of Keras are `layer(query, value, key)`, ours are `layer(query, key, value)`. Its attention_mask
-    (batch, queries, keys), True = visible, is `mask=masks.Keep(attention_mask, "batch queries keys")`; its
-    use_causal_mask is `mask=masks.Causal(), query_start=0`. The output projection of a query that sees no key
-    takes 0, and in Keras the mean of all values.
+    The arguments of Keras are `layer(query, value, key)`, ours are `layer(query, key, value)`. For its attention_mask
+    (batch, queries, keys), True = visible, pass `mask=masks.Keep(attention_mask, "batch queries keys")`; for
+    use_causal_mask pass `mask=masks.Causal(), query_start=0`. For a query that sees no key, the output projection
+    receives 0 here, and the mean of all values in Keras.
 
     Args:
         weights: `layer.get_weights()`, 8 arrays, or 4 without biases; or a dict of them by name, "query/kernel",
             "query/bias", and so on for key, value and attention_output, with any prefix. The weights of
             `GroupQueryAttention` are accepted too.
-        dropout: share of the weights dropped in training; Keras does not store it among the weights.
+        dropout: fraction of the attention weights dropped in training; Keras does not store it among the weights.
 
     Returns:
         a layer with copies of the weights, in their dtype.

@@ -27,20 +27,22 @@ _PARTS = ("Q", "K", "V")
 class PerHeadAttention(nn.Module):
     """Attention with h independent sets of matrices: Z_i = softmax(X W_Q[i] (X W_K[i])^T / sqrt(head_dim)) X W_V[i].
 
-    All heads are computed in one call with their matrices concatenated; the results are the same, because no head
-    reads another head's columns. `stack()` converts it to one layer, and `split(layer)` is the inverse.
+    All heads are computed in one call with their matrices concatenated; the results are the same, because each head
+    reads only its own columns. `stack()` converts the module to a `MultiHeadAttention`, and `split(layer)` is the
+    inverse.
 
     The output of a query that sees no key is 0.
 
     Args:
-        embed_dim: width of the input, features.
-        num_heads: h, the number of sets of matrices.
+        embed_dim: number of features of the input.
+        num_heads: the number h of heads.
         head_dim: columns of each W_Q[i], W_K[i] and W_V[i]; embed_dim / num_heads if None.
         bias: whether each projection adds a bias, b_Q[i], b_K[i], b_V[i] and b_O.
-        output_projection: whether W_O follows; without it the concatenated heads are the output.
+        output_projection: whether the concatenated heads are multiplied by W_O; otherwise they are the output.
 
     The matrices are in the lists `W_Q`, `W_K`, `W_V`, (features, head_dim) each, and `W_O`, (heads * head_dim,
-    output_dim): tokens are rows, and are multiplied from the right, X @ W. `PerHeadAttention.of` takes given matrices.
+    output_dim): tokens are rows, and are multiplied from the right, X @ W. `PerHeadAttention.of` builds the module from
+    existing matrices.
 
     Raises:
         ArgumentError: a size is invalid.
@@ -100,8 +102,8 @@ class PerHeadAttention(nn.Module):
             W_Q: (embed_dim, head_dim) each.
             W_K: (memory features, head_dim) each.
             W_V: (memory features, value_head_dim) each.
-            W_O: (heads * value_head_dim, output_dim); without it the concatenated heads are the output.
-            b_Q: (head_dim,) each, or None; so are b_K, and b_V with (value_head_dim,).
+            W_O: (heads * value_head_dim, output_dim); if None, the concatenated heads are the output.
+            b_Q: (head_dim,) each, or None; b_K likewise, and b_V with (value_head_dim,).
             b_K: see b_Q.
             b_V: see b_Q.
             b_O: (output_dim,), or None.
@@ -134,7 +136,7 @@ class PerHeadAttention(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """Number of sets of matrices."""
+        """The number of heads."""
         return len(self.W_Q)
 
     def heads(
@@ -152,7 +154,7 @@ class PerHeadAttention(nn.Module):
             Z_1 ... Z_h, (queries, value_head_dim) or (batch, queries, value_head_dim) each.
 
         Raises:
-            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the matrices or the others.
+            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the matrices or another argument.
         """
         memory = x if memory is None else memory
         for name, tensor, width in (("x", x, len(self.W_Q[0])), ("memory", memory, len(self.W_K[0]))):
@@ -182,7 +184,7 @@ class PerHeadAttention(nn.Module):
         return joined if self.W_O is None else linear(joined, self.W_O.mT, self.b_O)
 
     def stack(self) -> MultiHeadAttention:
-        """Build the layer whose projections are these matrices concatenated; the parameters are copied.
+        """Build a `MultiHeadAttention` whose projections are copies of these matrices, concatenated.
 
         >>> x, heads = torch.randn(1, 5, 12), PerHeadAttention(embed_dim=12, num_heads=4)
         >>> torch.allclose(heads.stack()(x), heads(x), atol=1e-6)
@@ -239,11 +241,11 @@ def concat(Z: Sequence[Tensor]) -> Tensor:
 def split(layer: MultiHeadAttention) -> PerHeadAttention:
     """Split a layer into the matrices of its heads, which are copied.
 
-    Query heads that share a key/value head each get a copy of it. Dropout is dropped, since this module has none.
+    Query heads that share a key/value head each get a copy of it. The layer's dropout is not kept.
 
     Raises:
-        ArgumentError: the layer averages its heads, has a scale other than 1 / sqrt(head_dim), or value inputs of
-            another width than its key inputs, which this module does not support.
+        ArgumentError: the layer averages its heads, has a scale other than 1 / sqrt(head_dim), or has value inputs of
+            another width than its key inputs.
 
     >>> layer = MultiHeadAttention(embed_dim=12, num_heads=4)
     >>> heads = split(layer)

@@ -1,4 +1,4 @@
-"""Compute the weights of a call besides its output, for the classes that return them."""
+"""Compute the attention weights of a call along with its output, for drop-ins that return both."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn.functional import dropout
 
 from multihead.functional import attend
 from multihead.kernels.call import AttentionRequest, listeners
-from multihead.kernels.dense_tile import hidden_cells, seen, without_autocast, without_qkv, working_dtype
+from multihead.kernels.dense_tile import hidden_cells, visible_cells, without_autocast, without_qkv, working_dtype
 from multihead.kernels.nonfinite import replace_nonfinite
-from multihead.kernels.per_head import CELLS
+from multihead.kernels.per_head import TILE_WEIGHTS
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import is_traced
@@ -22,11 +22,11 @@ from multihead.tensors.tracing import is_traced
 def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
     """Compute the output and the weights of a call, both differentiable.
 
-    Under dropout the weights are those after it, and the output is computed from these same weights. The call is then
-    published without dropout, because statistics are those of the weights before it. Without dropout, the averaged
-    weights of one head, or 1 MiB of them, are held at a time besides the result, in the backward pass too.
+    With dropout, the weights are returned after dropout, and the output is computed from them. Observers of the call
+    then receive it without dropout, because statistics are those of the weights before dropout. Without dropout,
+    averaging holds the weights of one head at a time (or 1 MiB of weights), also in the backward pass.
 
-    The request has no softcap and no sinks, and as many key/value heads as query heads.
+    The request must have no softcap and no sinks, and as many key/value heads as query heads.
 
     Returns:
         the output (batch, heads, queries, value_dim), and the weights (batch, heads, queries, keys), or
@@ -73,14 +73,14 @@ class LastWeights:
         self._request, self._weights = None, weights
 
     def weights(self) -> Tensor | None:
-        """Return the stored weights, or those of the stored call before dropout: (batch, heads, queries, keys)."""
+        """Return the stored weights, or compute them before dropout: (batch, heads, queries, keys)."""
         if self._request is None:
             return self._weights
         return _weights_before_dropout(self._request)[0].to(self._request.q.dtype)
 
 
 def _weights_before_dropout(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the weights of a call before dropout, in the working dtype, and v without NaN that no query sees."""
+    """Return the weights of a call before dropout, in the dtype of the computation, and v with hidden NaN set to 0."""
     with without_autocast(request.shape.device):
         # Hidden NaN is replaced first: it would reach the gradient of the weights, where 0 * NaN is summed.
         request, bad_rows = replace_nonfinite(request, bounds_of(request))
@@ -94,13 +94,13 @@ def _weights_before_dropout(request: AttentionRequest, *, average: bool = False)
         else:
             weights = _AttentionWeights.apply(q, k, bias, without_qkv(request), average)  # type: ignore[no-untyped-call]
         if bad_rows is not None:
-            bad = bad_rows[..., None] & seen(request)  # (batch, heads, queries, keys)
+            bad = bad_rows[..., None] & visible_cells(request)  # (batch, heads, queries, keys)
             weights = weights.masked_fill(bad.any(1) if average else bad, torch.nan)
     return weights, request.v
 
 
 class _AttentionWeights(torch.autograd.Function):
-    """softmax(scores), one or a few heads at a time, forward and backward: the graph keeps q, k and the bias only.
+    """Differentiable softmax(scores), a few heads at a time: only q, k and the bias are saved for the backward pass.
 
     The backward pass consists of differentiable operations, so second derivatives exist.
     """
@@ -151,10 +151,10 @@ class _AttentionWeights(torch.autograd.Function):
 def _softmax_of_heads(
     q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, scale: float, heads: slice
 ) -> Tensor:
-    """Compute the weights of some heads: (batch, heads, queries, keys), in the working dtype; 0 where hidden.
+    """Compute the weights of some heads: (batch, heads, queries, keys), in the dtype of the computation; 0 if hidden.
 
-    Each row is normalised by its own sum. The logsumexp of a kernel, whose scores were summed in another order, is off
-    by 1e-4 at scores of 400.
+    Each row is divided by its own sum, not by the logsumexp of a kernel: a kernel adds the products of q and k in
+    another order, so at scores of 400 the rows would sum to 1 only within 1e-4.
     """
     dtype = working_dtype(q.dtype)
     scores = (q[:, heads].to(dtype) * scale) @ k[:, heads].to(dtype).mT
@@ -168,9 +168,9 @@ def _softmax_of_heads(
 
 
 def _groups_of_heads(q: Tensor, k: Tensor) -> list[slice]:
-    """Return the heads to compute together: one at a time, or as many as have CELLS weights between them."""
+    """Return the heads to compute together: one at a time, or as many as have at most TILE_WEIGHTS weights in total."""
     batch, heads, queries, _ = q.shape
-    step = max(1, CELLS // max(1, batch * queries * k.shape[2]))
+    step = max(1, TILE_WEIGHTS // max(1, batch * queries * k.shape[2]))
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
 
 

@@ -10,9 +10,9 @@ MultiheadError
 ├── InputError       a file, a text or a path of the user that cannot be used
 ├── MissingPackageError  an optional package that is not installed
 ├── RankError        ranks that do not make the same call, or a rank that stopped
-└── SlowPathError    a path that is slow, where `strict` forbids it
+└── SlowPathError    a kernel or fallback that is slow, where `strict` forbids it
 
-SlowPathWarning      a path that is slow and was not chosen by the caller
+SlowPathWarning      a kernel or fallback that is slow, and that the caller did not choose
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class MultiheadError(Exception):
     """The base class of all errors that multihead raises on purpose.
 
     Args:
-        finding: what was given and what was expected, a whole sentence.
-        mend: how to fix the error, a whole sentence.
+        finding: a sentence that states what was given and what was expected.
+        mend: a sentence that states how to fix the error.
 
-    >>> print(ArgumentError("dropout is 1.5.", "Give a share from 0 to 1."))
-    dropout is 1.5. Give a share from 0 to 1.
+    >>> print(ArgumentError("dropout is 1.5.", "Give a number from 0 to 1."))
+    dropout is 1.5. Give a number from 0 to 1.
     """
 
     def __init__(self, finding: str, mend: str) -> None:
@@ -79,7 +79,7 @@ class ModelError(MultiheadError, ValueError):
 
 
 class InputError(MultiheadError, ValueError):
-    """A file, a text or a path of the user that cannot be used."""
+    """A file, a text or a path given by the user that cannot be used."""
 
 
 class MissingPackageError(MultiheadError, ImportError):
@@ -87,12 +87,12 @@ class MissingPackageError(MultiheadError, ImportError):
 
 
 class RankError(MultiheadError, RuntimeError):
-    """Ranks (processes of torch.distributed) that do not make the same call, or one of which stopped."""
+    """Ranks (processes of torch.distributed) made different calls, or one rank stopped."""
 
 
 class SlowPathError(MultiheadError, RuntimeError):
-    """A path that would be slow, in a context that forbids it."""
+    """A slow kernel or fallback would be used, and `strict` forbids it."""
 
 
 class SlowPathWarning(UserWarning):
-    """A path is slow, and the caller did not choose it."""
+    """A slow kernel or fallback is used, and the caller did not choose it."""

@@ -1,4 +1,4 @@
-"""Check arguments, and reject those that a function does not have by naming the one for the same purpose."""
+"""Check arguments, and reject unknown keywords with an error that names the keyword to use instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError
 KEEP_OR_DROP = (
     "mask=masks.Keep(t) if True may be seen, mask=masks.Drop(t) if True is hidden, bias=t if it is added to the scores"
 )
-ELSEWHERE = {
+REPLACEMENTS = {
     "is_causal": "mask=masks.Causal()",
     "causal": "mask=masks.Causal()",
     "attn_mask": KEEP_OR_DROP,
@@ -22,16 +22,16 @@ ELSEWHERE = {
     "dropout_p": "dropout=",
     "sliding_window": "mask=masks.Causal() & masks.Window(size)",
 }
-"""Names of arguments in other libraries, and what to use here; for functions and layers."""
+"""Argument names of other libraries -> what to use in this library, for functions and layers."""
 
-OF_FUNCTIONS = ELSEWHERE | {
+FUNCTION_REPLACEMENTS = REPLACEMENTS | {
     "key_padding_mask": 'mask=masks.Lengths(...), or mask=masks.Drop(key_padding_mask, "batch keys")',
     "attention_mask": 'mask=masks.Keep(attention_mask.bool(), "batch keys")',
     "enable_gqa": "k and v with fewer heads than q; no argument is needed",
     "need_weights": "mh.attention_weights(q, k), which computes the weights",
     "s_aux": "sinks=",
 }
-OF_LAYERS = ELSEWHERE | {
+LAYER_REPLACEMENTS = REPLACEMENTS | {
     "key_padding_mask": (
         "lengths=, the number of tokens of each sample (memory_lengths= for a memory), or "
         'mask=masks.Drop(key_padding_mask, "batch keys")'
@@ -50,7 +50,7 @@ OF_LAYERS = ELSEWHERE | {
     "key": "layer(x), layer(x, memory) or layer(x, memory, values)",
     "value": "layer(x), layer(x, memory) or layer(x, memory, values)",
 }
-OF_CONSTRUCTORS = {
+CONSTRUCTOR_REPLACEMENTS = {
     **dict.fromkeys(("d_model", "dim", "hidden_size", "model_dim", "n_embd", "num_hiddens", "query_dim"), "embed_dim="),
     **dict.fromkeys(("h", "heads", "n_head", "n_heads", "nhead", "num_attention_heads"), "num_heads="),
     "dim_head": "head_dim=",
@@ -69,10 +69,10 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def checks_names_first(
-    elsewhere: Mapping[str, str],
+def rejects_unknown_keywords(
+    replacements: Mapping[str, str],
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Return a decorator that rejects unknown keywords before Python reports the arguments that they stand for."""
+    """Return a decorator that rejects unknown keywords before Python raises its own TypeError."""
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         known = frozenset(inspect.signature(function).parameters)
@@ -80,7 +80,7 @@ def checks_names_first(
         @wraps(function)
         def checked(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
             if unknown := {name: value for name, value in named.items() if name not in known}:
-                reject_unknown(function, unknown, elsewhere)
+                raise_unknown_keywords(function, unknown, replacements)
             return function(*args, **named)
 
         return checked
@@ -88,20 +88,22 @@ def checks_names_first(
     return decorate
 
 
-def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> NoReturn:
-    """Reject the keywords that a function does not have, by naming what to use here for those of other libraries."""
+def raise_unknown_keywords(
+    function: Callable[..., Any], unknown: Mapping[str, Any], replacements: Mapping[str, str]
+) -> NoReturn:
+    """Raise an ArgumentError for keywords that a function does not have, with what to use instead."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ours = [each.name for each in inspect.signature(function).parameters.values() if each.kind not in kinds]
     ours = [each for each in ours if each != "self"]
-    mends = dict.fromkeys(_mend_of_name(name, ours, elsewhere) for name in unknown)
+    mends = dict.fromkeys(_advice_for_keyword(name, ours, replacements) for name in unknown)
     place, names = function.__qualname__.removesuffix(".__init__"), " or ".join(map(repr, unknown))
     raise ArgumentError(f"{place} has no argument {names}.", " ".join(mends))
 
 
-def _mend_of_name(name: str, ours: list[str], elsewhere: Mapping[str, str]) -> str:
-    """Return what to use for an unknown keyword: the name here, a similar one, or all names."""
-    if name in elsewhere:
-        return f"Use {elsewhere[name]}."
+def _advice_for_keyword(name: str, ours: list[str], replacements: Mapping[str, str]) -> str:
+    """Return the advice for an unknown keyword: its replacement, a similar name, or all names."""
+    if name in replacements:
+        return f"Use {replacements[name]}."
     near = difflib.get_close_matches(name, ours, n=1)
     return f"Did you mean {near[0]}=?" if near else f"Its arguments are {', '.join(ours)}."
 
@@ -112,7 +114,7 @@ def check_fraction(name: str, value: object) -> None:
     >>> check_fraction("dropout", 0.1)
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ArgumentError(f"{name} is {value!r}.", "Give a share from 0 to 1.")
+        raise ArgumentError(f"{name} is {value!r}.", "Give a number from 0 to 1.")
 
 
 def check_integer(name: str, value: object, *, least: int = 1) -> None:
@@ -125,7 +127,7 @@ def check_integer(name: str, value: object, *, least: int = 1) -> None:
 
 
 def reject_scripting(module: object) -> NoReturn:
-    """Reject torch.jit.script, which calls `__prepare_scriptable__` of every module before it compiles one."""
+    """Raise an ArgumentError: torch.jit.script calls this as `__prepare_scriptable__` of a module."""
     kind = type(module)
     raise ArgumentError(
         f"torch.jit.script cannot compile {kind.__module__}.{kind.__qualname__}: its masks and the choice of its "

@@ -1,8 +1,8 @@
-"""The modules that moved: importing one by its former name raises an error with its present name."""
+"""Modules that moved: importing one by its old name raises an error with the new name."""
 
 from __future__ import annotations
 
-_NOW = {  # former name within the package -> present name
+_NEW_NAMES = {  # old name within the package -> new name
     "analysis": "multihead.record.analysis",
     "batch_dims": "multihead.kernels.batch_dims",
     "cache": "multihead.layer.cache",
@@ -31,7 +31,7 @@ _NOW = {  # former name within the package -> present name
 
 
 def check_not_moved(name: str) -> None:
-    """Raise ModuleNotFoundError, with the present name, if a module of the package has moved."""
+    """Raise ModuleNotFoundError, with the new name, if a module of the package has moved."""
     rest = name.partition(".")[2]
-    if rest in _NOW:  # a package is imported before the modules in it
-        raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {_NOW[rest]}.", name=name)
+    if rest in _NEW_NAMES:  # a package is imported before the modules in it
+        raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {_NEW_NAMES[rest]}.", name=name)

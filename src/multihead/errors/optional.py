@@ -8,10 +8,10 @@ from multihead.errors import MissingPackageError
 
 
 def require(*packages: str, purpose: str, extra: str | None) -> None:
-    """Check that packages are installed, before they are imported where they are used.
+    """Raise a MissingPackageError if one of the packages is not installed.
 
-    `purpose` says what needs the packages, and begins the error message. `extra` is the extra of multihead that
-    installs them; if it is None, the message says to install the packages by name.
+    `purpose` is what needs the packages; the error message starts with it. `extra` is the extra of multihead that
+    installs the packages; if None, the message names the packages to install.
 
     >>> require("torch", purpose="Attention", extra=None)
     """

@@ -11,7 +11,7 @@ from multihead.scores.bias import Bias
 
 
 class BatchDims(NamedTuple):
-    """The dimensions before (heads, queries, head_dim); the mask of the call sees them flattened, in their order.
+    """The leading dimensions before (heads, queries, head_dim), which are flattened into one batch for the call.
 
     >>> import torch
     >>> dims = BatchDims((2, 3))
@@ -24,13 +24,13 @@ class BatchDims(NamedTuple):
 
     @staticmethod
     def of(q: Tensor) -> BatchDims | None:
-        """Return the leading dimensions of q, or None where q has exactly one, the batch."""
+        """Return the leading dimensions of q; None if q has exactly one, the batch."""
         if not isinstance(q, Tensor) or q.dim() == 4 or q.dim() < 3:
-            return None  # a q of fewer than three dimensions is rejected later, by the check of the shapes
+            return None  # if q has fewer than three dimensions, the check of the shapes raises an error later
         return BatchDims(tuple(q.shape[:-3]))
 
     def flatten(self, name: str, tensor: Tensor) -> Tensor:
-        """Flatten (*leading, ...) to (batch, ...); a ShapeError where the leading dimensions are not those of q."""
+        """Flatten (*leading, ...) to (batch, ...); raise a ShapeError if the leading dimensions differ from q's."""
         count = len(self.sizes)
         if tuple(tensor.shape[:count]) != self.sizes:
             raise ShapeError(
@@ -40,7 +40,7 @@ class BatchDims(NamedTuple):
         return tensor.reshape(-1, *tensor.shape[count:]) if count else tensor[None]
 
     def flatten_bias(self, bias: Bias | None) -> Bias | None:
-        """Flatten the leading dimensions of a bias, each of them 1 or that of q; a bias of four dimensions is kept."""
+        """Flatten the leading dimensions of a bias, each 1 or equal to q's; one of four dimensions is unchanged."""
         count = len(self.sizes)
         if not isinstance(bias, Tensor) or bias.dim() != count + 3:
             return bias
@@ -49,7 +49,7 @@ class BatchDims(NamedTuple):
         return self.flatten("bias", bias.expand(*self.sizes, *bias.shape[count:]))
 
     def flatten_query_start(self, query_start: int | Tensor | str | None) -> int | Tensor | str | None:
-        """Flatten query_start, (*leading), to (batch,); anything else is returned unchanged."""
+        """Flatten a query_start of shape (*leading) to (batch,); any other value is returned unchanged."""
         if isinstance(query_start, Tensor) and tuple(query_start.shape) == self.sizes:
             return query_start.reshape(-1)
         return query_start

@@ -23,37 +23,37 @@ from multihead.tensors.undo import Undo
 AttentionArguments: TypeAlias = (
     "tuple[Mask, Bias | None, float | None, Tensor | None, float | None, float, int | Tensor | str | None]"
 )
-"""mask, bias, softcap, sinks, scale, dropout and query_start of `functional.attention`, as they were given."""
+"""The arguments mask, bias, softcap, sinks, scale, dropout and query_start of `functional.attention`, unchecked."""
 
 
 class PositionInSequence(NamedTuple):
-    """Position of this call in a sequence that spans several calls.
+    """Position of a call in a sequence that spans several calls (decoding with a cache).
 
     Attributes:
-        text: identifies the sequence: the same object in all calls that continue one another.
-        key_start: number of keys of the sequence before the first one of this call, an int or (batch,).
-        lengths: (batch,), number of queries of each sample that are no padding; None = all.
-        position: index of the first query among all queries, an int or (batch,), where the keys are those of another
-            sequence; else None.
+        sequence: an object that identifies the sequence, the same in all its calls.
+        key_start: number of keys of the sequence before the first key of this call, an int or (batch,).
+        lengths: (batch,), number of queries per sample that are not padding; None = all.
+        first_query: in cross-attention, index of this call's first query among all queries of the sequence, an int or
+            (batch,); else None.
     """
 
-    text: object
+    sequence: object
     key_start: int | Tensor = 0
     lengths: Tensor | None = None
-    position: int | Tensor | None = None
+    first_query: int | Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class CallOrigin:
-    """Where a call comes from: listeners read it, and kernels read it only for statistics.
+    """The origin of a call, which listeners read; kernels read it only for statistics.
 
     Attributes:
         layer: the module that made the call.
-        packed_lengths: (samples,), tokens per sample, where the one row of the batch holds packed samples; else None.
-        continued: where the call stands in the sequence that a cache holds; None without a cache.
-        crosses: whether the keys come from another sequence than the queries; None if the layer cannot know.
+        packed_lengths: (samples,), tokens per sample if the samples are packed into one row of the batch; else None.
+        continued: position of the call in the sequence of a cache; None without a cache.
+        crosses: whether keys and queries come from different sequences (cross-attention); None if unknown.
         fresh: whether the layer computed q and k for this call alone, so that nothing writes to them afterwards.
-        real: (batch, queries) bool, False for queries that are padding; None if the layer does not know.
+        unpadded_queries: (batch, queries) bool, False for queries that are padding; None if unknown.
     """
 
     layer: nn.Module
@@ -61,13 +61,13 @@ class CallOrigin:
     continued: PositionInSequence | None = None
     crosses: bool | None = None
     fresh: bool = False
-    real: Tensor | None = None
+    unpadded_queries: Tensor | None = None
 
 
-class DropoutPlace(NamedTuple):
-    """Where a part of a call starts in the whole call, so that the part drops the same weights as the whole call.
+class DropoutOffset(NamedTuple):
+    """Start of a slice of a call within the whole call, so that the slice drops the same weights as the whole call.
 
-    `total_heads` is the number of heads of the whole call; 0 means the number of heads of the part.
+    `total_heads` is the number of heads of the whole call; 0 = as many as in the slice.
     """
 
     batch_start: int = 0
@@ -77,21 +77,18 @@ class DropoutPlace(NamedTuple):
     key_start: int = 0
 
 
-class DropoutPart(NamedTuple):
-    """The seed of the whole call and the place of a part in it, which decide the weights that the part drops.
-
-    Only the native kernel computes parts with dropout.
-    """
+class DropoutSlice(NamedTuple):
+    """The seed of the whole call and the start of a slice in it, which determine the weights that the slice drops."""
 
     seed: int
-    place: DropoutPlace
+    offset: DropoutOffset
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionRequest:
-    """Everything that decides the result of an attention call, checked and resolved.
+    """Checked arguments of an attention call, with defaults filled in.
 
-    scores = softcap(scale * q . k) + bias where the mask shows the key; a sink takes part in the softmax.
+    scores = softcap(scale * q . k) + bias for visible keys; a sink takes part in the softmax.
 
     Attributes:
         q: (batch, heads, queries, head_dim).
@@ -100,15 +97,15 @@ class AttentionRequest:
         shape: the sizes of q, k and v.
         mask: which keys each query may see.
         scale: factor of q . k.
-        query_start: position of the first query among the keys; a tensor has one per sample.
+        query_start: position of the first query among the keys, an int or (batch,).
         bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys) or a RelativeBias; or None.
         softcap: c of c * tanh(scores / c), or None.
-        sinks: (heads,), a learned logit per head that takes weight and has no value, or None.
-        dropout: share of the weights dropped.
-        wanted: the quantities (`parts.PARTS`) that the kernel should measure, because listeners want them.
-        origin: where the call comes from, where a layer made it and somebody listens; else None.
-        scales: the factors of k and v where these are int8, from a quantised cache; else None.
-        part: the place of this call in a larger call whose dropout it repeats; None for a call of its own.
+        sinks: (heads,), a logit per head that takes part in the softmax and has no value, or None.
+        dropout: fraction of the attention weights dropped.
+        wanted: the statistics (see `parts.PARTS`) that listeners need and the kernel should measure.
+        origin: the layer that made the call and its context, if there are listeners; else None.
+        scales: the dequantisation factors of int8 k and v from a quantised cache; else None.
+        dropout_slice: if this call is a slice of a larger call with dropout, its seed and start; else None.
     """
 
     q: Tensor
@@ -125,7 +122,7 @@ class AttentionRequest:
     wanted: frozenset[Part] = frozenset()
     origin: CallOrigin | None = None
     scales: Scales | None = None
-    part: DropoutPart | None = None
+    dropout_slice: DropoutSlice | None = None
 
     def with_dequantised_keys(self) -> AttentionRequest:
         """Return the request with int8 k and v converted to the dtype of q."""
@@ -137,7 +134,7 @@ class AttentionRequest:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether some input requires a gradient."""
+        """Whether q, k, v, bias or sinks require a gradient."""
         if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
             return True
         bias = None if self.bias is None else values_of(self.bias)
@@ -145,23 +142,23 @@ class AttentionRequest:
 
     @property
     def packed_lengths(self) -> Tensor | None:
-        """(samples,), tokens per sample, where the one row of the batch is known to hold packed samples; else None."""
+        """(samples,), tokens per sample if the samples are packed into one row of the batch; else None."""
         return None if self.origin is None else self.origin.packed_lengths
 
     @property
     def continued(self) -> PositionInSequence | None:
-        """Position of the call in a sequence that a cache keeps, where it is known; else None."""
+        """Position of the call in the sequence of a cache; None without a cache or if unknown."""
         return None if self.origin is None else self.origin.continued
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionResult:
-    """The result of a kernel.
+    """The output and the logsumexp of an attention call, and measured statistics.
 
     Attributes:
         output: (batch, heads, queries, value_dim), in the dtype of q.
-        logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf where no key is seen.
-        statistics: the wanted quantities that the kernel measured together with the output.
+        logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf for a query that sees no key.
+        statistics: the statistics of `request.wanted` that the kernel measured with the output.
     """
 
     output: Tensor
@@ -171,7 +168,7 @@ class AttentionResult:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call that has run: its request and its result."""
+    """A finished attention call: its request and its result."""
 
     request: AttentionRequest
     attended: AttentionResult
@@ -179,10 +176,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class WorkEstimate:
-    """The number of scores that a kernel computes for a request, over batch and heads, and its peak memory in bytes.
-
-    The memory excludes q, k and v, and gradients.
-    """
+    """Number of scores that a kernel computes (over batch and heads), and its peak memory in bytes."""
 
     cells: int
     memory: int
@@ -193,34 +187,34 @@ class Listener(Protocol):
 
     @property
     def wanted(self) -> frozenset[Part]:
-        """The quantities (`parts.PARTS`) that a kernel should measure together with the output if it can."""
+        """The statistics (see `parts.PARTS`) that a kernel should measure with the output, if it can."""
         ...
 
-    def hear(self, call: AttentionCall) -> None:
-        """Receive one call that has run."""
+    def receive(self, call: AttentionCall) -> None:
+        """Receive a finished call."""
         ...
 
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
-active = _listeners.get  # the listeners, faster than `listeners()`, where no compiler traces the call
+active = _listeners.get  # faster than `listeners()`; not for code that a compiler traces
 
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Publish every call in this context, and in no other thread, to a listener."""
-    with Undo() as undo:  # a ContextVar's token could not undo it, because contexts that overlap may end in any order
+    """Pass every attention call of this thread to a listener while in this context."""
+    with Undo() as undo:  # not a ContextVar token, because overlapping contexts may end in any order
         undo.callback(lambda: _listeners.set(tuple(each for each in _listeners.get() if each is not listener)))
         _listeners.set((*_listeners.get(), listener))
         yield
 
 
 def listeners() -> tuple[Listener, ...]:
-    """Return the active listeners; none inside a compiled graph, which a ContextVar would break."""
+    """Return the active listeners; none while torch.compile traces, because a ContextVar would break the graph."""
     return () if torch.compiler.is_compiling() else _listeners.get()
 
 
 def wanted_parts() -> frozenset[Part]:
-    """Return the union of the quantities (`parts.PARTS`) that the active listeners want."""
+    """Return the union of `wanted` of all active listeners."""
     found = frozenset[Part]()
     for listener in listeners():
         found |= listener.wanted
@@ -228,8 +222,8 @@ def wanted_parts() -> frozenset[Part]:
 
 
 def publish(call: AttentionCall) -> None:
-    """Pass a call to every listener; not again where a backward pass recomputes a checkpointed call."""
+    """Pass a call to every listener, unless a backward pass recomputes it (checkpointing)."""
     if is_in_backward_pass():
         return
     for listener in listeners():
-        listener.hear(call)
+        listener.receive(call)

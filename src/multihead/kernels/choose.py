@@ -1,4 +1,4 @@
-"""Choose the fastest kernel that does not refuse a request; the choice is cached for equal calls.
+"""Choose the fastest kernel that supports a request; the choice is cached for equal calls.
 
 PyTorch's fused kernel is chosen where it was measured to be faster than the native one. The measurements are in
 `measured.json`, which `python -m benchmarks.rules` writes.
@@ -18,7 +18,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels import (
     flex,
-    flops,  # noqa: F401 - the import registers the formulas for PyTorch's counter
+    flops,  # noqa: F401 - the import registers the operator's FLOP formulas
     reference,
     sdpa,
 )
@@ -36,27 +36,27 @@ from multihead.tensors.tracing import is_intercepted
 
 
 class Kernel(Protocol):
-    """The functions and constants that the module of a kernel defines."""
+    """Protocol of a kernel's module: the functions and constants that it defines."""
 
     @property
     def HANDLES_NONFINITE(self) -> bool:  # noqa: N802 - a constant of the module
-        """Whether the kernel itself keeps NaN and inf from queries that may not see them, and ignores autocast."""
+        """Whether the kernel itself ignores autocast, and NaN and inf in hidden keys."""
         ...
 
     def refusal(self, request: AttentionRequest, bounds: KeyBounds) -> str | None:
-        """Return why this kernel refuses a request, in one sentence, or None where it takes it."""
+        """Return why this kernel refuses a request, in one sentence; None if it accepts the request."""
         ...
 
     def reads_int8(self, request: AttentionRequest) -> bool:
-        """Whether the kernel reads the int8 keys and values of this request; else they are expanded for it."""
+        """Whether the kernel reads the request's int8 k and v; otherwise they are dequantised before it runs."""
         ...
 
     def attend(self, request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
-        """Compute a request that the kernel does not refuse."""
+        """Compute a request that the kernel accepts."""
         ...
 
     def estimate_work(self, request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
-        """Estimate the cells that a call computes and the bytes that it holds."""
+        """Estimate the number of scores that the kernel computes for a request, and its peak memory in bytes."""
         ...
 
 
@@ -80,7 +80,7 @@ class KernelChoice(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """How a call is computed: the keys that each query may see, and the module of the chosen kernel."""
+    """Plan of a call: the keys that each query may see, and the module of the chosen kernel."""
 
     bounds: KeyBounds
     kernel: Kernel
@@ -90,7 +90,7 @@ PLANS: PlanCache[CallPlan] = PlanCache(CACHE_BYTES)
 
 
 def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPlan:
-    """Plan the mask of a request and choose its kernel, or look both up where an equal call was planned before."""
+    """Plan the mask of a request and choose its kernel, or return the cached plan of an equal call."""
     key = None if kernel is not None else _cache_key(request)
     known = None if key is None else PLANS.entries.get(key)
     if known is not None:
@@ -98,25 +98,28 @@ def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPl
     bounds = bounds_of(request)
     name = choose_kernel(request, bounds, kernel=kernel).name
     made = CallPlan(bounds, KERNELS[name])
-    if key is not None and name != "reference":  # not cached: each call of the reference kernel must check `strict()`
+    if (
+        key is not None and name != "reference"
+    ):  # the reference kernel is not cached, because each of its calls must check `strict()`
         PLANS.add(key, made, bounds)
     return made
 
 
 @contextmanager
 def drop_plans_at_end() -> Iterator[None]:
-    """Drop the plans made in this context at its end, for a batch whose lengths do not recur."""
+    """Remove plans cached in this context when it ends, for a batch whose lengths do not recur."""
     with PLANS.drop_added_at_end(), BOUNDS.drop_added_at_end():
         yield
 
 
 def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
-    """Return everything that decides the plan of a plain call on the CPU, or None for other calls."""
+    """Return the cache key of the plan of a call; None for calls without a cached plan, such as decoding steps."""
     q, k, v = request.q, request.k, request.v
     if (
         is_intercepted()
         or request.shape.device != _CPU
-        or request.shape.query_length == 1  # of decoding steps no two have as many keys: no plan is kept
+        or request.shape.query_length
+        == 1  # a decoding step: the number of keys is new in each call, so a cached plan would not be reused
         or request.bias is not None
         or request.sinks is not None
         or request.scales is not None
@@ -134,10 +137,10 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
 
 
 def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> KernelChoice:
-    """Choose the first kernel that neither refuses nor was measured to be slower than PyTorch's, or the named one.
+    """Choose the fastest kernel that accepts the request, or check the one named `kernel`.
 
     Raises:
-        ArgumentError: the kernel of that name does not exist, or refuses.
+        ArgumentError: there is no kernel of that name, or it refuses the request.
         SlowPathError: the reference kernel would run, in a `strict()` context.
     """
     if kernel is not None and kernel not in KERNELS:
@@ -158,37 +161,40 @@ def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str |
                 )
             return KernelChoice(name, refusals)
         refusals[name] = reason
-    raise ArgumentError(f"Kernel {kernel!r} refuses: {refusals[str(kernel)]}.", "Leave kernel out to have one chosen.")
+    raise ArgumentError(
+        f"Kernel {kernel!r} refuses: {refusals[str(kernel)]}.",
+        "Leave kernel out to use the fastest kernel that supports the call.",
+    )
 
 
 # ---- where PyTorch's fused kernel is faster
 
-FEW, SHORT = 8, 128  # queries; keys
-MARGIN = 1.03  # a smaller advantage is within the noise of the measurement
+FEW_QUERIES, SHORT_KEYS = 8, 128  # upper limits of the classes "few" and "short"
+NOISE_MARGIN = 1.03  # a smaller advantage is within the noise of the measurement
 
-# The classes of requests that were measured, and their names in sentences.
+# Class of requests in the benchmark -> its description.
 CLASSES = {
     "full": "full attention",
     "causal": "causal attention",
     "intervals": "masks that are one interval of keys per query",
     "cells": "masks that are not intervals",
     "bias": "a bias on the scores",
-    "few": f"at most {FEW} queries",
-    "short": f"at most {SHORT} keys",
+    "few": f"at most {FEW_QUERIES} queries",
+    "short": f"at most {SHORT_KEYS} keys",
     "unequal": "a value dim other than the head dim",
 }
 TRAINING = ", training"
 
 
 class MeasuredSpeed(NamedTuple):
-    """The speed of the native kernel relative to PyTorch's fused one, for one instruction set and dtype.
+    """Measured speed of the native kernel relative to PyTorch's fused kernel, for one instruction set and dtype.
 
     Attributes:
-        instruction_set: of the native kernel.
-        dtype: of q, k and v, without "torch.".
-        where: date, CPU, threads and torch version.
-        ratios: time of PyTorch's kernel divided by that of the native one, per class: of a forward pass, and with the
-            suffix TRAINING of a forward and a backward pass.
+        instruction_set: instruction set of the native kernel, such as "avx2".
+        dtype: dtype of q, k and v, such as "float32".
+        where: date, CPU, threads and torch version of the measurement.
+        ratios: class of requests -> time of PyTorch's kernel divided by the native kernel's time, of a forward pass; of
+            forward and backward for classes with the suffix TRAINING.
     """
 
     instruction_set: str
@@ -198,14 +204,14 @@ class MeasuredSpeed(NamedTuple):
 
 
 def pytorch_speedups(measured: Iterable[MeasuredSpeed]) -> dict[tuple[str, torch.dtype], dict[str, float]]:
-    """Return how many times faster PyTorch's kernel was, per instruction set and dtype, for the classes it won.
+    """Return (instruction set, dtype) -> class of requests -> how many times faster PyTorch's kernel was, if it was.
 
     >>> pytorch_speedups((MeasuredSpeed("scalar", "float32", "", {"full": 0.5, "causal": 0.99, "few": 2.0}),))
     {('scalar', torch.float32): {'full': 2.0}}
     """
     result: dict[tuple[str, torch.dtype], dict[str, float]] = {}
     for each in measured:
-        lost = {name: 1 / ratio for name, ratio in each.ratios.items() if ratio * MARGIN < 1}
+        lost = {name: 1 / ratio for name, ratio in each.ratios.items() if ratio * NOISE_MARGIN < 1}
         if lost:
             result[each.instruction_set, getattr(torch, each.dtype)] = lost
     return result
@@ -213,13 +219,13 @@ def pytorch_speedups(measured: Iterable[MeasuredSpeed]) -> dict[tuple[str, torch
 
 _TABLE = files("multihead.kernels").joinpath("measured.json").read_text(encoding="utf-8")
 MEASURED = tuple(MeasuredSpeed(**row) for row in json.loads(_TABLE))
-LOST = pytorch_speedups(MEASURED)
+PYTORCH_SPEEDUPS = pytorch_speedups(MEASURED)
 _CAUSAL = Causal()
 
 
 def reason_native_is_slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
     """Return one sentence if PyTorch's kernel was measured to be faster for this class of request, else None."""
-    lost = LOST.get((set_name, request.shape.dtype))  # None where the native kernel won every class
+    lost = PYTORCH_SPEEDUPS.get((set_name, request.shape.dtype))  # None where the native kernel won every class
     if lost is None:
         return None
     name = benchmark_class_of(request, bounds)
@@ -235,7 +241,7 @@ def reason_native_is_slower(request: AttentionRequest, bounds: KeyBounds, set_na
 
 
 def benchmark_class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
-    """Return the class of a request, which depends on its shapes, mask and options, not on the values of tensors."""
+    """Return the benchmark class of a request, a key of `CLASSES` or one with the suffix TRAINING."""
     shape, mask = request.shape, request.mask
     if shape.value_dim != shape.head_dim:
         name = "unequal"
@@ -243,9 +249,9 @@ def benchmark_class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
         name = "bias"
     elif bounds.remainder is not None:
         name = "cells"
-    elif shape.query_length <= FEW:
+    elif shape.query_length <= FEW_QUERIES:
         name = "few"
-    elif shape.key_length <= SHORT:
+    elif shape.key_length <= SHORT_KEYS:
         name = "short"
     elif mask.hides_nothing:
         name = "full"

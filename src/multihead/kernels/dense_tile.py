@@ -1,4 +1,4 @@
-"""The scores and the visible cells of one tile of the attention map, and the first keys that queries see."""
+"""Dense scores and visibility of one tile of the attention map, and the first visible key of queries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.scores.terms import apply_softcap
 from multihead.tensors.tracing import is_intercepted
@@ -31,7 +31,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def without_qkv(request: AttentionRequest) -> AttentionRequest:
-    """Return the request without q, k and v: autograd saves those, and may free or offload them."""
+    """Return the request without q, k and v, for an autograd context that saves q, k and v itself."""
     empty = request.q.new_empty(0)
     return replace(request, q=empty, k=empty, v=empty)
 
@@ -43,9 +43,9 @@ def scores(
     *,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Compute softcap(scale * q . k) + bias on a tile: (batch, heads, queries, keys), in the working dtype.
+    """Compute softcap(scale * q . k) + bias on a tile: (batch, heads, queries, keys), in `working_dtype`.
 
-    Cells that are `hidden` (bool, broadcasting) become -inf with gradient 0; None hides no cell.
+    Scores where `hidden` (bool, broadcasting) is True become -inf with gradient 0; None hides nothing.
     """
     dtype = working_dtype(request.q.dtype)
     q, k = request.q[:, :, queries].to(dtype), request.k[:, :, keys].to(dtype)
@@ -59,15 +59,15 @@ def scores(
     if late > 1:
         cells = cells * late
     if request.softcap is not None and hidden is not None:
-        cells = cells.masked_fill(hidden, 0)  # the softcap of a hidden score that is NaN would have the gradient NaN
+        cells = cells.masked_fill(hidden, 0)  # the gradient of the softcap of a hidden NaN score would be NaN
     cells = apply_softcap(cells, request.softcap)
     if request.bias is not None:
         cells = cells + bias_tile(request.bias, request.shape, queries, keys).to(dtype)
     return cells if hidden is None else cells.masked_fill(hidden, -torch.inf)
 
 
-def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-    """Return the cells that the mask shows and no bias of -inf hides: bool, as (batch, heads, queries, keys)."""
+def visible_cells(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+    """Return where neither mask nor a bias of -inf hides a key: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape
     place = TilePositions.of(
         shape.query_length,
@@ -84,14 +84,14 @@ def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = 
 
 
 def hidden_cells(request: AttentionRequest) -> Tensor | None:
-    """Return the hidden cells, bool (batch or 1, heads or 1, queries, keys), or None where all are visible."""
-    return None if request.mask.hides_nothing and request.bias is None else ~seen(request)
+    """Return where keys are hidden, bool (batch or 1, heads or 1, queries, keys); None if all are visible."""
+    return None if request.mask.hides_nothing and request.bias is None else ~visible_cells(request)
 
 
 def visibility_tensors(request: AttentionRequest) -> tuple[Tensor, ...]:
-    """Return the tensors that `seen` reads, for a backward pass that calls `seen` again to save.
+    """Return the tensors that `visible_cells` reads, to be saved for a backward pass that calls it again.
 
-    Autograd then raises an error if one of them was modified in place since the forward pass.
+    Autograd raises an error if a saved tensor was modified in place since the forward pass.
     """
     start, bias = request.query_start, request.bias
     positions = (start,) if isinstance(start, Tensor) else ()
@@ -108,7 +108,7 @@ def dense_mask(mask: Mask, request: AttentionRequest) -> Tensor:
 def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
     """Select query heads of a request, each with its own copy of its key/value head.
 
-    The mask is unchanged: index the result of `seen` where it has a head axis.
+    The mask still covers all heads: select from the result of `visible_cells` if its head axis is not 1.
     """
     kv_heads = heads // request.shape.group
     bias, sinks = request.bias, request.sinks
@@ -123,32 +123,32 @@ def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionR
     )
 
 
-ROWS, COLUMNS = 256, 64  # queries and keys of the first tile where visibility is evaluated cell by cell
-CELLS = 1 << 22  # largest number of cells of a later tile
+FIRST_TILE_QUERIES, FIRST_TILE_KEYS = 256, 64  # queries and keys of the first tile in `_search_first_keys`
+MAX_TILE_CELLS = 1 << 22  # largest number of cells of a later tile in `_search_first_keys`
 
-_OF_PLANS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
+_FIRST_KEYS_OF_BOUNDS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
 
 
 def first_key_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
-    """Return the first key that some query of each sample sees: (batch or 1,), -1 where no query sees a key."""
-    # The cache holds plans, which do not depend on a bias.
-    found = _OF_PLANS.get(bounds) if request.bias is None else None
+    """Return the smallest index of a key that some query sees, per sample: (batch or 1,), -1 if no query sees a key."""
+    # The cache is per KeyBounds, which do not depend on a bias.
+    found = _FIRST_KEYS_OF_BOUNDS.get(bounds) if request.bias is None else None
     if found is None:
         none = request.shape.key_length
-        # So that no row is empty.
+        # Padded, so that amin works without queries.
         padded = torch.nn.functional.pad(first_key_of_queries(request, bounds), (1, 0), value=none)
         found = padded.amin(1)
         found = found.masked_fill(found == none, -1)
-        # Not cached under a mode of torch that replaces new tensors: later calls must not get its tensors.
+        # Not cached in a trace or under FakeTensorMode: later calls must not get traced or fake tensors.
         if request.bias is None and not is_intercepted():
-            _OF_PLANS[bounds] = found
+            _FIRST_KEYS_OF_BOUNDS[bounds] = found
     return found
 
 
 def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
-    """Return the first key that each query sees in some head: (batch or 1, queries), the number of keys for none.
+    """Return the first key that each query sees in any head: (batch or 1, queries); the number of keys if it sees none.
 
-    This is the start of the query's interval, unless a remainder or a bias of -inf hides that key.
+    This is the start of the query's interval in `bounds`, unless the remainder or a bias of -inf hides that key.
     """
     none = request.shape.key_length
     first = bounds.start.masked_fill(bounds.sees_nothing, none)
@@ -156,26 +156,30 @@ def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor
         return first
     queries = request.shape.query_length
     found = [
-        _search_first_keys(request, bounds, slice(row, min(row + ROWS, queries))) for row in range(0, queries, ROWS)
+        _search_first_keys(request, bounds, slice(row, min(row + FIRST_TILE_QUERIES, queries)))
+        for row in range(0, queries, FIRST_TILE_QUERIES)
     ]
-    samples = max((each.shape[0] for each in found), default=1)  # not those of the call: others share its plan
+    # Not the call's batch size: bounds without a batch axis are shared by calls of other batch sizes.
+    samples = max((each.shape[0] for each in found), default=1)
     return torch.cat([each.expand(samples, -1) for each in found], 1) if found else first
 
 
 def _search_first_keys(request: AttentionRequest, bounds: KeyBounds, rows: slice) -> Tensor:
-    """Return `first_key_of_queries` of some queries; tiles of keys are read until each has its key."""
+    """Return `first_key_of_queries` for some queries: evaluate tiles of keys until each query has its first key."""
     shape = request.shape
     start, stop = bounds.start[:, rows], bounds.stop[:, rows]
     left = start < stop
     found = torch.full_like(start, shape.key_length)
-    column, width = int(start.masked_fill(~left, shape.key_length).min()), COLUMNS
+    column, width = int(start.masked_fill(~left, shape.key_length).min()), FIRST_TILE_KEYS
     while bool(left.any()):
         end = min(column + width, shape.key_length)
-        cells = seen(request, rows, slice(column, end))  # (batch or 1, heads or 1, rows or 1, keys or 1)
+        cells = visible_cells(request, rows, slice(column, end))  # (batch or 1, heads or 1, rows or 1, keys or 1)
         cells = cells.any(1).expand(-1, rows.stop - rows.start, end - column)
         here = left & cells.any(-1)
         found = torch.where(here, cells.int().argmax(-1) + column, found)
         left = left & ~here & (stop > end)
         column = end
-        width = max(COLUMNS, min(2 * width, CELLS // (ROWS * shape.batch * shape.num_heads)))
+        width = max(
+            FIRST_TILE_KEYS, min(2 * width, MAX_TILE_CELLS // (FIRST_TILE_QUERIES * shape.batch * shape.num_heads))
+        )
     return found

@@ -1,4 +1,4 @@
-"""Explain a call before it runs: the kernel, the share of the scores that it skips, and its memory."""
+"""Explain a call before it runs: the kernel, the fraction of the scores that it skips, and its memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from html import escape
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, WorkEstimate
 from multihead.kernels.choose import KERNELS, choose_kernel
-from multihead.kernels.plan.bounds import bounds_of, share_within_bounds
+from multihead.kernels.plan.bounds import bounds_of, fraction_within_bounds
 from multihead.kernels.sequence_split import RankWork, use_split
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The kernel of a call and why it is chosen; `str()` lists it in lines.
+    """The kernel of a call, why it is chosen, and its work; `str()` formats these as lines.
 
     Attributes:
         kernel: the kernel that would run.
         refusals: for each faster kernel, why it refuses.
-        hidden_share: share of the score matrix that the mask's intervals hide, 0 to 1.
-        skipped_share: share of the score matrix that the kernel does not compute, 0 to 1.
-        dense_remainder: whether part of the mask is no interval, and is evaluated cell by cell.
-        work: cells computed and bytes held.
+        hidden_share: fraction of the score matrix that the mask's intervals hide, 0 to 1.
+        skipped_share: fraction of the score matrix that the kernel does not compute, 0 to 1.
+        dense_remainder: whether the mask is not one interval of keys per query, so that it is also evaluated densely.
+        work: number of scores computed, and peak memory in bytes.
         waits: why the host waits for the device, in one sentence, or None.
-        over_ranks: what this rank does and sends, and why, in lines; empty where the sequence is not split over ranks.
+        over_ranks: lines on the work and communication of this rank; empty if the sequence is not split over ranks.
     """
 
     kernel: str
@@ -37,11 +37,11 @@ class Explanation:
     over_ranks: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        """Return one line; `print` shows all of it."""
+        """Return one line; `str()` returns all lines."""
         return f"<Explanation: kernel {self.kernel}, {self.skipped_share:.1%} of the score matrix skipped>"
 
     def _repr_html_(self) -> str:
-        """Return the lines of `print` as HTML, for a notebook."""
+        """Return the lines of `str()` as HTML, for a notebook."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Explanation:
 def explain_request(request: AttentionRequest, *, kernel: str | None = None, waits: str | None = None) -> Explanation:
     """Plan a request and choose its kernel, without computing anything or sending anything to other ranks.
 
-    `waits` says why the host waits for the device besides the attention itself, or is None.
+    `waits` is a sentence on why the host waits for the device outside the attention, or None.
     """
     sequence = sequence_split.active
     if sequence is not None:
@@ -72,7 +72,7 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
     return Explanation(
         kernel=choice.name,
         refusals=choice.refusals,
-        hidden_share=1 - share_within_bounds(bounds, keys=request.shape.key_length) if cells else 0.0,
+        hidden_share=1 - fraction_within_bounds(bounds, keys=request.shape.key_length) if cells else 0.0,
         skipped_share=1 - work.cells / cells if cells else 0.0,
         dense_remainder=bounds.remainder is not None,
         work=work,
@@ -81,24 +81,24 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
 
 
 def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
-    """Explain the part of one rank: the kernel of its largest call, and the work of all its calls."""
+    """Explain the calls of one rank: the kernel of the largest call, and the work of all calls."""
     with use_split(None):
-        parts = [explain_request(part, kernel=kernel) for part in work.parts]
+        parts = [explain_request(part, kernel=kernel) for part in work.requests]
     largest = max(parts, key=lambda part: part.work.cells, default=None)
     cells = sum(part.work.cells for part in parts)
     return Explanation(
         kernel="none, because the rank's queries see no key" if largest is None else largest.kernel,
         refusals={} if largest is None else largest.refusals,
-        hidden_share=1 - work.shown / work.cells if work.cells else 0.0,
+        hidden_share=1 - work.visible_cells / work.cells if work.cells else 0.0,
         skipped_share=1 - cells / work.cells if work.cells else 0.0,
         dense_remainder=any(part.dense_remainder for part in parts),
-        work=WorkEstimate(cells, max((part.work.memory for part in parts), default=0) + work.received),
+        work=WorkEstimate(cells, max((part.work.memory for part in parts), default=0) + work.received_bytes),
         over_ranks=work.lines,
     )
 
 
 def readable_bytes(count: int) -> str:
-    """Return a number of bytes in the largest unit that leaves at least one.
+    """Format a number of bytes in the largest unit of which it has at least 1.
 
     >>> readable_bytes(1536)
     '1.5 KiB'

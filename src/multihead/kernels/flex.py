@@ -1,4 +1,4 @@
-"""PyTorch's flex_attention, compiled for CUDA: the plan's intervals become its blocks. Not run on a GPU yet.
+"""Kernel that calls PyTorch's flex_attention, compiled for CUDA, on blocks of keys. Not run on a GPU yet.
 
 The tests cover its arithmetic, with the eager flex_attention on the CPU, and its blocks, with the compiled one on the
 CPU, which computes no logsumexp and no gradient. The Triton kernels were read, not run.
@@ -65,14 +65,14 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 
 def reads_int8(request: AttentionRequest) -> bool:
-    """Return False: int8 keys and values are expanded for this kernel."""
+    """Return False: int8 keys and values are dequantised before this kernel runs."""
     return False
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute a request with flex_attention, compiled once for each kind of call.
 
-    The output has the memory layout of q: where q was split from a projection, merging heads needs no copy.
+    The output has the memory layout of q, so merging heads needs no copy if q was split from a projection.
     """
     # The kernels need a last stride of 1.
     q, k, v = (
@@ -98,7 +98,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
-    """Estimate the cells and memory of a call: its blocks; output, logsumexp, block lists and a dense remainder."""
+    """Estimate the scores computed, and the bytes of output, logsumexp, block lists and dense remainder."""
     shape = request.shape
     blocks = round_to_key_blocks(bounds, keys=shape.key_length)
     rows = torch.full((blocks.first.shape[1],), BLOCK)
@@ -115,10 +115,10 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
 
 @dataclass(frozen=True, eq=False)
 class KeyBlocks:
-    """The blocks of keys [first, stop) of each block of queries; those in [full_first, full_stop) need no mask.
+    """For each block of queries, its blocks of keys [first, stop), of which [full_first, full_stop) need no mask.
 
     Attributes:
-        first: (batch or 1, blocks of queries), int64, the first block of keys; all fields have this shape.
+        first: the first block of keys; all fields are int64 (batch or 1, blocks of queries).
         full_first: the first full block.
         full_stop: one past the last full block.
         stop: one past the last block.
@@ -131,11 +131,11 @@ class KeyBlocks:
 
 
 def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> KeyBlocks:
-    """Round the intervals of each block of queries out to blocks of keys, in O(queries) and without reading values.
+    """Convert key intervals to blocks of keys per block of queries, in O(queries) and without synchronisation.
 
-    A block is full where each of its queries sees each of its keys; blocks that extend past the last query or key are
-    never full, nor are any where there is a remainder. Where the intervals of two queries of a block are far apart, the
-    keys between them are computed and masked.
+    A block is full if each of its queries sees each of its keys. Blocks that extend past the last query or key are
+    never full, and no block is full if the bounds have a remainder. If the intervals of two queries in a block are far
+    apart, the keys between them are computed and masked.
 
     >>> from multihead import masks
     >>> from multihead.kernels.plan.bounds import key_bounds
@@ -159,7 +159,7 @@ def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> 
 
 
 def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, block: int = BLOCK) -> BlockMask:
-    """Return the plan as flex_attention's BlockMask: lists of blocks, and the mask function of partial blocks."""
+    """Convert key bounds to flex_attention's BlockMask: lists of blocks, and the mask function of partial blocks."""
     from torch.nn.attention.flex_attention import BlockMask
 
     queries, keys = request.shape.query_length, request.shape.key_length
@@ -190,7 +190,7 @@ def _add_head_axis(numbers: Tensor) -> Tensor:
 
 
 def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
-    """Return the mask function of partial blocks: the key is within [start, stop), and visible in the remainder."""
+    """Return the mask function of partial blocks: start <= key < stop, and the remainder is True."""
     start, stop = bounds.start.to(torch.int32), bounds.stop.to(torch.int32)
     remainder = None if bounds.remainder is None else dense_mask(bounds.remainder, request)
 
@@ -202,7 +202,7 @@ def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
 
 
 def score_mod(request: AttentionRequest) -> ScoreMod | None:
-    """Return the score function, applied after the scale: the softcap, then the bias; None where there is neither."""
+    """Return the function that flex_attention applies to scaled scores: softcap, then bias; None without both."""
     if request.softcap is None and request.bias is None:
         return None
     softcap = None if request.softcap is None else _float_as_text(request.softcap)
@@ -224,12 +224,12 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
 
 
 def _value_at(tensor: Tensor, *index: Tensor) -> Tensor:
-    """Look up one value; an axis of size 1 is broadcast."""
+    """Return the value of a tensor at an index, with axes of size 1 broadcast."""
     return tensor[tuple(each if size > 1 else each * 0 for each, size in zip(index, tensor.shape, strict=True))]
 
 
 def _float_as_text(number: float) -> str:
-    """Return a float as text, which torch.compile treats as a constant: it could make a float an input of the graph."""
+    """Return a float as a string, which torch.compile treats as a constant: it may make floats graph inputs."""
     return repr(float(number))
 
 
@@ -266,7 +266,7 @@ def _compiled_flex_attention() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that PyTorch raises where its compiler fails or reaches its recompile limit."""
+    """Return the error classes that PyTorch raises if its compiler fails or reaches its recompile limit."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
@@ -287,7 +287,7 @@ def _output_and_logsumexp(
 
 
 def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
-    """Compute flex_attention, whose second derivatives are left to the reference kernel."""
+    """Compute flex_attention with second derivatives by the reference kernel."""
     q, k, v = request.q, request.k, request.v
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return _output_and_logsumexp(request, bounds, _compiled_flex_attention())
@@ -301,7 +301,7 @@ def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) 
 
 
 class _InputsOfDoubleBackward(torch.autograd.Function):
-    """Identity on q, k and v, whose backward passes gradients on unless they must be differentiable themselves."""
+    """Identity on q, k and v; its backward returns the gradients, or None under create_graph=True."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -333,13 +333,13 @@ class _ResultsOfDoubleBackward(torch.autograd.Function):
         return output.detach(), logsumexp.detach()  # not views: autograd forbids in-place writes to a Function's views
 
     @staticmethod
-    def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return of_output, of_logsumexp, *(None,) * 5
+            return grad_output, grad_logsumexp, *(None,) * 5
         q, k, v = ctx.saved_tensors
         request = replace(ctx.request, q=q, k=k, v=v)
-        gradients = differentiable_gradients("flex", request, ctx.bounds, of_output, of_logsumexp)[:3]
-        nothing = (None if of is None else torch.zeros_like(of) for of in (of_output, of_logsumexp))
+        gradients = differentiable_gradients("flex", request, ctx.bounds, grad_output, grad_logsumexp)[:3]
+        nothing = (None if of is None else torch.zeros_like(of) for of in (grad_output, grad_logsumexp))
         return *nothing, *gradients, None, None
 
 

@@ -1,4 +1,4 @@
-"""Count the floating point operations of an attention, for `torch.utils.flop_counter.FlopCounterMode`."""
+"""Count the floating point operations of attention, for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 
 from multihead.kernels.native import (
     library,
-    operator,  # noqa: F401 - it registers the operators
+    operator,  # noqa: F401 - importing it registers the operators
 )
 from multihead.tensors.tracing import is_traced
 
@@ -18,7 +18,7 @@ from multihead.tensors.tracing import is_traced
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
     """Count q . k and p . v, a multiplication and an addition each, over the cells that may be seen.
 
-    A cell that only a bias of -inf hides is counted: it is computed.
+    Scores that only a bias of -inf hides are counted, because they are computed.
     """
     return 2 * _count_visible_cells(q, k, *call[:3]) * (q.shape[3] + v.shape[3])
 
@@ -26,8 +26,8 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = No
 def backward_flops(
     output: Tensor,
     logsumexp: Tensor,
-    of_output: Tensor,
-    of_logsumexp: Tensor | None,
+    grad_output: Tensor,
+    grad_logsumexp: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,19 +51,19 @@ for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward
     flop_registry.setdefault(_operator, _formula)
 
 
-def _count_visible_cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | None) -> int:
-    """Count the cells that may be seen, over batch and heads; all cells where tensors hold no values.
+def _count_visible_cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, visible: Tensor | None) -> int:
+    """Count the visible (query, key) pairs over batch and heads; all pairs if values cannot be read (meta, fake).
 
-    Each query sees the keys [start, stop), (batch or 1, queries), of which `seen`, (batch or 1, heads or 1, queries or
-    1, keys or 1) bool, keeps some.
+    Each query sees the keys [start, stop), (batch or 1, queries), where `visible`, (batch or 1, heads or 1, queries or
+    1, keys or 1) bool, is True; None = all of them.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    if is_traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, seen)):
+    if is_traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, visible)):
         return batch * heads * queries * keys
-    if seen is None:
+    if visible is None:
         counts = (stop - start).clamp(min=0)[:, None]  # (batch or 1, 1, queries)
     else:
         key = torch.arange(keys, device=start.device)
         within = (key >= start[..., None]) & (key < stop[..., None])  # (batch or 1, queries, keys)
-        counts = (within[:, None] & seen).sum(-1)  # (batch or 1, heads or 1, queries)
+        counts = (within[:, None] & visible).sum(-1)  # (batch or 1, heads or 1, queries)
     return int(counts.sum()) * (batch // counts.shape[0]) * (heads // counts.shape[1])

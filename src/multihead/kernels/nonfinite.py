@@ -1,4 +1,4 @@
-"""Keep NaN and inf in keys, values, bias and sinks away from the queries that may not see them."""
+"""Keep NaN and inf in hidden keys, values and biases from affecting queries."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest, AttentionResult
-from multihead.kernels.dense_tile import seen, working_dtype
+from multihead.kernels.dense_tile import visible_cells, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.tensors.tracing import can_read_values
 
-ROWS = 256  # queries per step where the mask is read cell by cell, in O(keys) memory
+BLOCK_QUERIES = 256  # queries per step if the mask is evaluated densely, in O(keys) memory
 
 
 def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[AttentionRequest, Tensor | None]:
-    """Replace non-finite entries by zero; return the rows to make NaN, (batch, heads, queries) bool, or None.
+    """Replace non-finite entries by 0, and return which queries see one, (batch, heads, queries) bool, or None.
 
-    0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward. Usually
-    norms, which read the tensors once, show that all entries are finite; where values cannot be read, entries are
-    replaced in any case.
+    0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward. Norms,
+    which read each tensor once, usually show that all entries are finite. If values cannot be read (a graph), entries
+    are always replaced.
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()
-    bad_numbers = None if numbers is None else _makes_rows_nan(numbers)
-    bad_sinks = None if request.sinks is None else _makes_rows_nan(request.sinks.detach())  # (heads,)
+    bad_numbers = None if numbers is None else _is_nan_or_positive_inf(numbers)
+    bad_sinks = None if request.sinks is None else _is_nan_or_positive_inf(request.sinks.detach())  # (heads,)
     fits = can_read_values(request.shape.device) and not may_overflow(request)
     if fits and not any(bool(bad.any()) for bad in (bad_numbers, bad_sinks) if bad is not None):
         return request, None
@@ -50,16 +50,16 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     return cleaned, (bad_queries & sees_any) | _queries_seeing_nonfinite(cleaned, bounds, bad_keys, bad_bias)
 
 
-def _makes_rows_nan(numbers: Tensor) -> Tensor:
-    """Return which biases or sinks make the rows that see them NaN: bool, True for NaN and inf, False for -inf."""
+def _is_nan_or_positive_inf(numbers: Tensor) -> Tensor:
+    """Return where biases or sinks are NaN or inf, which makes the output NaN; -inf hides: bool, same shape."""
     return numbers.isnan() | (numbers == torch.inf)
 
 
 def may_overflow(request: AttentionRequest) -> bool:
-    """Whether some entry is not finite, or so large that a product of two could overflow, where values can be read.
+    """Whether q, k or v has a non-finite entry or could overflow in q . k; False if values cannot be read.
 
-    A product of two rows is at most that of their norms (Cauchy and Schwarz), and those are at most the norms of the
-    whole tensors. A kernel that adds -inf to hide a score needs finite scores: inf - inf is NaN.
+    |q . k| is at most the product of the rows' norms (Cauchy-Schwarz), which are at most the norms of the tensors. A
+    kernel that adds -inf to hide a score needs finite scores: inf - inf is NaN.
     """
     if not can_read_values(request.shape.device):
         return False
@@ -71,7 +71,7 @@ def may_overflow(request: AttentionRequest) -> bool:
 
 
 def make_rows_nan(attended: AttentionResult, rows: Tensor) -> AttentionResult:
-    """Make output and logsumexp NaN in rows, (batch, heads, queries) bool, by adding NaN: gradients are unchanged."""
+    """Add NaN to output and logsumexp of `rows`, (batch, heads, queries) bool; gradients are unchanged."""
     nan = torch.zeros_like(attended.logsumexp).masked_fill(rows, torch.nan)
     return replace(
         attended,
@@ -91,10 +91,10 @@ def _queries_seeing_nonfinite(
         start, stop = (edge[:, None].expand(size) for edge in (bounds.start, bounds.stop))
         return counts.gather(2, stop) > counts.gather(2, start)
     found = []
-    for first in range(0, shape.query_length, ROWS):
-        rows = slice(first, first + ROWS)
+    for first in range(0, shape.query_length, BLOCK_QUERIES):
+        rows = slice(first, first + BLOCK_QUERIES)
         bad = bad_keys[:, :, None]  # (batch, heads, 1, keys)
         if bad_bias is not None:
             bad = bad | (bias_tile(bad_bias, shape, rows, slice(None)) != 0)
-        found.append((bad & seen(request, rows)).any(-1).expand(shape.batch, shape.num_heads, -1))
+        found.append((bad & visible_cells(request, rows)).any(-1).expand(shape.batch, shape.num_heads, -1))
     return torch.cat(found, 2) if found else bad_keys[..., :0]

@@ -1,4 +1,4 @@
-"""The quantities measured of an attention map, which kernels measure and probes are computed from."""
+"""The per-query and per-key statistics ("parts") that kernels measure, and from which probes are computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias
 from multihead.errors import ArgumentError
 
 Part: TypeAlias = "str | tuple[str, int | str]"
-"""A name of `PARTS`, or a pair of a name of `PART_FAMILIES` and its argument, such as ("offset_mass", -1)."""
+"""A key of `PARTS`, or (key of `PART_FAMILIES`, argument), such as ("offset_mass", -1)."""
 
 PARTS: dict[str, str] = {
     "entropy": "-Σ_j p_ij ln p_ij, nats",
@@ -36,7 +36,7 @@ PART_FAMILIES: dict[str, tuple[type, str]] = {
 
 
 def check_part(part: object) -> None:
-    """Raise an ArgumentError for a part that neither PARTS nor PART_FAMILIES defines.
+    """Raise an ArgumentError if `part` is not defined in PARTS or PART_FAMILIES.
 
     >>> check_part("entropy")
     >>> check_part(("offset_mass", -5))

@@ -1,4 +1,4 @@
-"""Compute attention a few heads at a time, so that their weights fit the CPU cache; for dropout or returned weights."""
+"""Compute attention a few heads at a time, so that their weights fit the CPU cache; for dropout and `need_weights`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import is_traced
 
-# Weights computed together, over samples and heads. 1 MiB of float32: the matrix products are as fast as larger ones,
-# and the softmax is 5 times faster than over all weights at once.
-CELLS = 1 << 18
-# Up to this many keys this code is within 5 % of the fused kernel (measured in a whole layer), and its weights are
-# almost free; computed in addition to the fused kernel they would cost another third of the layer.
-KEYS = 1024
+# Weights computed together, over samples and heads: 1 MiB of float32. Matrix products are as fast as larger ones, and
+# the softmax is 5 times faster than over all weights at once.
+TILE_WEIGHTS = 1 << 18
+# Up to this many keys this code is within 5 % of the fused kernel (measured in a whole layer), and returns the weights
+# at almost no cost; computing the weights next to the fused kernel would cost another third of the layer.
+MAX_KEYS = 1024
 
 
 def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bool:
-    """Whether a call is computed by this module.
+    """Whether a CPU call in float32 or float64 is computed by this module.
 
-    With dropout it always is, so that the random choice equals that of torch.nn. Without it a kernel is faster for
-    gradients, for masks that hide keys, and for many keys, and the native kernel where no weights are returned.
+    Calls with dropout are, so that a seed drops the same weights as in torch.nn. Without dropout a kernel is faster for
+    gradients, masks that hide keys and many keys, and the native kernel if no weights are needed.
     """
     shape = request.shape
     if is_traced() or shape.device.type != "cpu" or not shape.cells:
@@ -43,7 +43,7 @@ def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bo
     if shape.dtype not in (torch.float32, torch.float64):
         return False
     trains = torch.is_grad_enabled() and request.requires_grad
-    if not request.dropout and (trains or not request.mask.hides_nothing or shape.key_length > KEYS):
+    if not request.dropout and (trains or not request.mask.hides_nothing or shape.key_length > MAX_KEYS):
         return False
     return _has_finite_inputs(request)
 
@@ -51,8 +51,8 @@ def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bo
 def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
     """Compute and publish a call; return the output (batch, heads, queries, value_dim) and the weights after dropout.
 
-    The request is one that `is_computed_per_head` accepts, with as many key/value heads as heads. The weights are
-    (batch, heads, queries, keys), or their average over the heads (batch, queries, keys), or None if not needed.
+    `is_computed_per_head` must be True, and the request must have as many key/value heads as heads. The weights are
+    (batch, heads, queries, keys), or averaged over the heads (batch, queries, keys), or None if not needed.
     """
     request = replace(request, wanted=wanted_parts())
     keep = None
@@ -73,7 +73,7 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
 
 
 class _AttentionPerHead(torch.autograd.Function):
-    """Attention whose backward pass recomputes the weights, and saves only the dropout mask (bool)."""
+    """Autograd function that saves only the dropout mask (bool), and recomputes the weights in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +84,7 @@ class _AttentionPerHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_output: Tensor | None, of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bias, keep = ctx.saved_tensors
         request, heads = ctx.request, q.shape[1]
         dq, dk, dv = (torch.zeros_like(tensor, memory_format=torch.preserve_format) for tensor in (q, k, v))
@@ -93,12 +93,12 @@ class _AttentionPerHead(torch.autograd.Function):
         for tile in _tiles_of_heads(request):
             weights = _weights_of_tile(request, hidden, tile)  # (samples, heads, queries, keys), before dropout
             factor = None if keep is None else _dropout_factor(request, keep[tile])
-            of_dropped = torch.zeros_like(weights) if of_output is None else of_output[tile] @ v[tile].mT
+            of_dropped = torch.zeros_like(weights) if grad_output is None else grad_output[tile] @ v[tile].mT
             if of_weights is not None:
                 of_dropped += of_weights[tile[0]][:, None] / heads if ctx.average else of_weights[tile]
-            if of_output is not None:
+            if grad_output is not None:
                 dropped = weights if factor is None else weights * factor
-                dv[tile] = dropped.mT @ of_output[tile]
+                dv[tile] = dropped.mT @ grad_output[tile]
             # Gradient of the softmax: dp_ij / ds_ik = p_ij (1[j = k] - p_ik).
             of_cells = of_dropped if factor is None else of_dropped.mul_(factor)
             of_cells = weights * of_cells.sub_((weights * of_cells).sum(-1, keepdim=True))
@@ -120,7 +120,7 @@ def _forward_per_head(
     need_weights: bool,  # noqa: FBT001  (autograd takes no keywords)
     average: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the output, in a layout that merges heads without a copy, and the weights if needed."""
+    """Compute the output (batch, heads, queries, value_dim), laid out as merged heads, and the weights if needed."""
     batch, heads, queries, _ = q.shape
     output = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)  # (batch, heads, queries, value_dim)
     returned = None
@@ -142,9 +142,9 @@ def _forward_per_head(
 
 
 def _weights_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
-    """Compute softmax(scores) of some samples and heads, 0 where hidden."""
+    """Compute softmax(scores) of a tile of samples and heads, 0 where hidden: (samples, heads, queries, keys)."""
     weights = _scores_of_tile(request, hidden, tile).softmax(-1)
-    # The softmax of a query that sees no key is 0 / 0.
+    # The softmax of a query that sees no key is NaN (0 / 0), and becomes 0 here.
     return weights if hidden is None else weights.masked_fill_(_slice_of_tile(hidden, tile), 0)
 
 
@@ -158,12 +158,12 @@ def _scores_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tupl
 
 
 def _dropout_factor(request: AttentionRequest, kept: Tensor) -> Tensor:
-    """Return the factor of the weights under dropout: 1 / (1 - share) for kept ones, 0 for the others."""
+    """Return the dropout factor of each weight: 1 / (1 - dropout) where `kept`, else 0."""
     return kept.to(request.q.dtype).mul_(1 / (1 - request.dropout) if request.dropout < 1 else 0.0)
 
 
 def _logsumexp_per_head(request: AttentionRequest) -> Tensor:
-    """Compute the logsumexp, (batch, heads, queries), for listeners."""
+    """Compute the logsumexp of the scores: (batch, heads, queries)."""
     logsumexp, hidden = request.q.new_empty(request.q.shape[:3]), hidden_cells(request)
     with torch.no_grad():
         for tile in _tiles_of_heads(request):
@@ -172,18 +172,18 @@ def _logsumexp_per_head(request: AttentionRequest) -> Tensor:
 
 
 def _slice_of_tile(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:
-    """Slice samples and heads of a tensor in which axes of size 1 are broadcast."""
+    """Slice samples and heads of a tensor; axes of size 1 are kept for broadcasting."""
     samples, heads = tile
     tensor = tensor[samples] if tensor.shape[0] > 1 else tensor
     return tensor[:, heads] if tensor.shape[1] > 1 else tensor
 
 
 def _tiles_of_heads(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
-    """Split samples and heads into tiles of at most CELLS weights, or of one head where that has more."""
+    """Split samples and heads into tiles of at most TILE_WEIGHTS weights, but at least one head."""
     shape = request.shape
     of_head = shape.query_length * shape.key_length
-    heads = min(max(1, CELLS // of_head), shape.num_heads)
-    samples = max(1, CELLS // (of_head * heads)) if heads == shape.num_heads else 1
+    heads = min(max(1, TILE_WEIGHTS // of_head), shape.num_heads)
+    samples = max(1, TILE_WEIGHTS // (of_head * heads)) if heads == shape.num_heads else 1
     for sample in range(0, shape.batch, samples):
         for head in range(0, shape.num_heads, heads):
             yield slice(sample, sample + samples), slice(head, head + heads)
@@ -194,7 +194,7 @@ def _bias_tensor(request: AttentionRequest) -> Tensor | None:
 
 
 def _has_finite_inputs(request: AttentionRequest) -> bool:
-    """Whether all inputs are finite: only then is the sum of their elements finite."""
+    """Whether q, k, v and the bias are finite, by the sum of their elements."""
     total = request.q.detach().sum() + request.k.detach().sum() + request.v.detach().sum()
     bias = _bias_tensor(request)
     if bias is not None:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST = 127  # the range is symmetric, and -128 is unused
+LARGEST = 127  # symmetric range: -128 is unused
 
 
 class Scales(NamedTuple):
-    """The factors of int8 keys and values: element = scale of its row * integer.
+    """Dequantisation factors of int8 keys and values: element = scale of the row * integer.
 
     Attributes:
         k: (batch, kv_heads, keys), float32, contiguous in the last dimension; NaN for a key that is not finite.
@@ -23,7 +23,7 @@ class Scales(NamedTuple):
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows (..., dim) to int8, each with a float32 scale of its own (..., 1).
+    """Quantise rows (..., dim) to int8, with one float32 scale per row (..., 1).
 
     The rounding error of an element is at most half its scale, which is the largest absolute value of the row / 127.
     A row with NaN or infinity gets the scale NaN, and is NaN as a whole when it is dequantised.
@@ -41,7 +41,7 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return integers (..., dim) times scales (...): rows (..., dim) in a dtype.
+    """Return integers (..., dim) times scales (...), in a dtype: (..., dim).
 
     >>> dequantise(torch.tensor([[64, -127, 0]], dtype=torch.int8), torch.tensor([1 / 127]), torch.float32)
     tensor([[ 0.5039, -1.0000,  0.0000]])

@@ -1,4 +1,4 @@
-"""The reference kernel, which takes every call and materialises the weights; second derivatives for other kernels."""
+"""The reference kernel, which supports all requests by materialising the weights; second derivatives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import dropout
 
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
-from multihead.kernels.dense_tile import scores, seen, working_dtype
+from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.nonfinite import make_rows_nan, replace_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
@@ -18,7 +18,7 @@ from multihead.scores.bias import values_of
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
-ROWS = 256  # queries per block, where the weights need not be materialised at once
+BLOCK_QUERIES = 256  # queries per block, if the weights are not materialised all at once
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -27,27 +27,27 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 
 def reads_int8(request: AttentionRequest) -> bool:
-    """Return False: int8 keys and values are expanded for this kernel."""
+    """Return False: int8 keys and values are dequantised before this kernel runs."""
     return False
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute softmax(scores) v with materialised weights; without gradients one block of queries at a time."""
     whole, every_key = slice(0, request.shape.query_length), slice(0, request.shape.key_length)
-    if _materialises_at_once(request) or request.shape.query_length <= ROWS:
+    if _materialises_at_once(request) or request.shape.query_length <= BLOCK_QUERIES:
         return _attend_rows(request, whole, every_key)
     blocks = []
-    for first in range(0, request.shape.query_length, ROWS):
-        rows = slice(first, min(first + ROWS, request.shape.query_length))
-        blocks.append(_attend_rows(request, rows, _range_of_seen_keys(bounds, rows)))
+    for first in range(0, request.shape.query_length, BLOCK_QUERIES):
+        rows = slice(first, min(first + BLOCK_QUERIES, request.shape.query_length))
+        blocks.append(_attend_rows(request, rows, _range_of_visible_keys(bounds, rows)))
     outputs, logsumexps = zip(*((block.output, block.logsumexp) for block in blocks), strict=True)
     return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
 
 
 def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> AttentionResult:
-    """Attend from a range of queries to a range of keys that contains all keys they see."""
+    """Compute attention of a range of queries, given a range of keys that contains all their visible keys."""
     dtype = working_dtype(request.q.dtype)
-    hidden = ~seen(request, rows, keys)
+    hidden = ~visible_cells(request, rows, keys)
     cells = scores(request, rows, keys, hidden=hidden)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
     if is_traced() or (torch.is_grad_enabled() and request.requires_grad):
@@ -63,13 +63,13 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attenti
 def _materialises_at_once(request: AttentionRequest) -> bool:
     """Whether all weights are materialised at once.
 
-    Autograd would save them all anyway, dropout is drawn for all of them, and in a graph or a transform the keys that a
-    block sees are unknown.
+    With gradients autograd saves all weights anyway, dropout draws a number for each weight, and in a graph or a
+    transform the visible keys of a block are unknown.
     """
     return request.dropout > 0 or is_traced() or (torch.is_grad_enabled() and request.requires_grad)
 
 
-def _range_of_seen_keys(bounds: KeyBounds, rows: slice) -> slice:
+def _range_of_visible_keys(bounds: KeyBounds, rows: slice) -> slice:
     """Return the smallest range of keys that contains the intervals of some queries."""
     start, stop = bounds.start[:, rows], bounds.stop[:, rows]
     seeing = start < stop
@@ -79,8 +79,8 @@ def _range_of_seen_keys(bounds: KeyBounds, rows: slice) -> slice:
 def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute weights (batch, heads, queries, keys) and logsumexp (batch, heads, queries) of masked scores.
 
-    Hidden scores are -inf. The weights of a row without visible cells are 0, its logsumexp is -inf, and no gradient of
-    it is NaN. Sinks are logits (heads,) that take weight.
+    Hidden scores are -inf. A query without visible keys has weights of 0, a logsumexp of -inf, and gradients without
+    NaN. Sinks (heads,) are additional logits of the softmax.
     """
     empty = (cells == -torch.inf).all(-1, keepdim=True)  # (batch, heads, queries, 1)
     if cells.shape[-1] == 0:
@@ -101,40 +101,40 @@ def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
-    """Estimate the cells and memory of a call: at its peak it holds three tensors of scores."""
+    """Estimate the scores computed and the memory: three tensors of scores at the peak."""
     shape = request.shape
     size = 3 * shape.batch * shape.num_heads * working_dtype(shape.dtype).itemsize
-    if _materialises_at_once(request) or shape.query_length <= ROWS:
+    if _materialises_at_once(request) or shape.query_length <= BLOCK_QUERIES:
         return WorkEstimate(shape.cells, size * shape.query_length * shape.key_length)
-    blocks = [slice(first, first + ROWS) for first in range(0, shape.query_length, ROWS)]
-    spans = [_range_of_seen_keys(bounds, rows) for rows in blocks]
+    blocks = [slice(first, first + BLOCK_QUERIES) for first in range(0, shape.query_length, BLOCK_QUERIES)]
+    spans = [_range_of_visible_keys(bounds, rows) for rows in blocks]
     cells = sum(
         (min(rows.stop, shape.query_length) - rows.start) * (keys.stop - keys.start)
         for rows, keys in zip(blocks, spans, strict=True)
     )
     widest = max(keys.stop - keys.start for keys in spans)
     outputs = shape.batch * shape.num_heads * shape.query_length * (shape.value_dim + 1) * shape.dtype.itemsize
-    return WorkEstimate(shape.batch * shape.num_heads * cells, size * ROWS * widest + 2 * outputs)
+    return WorkEstimate(shape.batch * shape.num_heads * cells, size * BLOCK_QUERIES * widest + 2 * outputs)
 
 
 def differentiable_gradients(
     kernel: str,
     request: AttentionRequest,
     bounds: KeyBounds,
-    of_output: Tensor | None,
-    of_logsumexp: Tensor | None,
+    grad_output: Tensor | None,
+    grad_logsumexp: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients of q, k, v, bias and sinks, where required, that can be differentiated again.
+    """Compute the required gradients of q, k, v, bias and sinks such that they can be differentiated again.
 
     Args:
         kernel: name of the kernel that computed the call, for the warning.
-        request: the call, with the tensors that autograd saved.
+        request: the request, with the tensors that autograd saved.
         bounds: the key interval of each query.
-        of_output: gradient of the output, or None.
-        of_logsumexp: gradient of the logsumexp, or None.
+        grad_output: gradient of the output, or None.
+        grad_logsumexp: gradient of the logsumexp, or None.
 
     Raises:
-        ArgumentError: the call has dropout, whose random choice cannot be repeated.
+        ArgumentError: the call has dropout, and its random choice cannot be repeated.
     """
     if request.dropout:
         raise ArgumentError(
@@ -153,7 +153,7 @@ def differentiable_gradients(
         cleaned, bad_rows = replace_nonfinite(replace(request, wanted=frozenset()), bounds)
         attended = attend(cleaned, bounds)
         attended = attended if bad_rows is None else make_rows_nan(attended, bad_rows)
-        pairs = ((attended.output, of_output), (attended.logsumexp, of_logsumexp))
+        pairs = ((attended.output, grad_output), (attended.logsumexp, grad_logsumexp))
         outputs, gradients = zip(*((out, of) for out, of in pairs if of is not None), strict=True)
         results = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
     return tuple(next(results) if tensor is not None and tensor.requires_grad else None for tensor in tensors)

@@ -1,4 +1,4 @@
-"""PyTorch's fused CPU attention, called on the rectangles of the plan."""
+"""Kernel that calls PyTorch's fused CPU attention on rectangles that cover the visible keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
-from multihead.kernels.dense_tile import seen, visibility_tensors, without_qkv, working_dtype
+from multihead.kernels.dense_tile import visibility_tensors, visible_cells, without_qkv, working_dtype
 from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
@@ -24,11 +24,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward 
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
-    """Return why this kernel refuses a request, in one sentence, or None where it accepts it."""
+    """Return why this kernel refuses a request, in one sentence; None if it accepts the request."""
     if request.shape.device.type != "cpu":
         return f"it calls PyTorch's fused CPU kernel, and the tensors are on {request.shape.device}"
     if is_traced():
-        return "it reads the values of the plan, which neither a graph nor a transform of torch.func can"
+        return "it reads tensor values, which is impossible in a graph or a transform of torch.func"
     if request.dropout:
         return "PyTorch's fused CPU kernel has no dropout"
     if request.softcap is not None:
@@ -39,18 +39,19 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 
 def reads_int8(request: AttentionRequest) -> bool:
-    """Return False: int8 keys and values are expanded for this kernel."""
+    """Return False: int8 keys and values are dequantised before this kernel runs."""
     return False
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
-    """Compute the rectangles of the plan with fused calls, and merge them by their logsumexp."""
+    """Compute each rectangle with a fused call, and merge their results by the logsumexp."""
     if request.scale <= 0:
         # The fused kernel adds -inf before it scales: -inf * 0 is NaN, and -inf * -1 would show only hidden keys.
         request = replace(request, q=request.q * request.scale, scale=1.0)
     cover = _RectangleCover(request, bounds, cover_with_rectangles(bounds, biased=request.bias is not None))
     q, k, v = request.q, request.k, request.v
-    # The fused kernel needs equal dims. Zeros appended to q and k change no score; those appended to v are cut off.
+    # The fused kernel needs equal dims. Zeros appended to q and k change no score; zeros appended to v are cut off the
+    # output.
     missing = request.shape.head_dim - request.shape.value_dim
     if missing > 0:
         v = pad(v, (0, missing))
@@ -71,15 +72,15 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
 def _with_supported_layout(tensor: Tensor) -> Tensor:
     """Return a tensor (batch, heads, length, dim), copied if the fused kernel would misread its strides.
 
-    The kernel assumes a last stride of 1, also of tensors that it allocates with the strides of its inputs; a stride
-    of 0 leaves the order of its axes undecided.
+    The fused kernel assumes a last stride of 1, also for tensors that it allocates with the strides of its inputs; with
+    a stride of 0 the order of their axes would be undefined.
     """
     tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
-    """Estimate the cells of the rectangles, and the memory of output, logsumexp and the largest mask."""
+    """Estimate the scores computed, and the memory of output, logsumexp and the largest mask."""
     shape = request.shape
     pieces = cover_with_rectangles(bounds, biased=request.bias is not None)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
@@ -93,10 +94,10 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
 
 
 def _count_computed_cells(piece: Rectangle) -> int:
-    """Count the cells of a rectangle that the fused kernel computes: with is_causal it skips whole blocks.
+    """Count the scores of a rectangle that the fused kernel computes: with is_causal it skips whole blocks.
 
-    Its blocks are 32, 64 or 256 queries by 512 keys, up to the block of keys that contains the last visible key
-    (PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+    A block has 32, 64 or 256 queries by 512 keys; blocks up to the one with the last visible key are computed (PyTorch,
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
     """
     if piece.kind != "causal":
         return piece.cells
@@ -111,7 +112,7 @@ def _count_computed_cells(piece: Rectangle) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _RectangleCover:
-    """The rectangles that cover a request, and the slices of its tensors and mask for each rectangle."""
+    """A request and the rectangles that cover it; methods slice its tensors and mask to a rectangle."""
 
     request: AttentionRequest
     bounds: KeyBounds
@@ -125,7 +126,7 @@ class _RectangleCover:
         return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
 
     def needs_mask(self, piece: Rectangle) -> bool:
-        """Whether a rectangle needs the cells of the mask and the bias."""
+        """Whether a rectangle needs a dense additive mask."""
         return piece.kind == "partial" or self.request.bias is not None
 
     def additive_mask(self, piece: Rectangle) -> Tensor | None:
@@ -134,7 +135,7 @@ class _RectangleCover:
         if not self.needs_mask(piece):
             return None
         dtype = working_dtype(request.shape.dtype)
-        hidden = ~seen(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
+        hidden = ~visible_cells(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
         if request.bias is None:
             added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         else:
@@ -152,14 +153,14 @@ def _attend_rectangles(q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover) 
     only = cover.pieces[0] if len(cover.pieces) == 1 else None
     if only is not None and only.sample is None and only.rows == (0, shape.query_length):
         return _attend_rectangle(q, k, v, cover, only)
-    output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # a layout that merges heads without a copy
+    output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # in this layout, heads merge without a copy
     logsumexp = torch.full(size, -torch.inf, dtype=working_dtype(q.dtype)).transpose(1, 2)
-    written: tuple[int | None, int] = (None, 0)  # the sample, and one past its last row written so far
+    written: tuple[int | None, int] = (None, 0)  # sample index, and one past the last row written in this sample
     for piece in cover.pieces:
         part, part_logsumexp = _attend_rectangle(q, k, v, cover, piece)
         place = (cover.sample_slice(piece), slice(None), slice(*piece.rows))
         if written[0] == piece.sample and piece.rows[0] < written[1]:
-            # Two rectangles over the same rows: P = exp(s - L) with the L of both.
+            # Two rectangles over the same rows: weight each by exp(its logsumexp - the joint logsumexp).
             joined = torch.logaddexp(logsumexp[place], part_logsumexp)
             shares = (logsumexp[place] - joined).exp()[..., None], (part_logsumexp - joined).exp()[..., None]
             part = (output[place] * shares[0] + part * shares[1]).to(q.dtype)  # the product has the dtype of the shares
@@ -178,13 +179,13 @@ def _attend_rectangle(
         *cover.slice_tensors(piece, q, k, v), 0.0, piece.kind == "causal", attn_mask=mask, scale=cover.request.scale
     )
     if mask is not None:
-        # The fused kernel's logsumexp of an empty row is 0.0.
+        # The fused kernel returns a logsumexp of 0.0 for a row without visible keys.
         logsumexp = logsumexp.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
     return output, logsumexp
 
 
 class _FusedRectangles(torch.autograd.Function):
-    """Attention over all rectangles, with gradients of both the output and the logsumexp."""
+    """Autograd function of attention over all rectangles; output and logsumexp are differentiable."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover) -> tuple[Tensor, Tensor]:
@@ -196,26 +197,26 @@ class _FusedRectangles(torch.autograd.Function):
         return output, logsumexp
 
     @staticmethod
-    def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # raises if an input was modified since
         if torch.is_grad_enabled():
-            # The code below builds no graph: a gradient penalty would silently be a constant.
+            # The code below is not differentiable: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added after this function
-            return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
-        of_output = None if of_output is None else _with_supported_layout(of_output)
-        of_logsumexp = None if of_logsumexp is None else of_logsumexp.resolve_neg()
-        # Half precision would lose contributions that many rectangles add to one key.
+            return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, grad_output, grad_logsumexp)[:3], None)
+        grad_output = None if grad_output is None else _with_supported_layout(grad_output)
+        grad_logsumexp = None if grad_logsumexp is None else grad_logsumexp.resolve_neg()
+        # Gradients are accumulated in this dtype: half precision would lose small contributions of many rectangles.
         dtype = working_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
-        # An empty row's P = exp(-inf - L) is 0 for any finite L, and NaN for its own L = -inf.
+        # For a row without keys, P = exp(-inf - L) is 0 for any finite L, and NaN for L = -inf.
         finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
-        if of_output is not None:
-            _add_rectangle_gradients((dq, dk, dv), of_output, (q, k, v, output), finite, ctx.cover)
-        if of_logsumexp is not None:
-            # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): an attention whose
-            # values are the keys, and the gradient of its values.
+        if grad_output is not None:
+            _add_rectangle_gradients((dq, dk, dv), grad_output, (q, k, v, output), finite, ctx.cover)
+        if grad_logsumexp is not None:
+            # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): so an attention call with v
+            # = k, and its gradient of v.
             weighted_keys, _ = _attend_rectangles(q, k, k, ctx.cover)
-            g = of_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
+            g = grad_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
             dq += g * weighted_keys
             unused = torch.zeros_like(dq), torch.zeros_like(dk)
             _add_rectangle_gradients((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
@@ -224,20 +225,20 @@ class _FusedRectangles(torch.autograd.Function):
 
 def _add_rectangle_gradients(
     grads: tuple[Tensor, Tensor, Tensor],
-    of_output: Tensor,
+    grad_output: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     logsumexp: Tensor,
     cover: _RectangleCover,
 ) -> None:
-    """Add the gradients of each rectangle to those of q, k and v.
+    """Add the gradients of each rectangle to `grads`, the gradients of q, k and v.
 
-    The rectangles use the logsumexp L of the whole row, so that P = exp(s - L) are the weights of the whole row.
+    The logsumexp L is that of all keys of a query, so P = exp(s - L) are its attention weights.
     """
     q, k, v, output = tensors
     for piece in cover.pieces:
         samples, rows, columns = cover.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
         of_q, of_k, of_v = _backward(
-            of_output[samples, :, rows],
+            grad_output[samples, :, rows],
             *cover.slice_tensors(piece, q, k, v),
             output[samples, :, rows],
             logsumexp[samples, :, rows],

@@ -1,4 +1,4 @@
-"""The active split of a sequence over ranks (processes), where each rank holds some of its tokens."""
+"""The active split of a sequence over ranks (processes), each of which holds some of its tokens."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from multihead.tensors.shapes import AttentionShape
 
 
 class RankWork(NamedTuple):
-    """What one rank does in a call on a split sequence.
+    """The work of one rank in a call on a split sequence.
 
     Attributes:
-        parts: the calls that the rank computes; their tensors have the right shapes and no values.
-        cells: number of cells of the rank's part of the score matrix, over batch and heads.
-        shown: how many of these cells lie within the mask's intervals.
-        received: bytes of keys and values of other ranks that the rank holds at once.
-        lines: what the rank does, what it sends and why: (label of one word, sentence).
+        requests: the calls that the rank computes; their tensors have the right shapes, but no meaningful values.
+        cells: number of scores of the rank's queries, over batch and heads.
+        visible_cells: number of these scores within the mask's intervals.
+        received_bytes: maximum size of received keys and values that the rank holds at once.
+        lines: (label of one word, sentence) about the rank's work and communication.
     """
 
-    parts: list[AttentionRequest]
+    requests: list[AttentionRequest]
     cells: int
-    shown: int
-    received: int
+    visible_cells: int
+    received_bytes: int
     lines: tuple[tuple[str, str], ...]
 
 
 class SequenceSplit(Protocol):
-    """How a sequence is split over ranks, and how they compute its attention together."""
+    """Protocol of a split of a sequence over ranks, which computes its attention."""
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Return the position of each token of this rank in the whole sequence: (1, tokens) int64."""
         ...
 
     def whole_shape(self, shape: AttentionShape) -> AttentionShape:
-        """Return the sizes of the whole sequence, which masks must fit; an ArgumentError for cross-attention."""
+        """Return the shape of the call on the whole sequence, which masks must fit; reject cross-attention."""
         ...
 
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
-        """Compute the queries of this rank, together with the other ranks."""
+        """Compute the attention of this rank's queries to all visible keys; all ranks call it."""
         ...
 
     @property
-    def rank_and_ranks(self) -> tuple[int, int]:
-        """The index of this rank, and the number of ranks that share the sequence."""
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The index of this rank, and the number of ranks."""
         ...
 
     def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of positions that this rank holds, of a sequence of `length` tokens."""
+        """Return the ranges [first, stop) of positions that this rank holds, of a sequence of `length` tokens."""
         ...
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the whole sequence of a tensor whose dimension `dim` has this rank's tokens; all ranks call it."""
+        """Gather the tokens of all ranks: dimension `dim` of the tensor has this rank's tokens; all ranks call it."""
         ...
 
     def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
-        """Return what this rank would do, without computing or sending anything."""
+        """Return the work of this rank in a call, without computing or sending anything."""
         ...
 
 
 # No ContextVar: the backward pass may run in another thread, and compilers can check a global variable.
 active: SequenceSplit | None = None
-"""How the sequence of the calls made here is split; None where each call has its whole sequence."""
+"""The split of the sequence in attention calls of this process; None if sequences are whole."""
 
 
 @contextmanager
 def use_split(sequence: SequenceSplit | None) -> Iterator[None]:
-    """Treat the calls in this context as parts of a split sequence, or as whole calls (None).
+    """Set the split of the sequence for calls in this context; None = whole sequences.
 
     >>> with use_split(None):
     ...     print(active)
@@ -87,9 +87,9 @@ def use_split(sequence: SequenceSplit | None) -> Iterator[None]:
 
 
 def reject_split_sequence(name: str, remedy: str) -> None:
-    """Raise an error where the sequence is split and a call uses something that needs all of its tokens.
+    """Raise an ArgumentError if the sequence is split: a call uses an option that needs all tokens.
 
-    `name` is the subject of the error's first sentence, and `remedy` is its second sentence.
+    `name` is the option, the subject of the error's first sentence; `remedy` is its second sentence.
     """
     if active is not None:
         raise ArgumentError(f"{name} cannot be used in context_parallel, where a rank has part of the tokens.", remedy)

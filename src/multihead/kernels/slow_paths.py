@@ -1,4 +1,4 @@
-"""Raise (under strict()) or warn when a call falls back to a slow path."""
+"""Raise (in `strict()`) or warn if a call uses a slow kernel or fallback."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _strict: ContextVar[bool] = ContextVar("strict", default=False)
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Raise in this context instead of taking a slow path: the reference kernel, which holds queries x keys.
+    """Raise an error in this context instead of using the reference kernel, which holds queries x keys.
 
-    A call with `kernel="reference"` is not refused. Inside torch.compile the context counts while the graph is made.
+    A call with `kernel="reference"` is allowed. For torch.compile the context must be active while the graph is traced.
 
     Raises:
-        SlowPathError: a call would be slow; the error lists why each faster kernel refuses.
+        SlowPathError: the reference kernel would run; the error lists why each faster kernel refuses.
 
     >>> import torch, multihead as mh
     >>> q = torch.randn(1, 2, 4, 8, dtype=torch.float64)
@@ -37,7 +37,7 @@ def strict() -> Iterator[None]:
         _strict.reset(token)
 
 
-@constant_in_graphs  # a compiler cannot trace a ContextVar; its value at trace time holds for the graph
+@constant_in_graphs  # a compiler cannot trace a ContextVar; its value at trace time becomes a constant of the graph
 def raise_if_strict(finding: str, mend: str) -> None:
     """Raise a SlowPathError in a `strict()` context; elsewhere do nothing."""
     if _strict.get():

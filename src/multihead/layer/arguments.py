@@ -1,4 +1,4 @@
-"""The arguments of a layer's call as one value, checked once, before its projections raise errors of their own."""
+"""The arguments of a layer's call in one object, checked before the projections would raise less clear errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.cache.cache import ProjectedMemory
 from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_packed
-from multihead.layer.sharding import LocalLayerPart, ShardableLayer, local_heads
+from multihead.layer.sharding import LocalLayer, ShardableLayer, local_heads
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.scores.bias import Bias, RelativeBias
@@ -26,7 +26,7 @@ _FULL = Full()
 
 
 class InputWidths(NamedTuple):
-    """The numbers of features that a layer expects in x, memory and values, and their dtype; None accepts any."""
+    """The numbers of features that a layer expects in x, memory and values, and their dtype; None = any dtype."""
 
     x: int
     memory: int
@@ -35,38 +35,39 @@ class InputWidths(NamedTuple):
 
 
 def projection_dtype(projection: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a projection's weight; None for a quantised one, whose weight is missing or of integers."""
+    """Return the dtype of a projection's weight; None for a quantised projection (no weight, or an integer one)."""
     weight = projection.weight
     return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
 
 
 @dataclass(slots=True, eq=False)
 class LayerCall:
-    """A call of a layer: the arguments of `MultiHeadAttention.forward`, and what the steps of the call add to them.
+    """State of a layer's call: the arguments of `MultiHeadAttention.forward`, and values set by the steps of the call.
 
-    Every call makes a LayerCall, and its steps change it in place.
+    Each call creates a LayerCall, and its steps modify it in place.
 
     Attributes:
-        x: (batch, queries, embed_dim); an input without a batch gets a batch of one, as memory and values do.
+        x: (batch, queries, embed_dim); x, memory and values without a batch get a batch of one.
         memory: (batch, keys, key_dim), or None.
         values: (batch, keys, value_dim), or None.
-        mask: the mask that the caller gave; from `Padding.hide_in_mask` or `extend_cache` on, that of the attention.
-        bias: added to the scores, or None; `slice_to_local_heads` slices bias, mask and head_gates to this process.
+        mask: the caller's mask, later replaced by the mask of the attention (with padding, or for a cache).
+        bias: added to the scores, or None; `slice_to_local_heads` slices it, mask and head_gates to the heads of this
+            process.
         lengths: (batch,), or None.
         memory_lengths: (batch,), or None.
         padding_side: "right" or "left".
-        packing: the places of packed tokens, or None.
+        packing: the positions of packed tokens in their samples, or None.
         cache: the keys and values of earlier calls, or None.
         head_gates: (heads,), or broadcasting to (batch, heads, queries), or None.
-        query_start: the position of the first query that the caller gave, or None.
-        part: the layer, or the heads of it that this process computes.
-        by_module: whether the modules of the projections must be called, because hooks or a tracer watch the calls.
+        query_start: the caller's position of the first query, or None.
+        local_layer: the layer, or its attributes sliced to the heads of this process.
+        by_module: whether the projections' modules must be called, because hooks or tracers need these calls.
         batched: whether x was given with a batch.
-        within: whether this is self-attention: queries and keys are the same tokens.
-        cached: the projected memory of an earlier call, which is not projected again, or None.
-        padding: the padding.
+        is_self_attention: whether queries and keys are computed from the same tokens.
+        cached_memory: the memory projected in an earlier call, or None.
+        padding: the padding of x and memory.
         start: the position of the first query among the keys of the attention.
-        scales: the factors of keys and values that a cache holds in int8, or None.
+        scales: the dequantisation factors of int8 keys and values of a cache, or None.
     """
 
     x: Tensor
@@ -81,54 +82,54 @@ class LayerCall:
     cache: KeyValueCache | None = None
     head_gates: Tensor | None = None
     query_start: int | Tensor | str | None = None
-    part: ShardableLayer | LocalLayerPart = field(init=False)
+    local_layer: ShardableLayer | LocalLayer = field(init=False)
     by_module: bool = field(init=False)
     batched: bool = field(default=True, init=False)
-    within: bool = field(default=True, init=False)
-    cached: ProjectedMemory | None = field(default=None, init=False)
+    is_self_attention: bool = field(default=True, init=False)
+    cached_memory: ProjectedMemory | None = field(default=None, init=False)
     padding: Padding = field(default=NO_PADDING, init=False)
     start: int | Tensor = field(default=0, init=False)
     scales: Scales | None = field(default=None, init=False)
 
     @property
     def is_cross_attention(self) -> bool | None:
-        """Whether the keys belong to another sequence than the queries, for listeners; None where that is unknown."""
+        """Whether keys and queries come from different sequences, for listeners; None if unknown."""
         # If x and memory differ and query_start is given, x may hold the newest tokens of the sequence in memory.
-        return not self.within if self.within or self.query_start is None else None
+        return not self.is_self_attention if self.is_self_attention or self.query_start is None else None
 
     def find_padding(self, x: Tensor, memory: Tensor) -> None:
-        """Find the padding of x and memory, (batch, length, features) each."""
-        part, sequence = self.part, sequence_split.active
-        # If only differences of positions matter, all samples can stay in one row of tokens, separated as documents.
-        together = (
-            self.within
+        """Set `padding` from lengths or packing; x and memory are (batch, length, features)."""
+        local, sequence = self.local_layer, sequence_split.active
+        # If only differences of positions matter, all samples can be attended in one row of tokens, as documents.
+        in_one_row = (
+            self.is_self_attention
             and self.bias is None
             and self.cache is None
             and (self.query_start is None or (isinstance(self.query_start, int) and self.query_start == 0))
             and (self.head_gates is None or self.head_gates.dim() == 1)
-            and part.bias_k is None
-            and (part.position_bias is None or getattr(part.position_bias, "of_distance", False))
+            and local.bias_k is None
+            and (local.position_bias is None or getattr(local.position_bias, "of_distance", False))
             and self.mask.translation_invariant
-            and self.mask.defines_interval  # else the whole row would be evaluated cell by cell
+            and self.mask.defines_interval  # else the mask would be evaluated densely over all tokens
         )
         if self.packing is not None:
-            self.padding = Padding.of_packed(self.packing, together=together)
+            self.padding = Padding.of_packed(self.packing, in_one_row=in_one_row)
         elif sequence is not None and self.lengths is not None:
             self.padding = Padding.of_split_sequence(sequence, x, self.lengths, self.padding_side)
         else:
             lengths, side = (self.lengths, self.memory_lengths), self.padding_side
-            self.padding = Padding.of_call(x, memory, *lengths, together=together, side=side)
+            self.padding = Padding.of_call(x, memory, *lengths, in_one_row=in_one_row, side=side)
 
     def slice_to_local_heads(self, layer: ShardableLayer, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Slice k, v, mask, bias, gates and parameters to the heads of this process; return k, v (batch, keys, dim)."""
-        fresh = self.cached is None  # a cache holds the keys of this process alone
+        """Slice mask, bias, gates and parameters to this process's heads, and return sliced k, v (batch, keys, dim)."""
+        fresh = self.cached_memory is None  # a cached memory has only the keys of this process
         local = local_heads(layer, q, k, v) if fresh else local_heads(layer, q)
         if local is None:
             return k, v
         if fresh:
             k = local.slice_keys(k, layer.num_kv_heads, layer.head_dim)
             v = local.slice_keys(v, layer.num_kv_heads, layer.value_head_dim)
-        self.part = local.slice_parameters(layer)
+        self.local_layer = local.slice_parameters(layer)
         self.mask = local.slice_mask(self.mask)
         self.bias = None if self.bias is None else local.slice_bias(self.bias, "bias")
         self.head_gates = None if self.head_gates is None else local.slice_gates(self.head_gates)
@@ -137,10 +138,10 @@ class LayerCall:
     # ---- checks
 
     def check_inputs(self, widths: InputWidths) -> tuple[Tensor, Tensor, Tensor]:
-        """Check the inputs, and return x, memory and values, (batch, length, features) each.
+        """Check x, memory and values, and return them with defaults filled in, (batch, length, features) each.
 
-        An input without a batch dimension gets one of size 1. If memory is None it is x; if values are None they are
-        the memory. Raises the error of the first input that does not fit.
+        An input without a batch dimension gets one of size 1. The default of memory is x, and the default of values is
+        memory. Raises an error about the first invalid input.
         """
         check_is_mask(self.mask)
         _check_tensors(self.x, self.memory, self.values)
@@ -153,11 +154,11 @@ class LayerCall:
                 "Give lengths alone: in self-attention they are those of queries and keys.",
             )
         memory = self.x if self.memory is None else self.memory
-        self.within = memory is self.x
+        self.is_self_attention = memory is self.x
         return self.x, memory, memory if self.values is None else self.values
 
     def _add_batch_dimension(self) -> None:
-        """Add a batch axis to x, memory and values (length, features); inputs that are the same tensor stay so."""
+        """Add a batch axis to x, memory and values (length, features); equal inputs stay one tensor."""
         x, memory, values = self.x, self.memory, self.values
         for name, tensor in (("memory", memory), ("values", values)):
             if tensor is not None and tensor.dim() != 2:
@@ -170,7 +171,7 @@ class LayerCall:
         self.values = None if values is None else self.memory if values is memory else values[None]
 
     def check_packing(self, packing: Packing) -> None:
-        """Check packed tokens, and that no other argument conflicts with their samples."""
+        """Check that x fits `packing`, and that memory, lengths and cache are not given."""
         check_packed("x", self.x, packing)
         for name, given in (("memory", self.memory), ("lengths", self.lengths), ("cache", self.cache)):
             if given is not None and given is not self.x:
@@ -180,8 +181,8 @@ class LayerCall:
                 )
 
     def check_cache(self, cache: KeyValueCache) -> None:
-        """Check a cache against the other arguments; one with a window must keep all keys that the mask shows."""
-        if not self.within and self.memory is not None:
+        """Check that a cache fits the other arguments: a cache with a window must keep all keys that the mask shows."""
+        if not self.is_self_attention and self.memory is not None:
             cache.check_same_memory(self.memory)
             return
         if self.query_start is not None:
@@ -190,25 +191,25 @@ class LayerCall:
                 "token.",
                 "Leave query_start out.",
             )
-        cache.check_remembered(self.mask)
+        cache.check_window_fits_mask(self.mask)
 
     def check_sequence_split(self, *, added_key: bool) -> None:
-        """Reject what a layer, with a learned key or without, cannot compute where a sequence is split over ranks."""
+        """Reject arguments that a split sequence does not support; `added_key`: whether add_bias_kv is set."""
         if self.memory_lengths is not None:
             reject_split_sequence("memory_lengths=", "Give lengths=, with the lengths of the whole sequences.")
         if self.packing is not None:
             reject_split_sequence("packing=", "Give mask=masks.Documents(lengths), with the lengths of all documents.")
         if self.cache is not None:
-            reject_split_sequence("A cache", "Decode outside of it.")
-        if not self.within:
-            reject_split_sequence("Cross-attention", "Compute it outside of it.")
+            reject_split_sequence("A cache", "Decode outside of context_parallel.")
+        if not self.is_self_attention:
+            reject_split_sequence("Cross-attention", "Compute it outside of context_parallel.")
         if added_key:
             reject_split_sequence("add_bias_kv", "Use sinks=True, or add_zero_attn=True.")
 
     def check_position_bias(self, bias: object) -> None:
-        """Reject a bias that may depend on absolute positions where samples are packed or a window drops keys.
+        """Reject a position bias that is not a RelativeBias, if samples are packed or a cache's window drops keys.
 
-        The position bias of the layer returned it. A tensor may depend on absolute positions, a RelativeBias cannot.
+        A tensor may depend on absolute positions, which are unknown then; a RelativeBias cannot.
         """
         if isinstance(bias, RelativeBias):
             return
@@ -227,7 +228,7 @@ class LayerCall:
 
 
 def check_is_cache(cache: object) -> None:
-    """Check that an argument is a cache."""
+    """Raise an ArgumentError if the argument `cache` is not a KeyValueCache."""
     if not isinstance(cache, KeyValueCache):
         raise ArgumentError(
             f"cache is a {type(cache).__name__}.", "Give a KeyValueCache() of this layer's own, the same in every call."
@@ -235,7 +236,7 @@ def check_is_cache(cache: object) -> None:
 
 
 def check_bias_signature(position_bias: nn.Module) -> None:
-    """Check that `forward` of a position bias takes the arguments that the layer passes."""
+    """Raise an ArgumentError if `forward` of a position bias does not accept the arguments that the layer passes."""
     try:
         inspect.signature(position_bias.forward).bind(1, 1, query_start=0, device=None, dtype=None)
     except TypeError as error:
@@ -251,7 +252,9 @@ def _check_tensors(x: object, memory: object, values: object) -> None:
         if isinstance(tensor, Tensor) or (tensor is None and name != "x"):
             continue
         if isinstance(tensor, Mask):
-            raise DtypeError(f"{name} is the mask {tensor!r}, and must be a tensor.", f"Name it: mask={tensor!r}.")
+            raise DtypeError(
+                f"{name} is the mask {tensor!r}, and must be a tensor.", f"Pass it by keyword: mask={tensor!r}."
+            )
         raise DtypeError(
             f"{name} is a {type(tensor).__name__}, and must be a tensor.", "Give a tensor (batch, length, features)."
         )
@@ -291,5 +294,5 @@ def _check_shapes(widths: InputWidths, x: Tensor, memory: Tensor | None, values:
             )
     if memory is not None and values is not None and values.shape[1] != memory.shape[1]:
         raise ShapeError(
-            f"memory has {memory.shape[1]} keys and values has {values.shape[1]}.", "Give every key its one value."
+            f"memory has {memory.shape[1]} keys and values has {values.shape[1]}.", "Give one value per key."
         )

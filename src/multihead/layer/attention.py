@@ -14,14 +14,14 @@ from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import (
-    OF_CONSTRUCTORS,
-    OF_LAYERS,
+    CONSTRUCTOR_REPLACEMENTS,
+    LAYER_REPLACEMENTS,
     check_fraction,
     check_integer,
     check_scale,
-    checks_names_first,
+    raise_unknown_keywords,
     reject_scripting,
-    reject_unknown,
+    rejects_unknown_keywords,
 )
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
@@ -61,39 +61,39 @@ class MultiHeadAttention(nn.Module):
     output = merge_h(softmax(scale * (x W_q)_h (memory W_k)_h^T) (memory W_v)_h) W_out
 
     Heads may be split over processes: `parallelize_module` with `ColwiseParallel()` for q_proj, k_proj and v_proj and
-    `RowwiseParallel()` for out_proj. All other parameters stay whole, and so do the per-head arguments of a call.
+    `RowwiseParallel()` for out_proj. All other parameters and the per-head arguments of a call are not sharded.
 
     Args:
-        embed_dim: width of the input, features.
+        embed_dim: number of features of x.
         num_heads: number of query heads.
         num_kv_heads: number of key/value heads, a divisor of num_heads; num_heads if None.
-        head_dim: width of a query and a key; embed_dim / num_heads if None.
-        value_head_dim: width of a value; head_dim if None.
-        key_dim: width of the memory; embed_dim if None.
-        value_dim: width of separate values; key_dim if None.
-        output_dim: width of the output; embed_dim if None.
+        head_dim: number of features of a query and a key per head; embed_dim / num_heads if None.
+        value_head_dim: number of features of a value per head; head_dim if None.
+        key_dim: number of features of the memory; embed_dim if None.
+        value_dim: number of features of `values`; key_dim if None.
+        output_dim: number of features of the output; embed_dim if None.
         bias: whether the four projections add a bias.
-        dropout: share of the weights dropped in training, 0 to 1.
+        dropout: fraction of the attention weights dropped in training, 0 to 1.
         scale: factor of q . k; 1 / sqrt(head_dim) if None.
         merge: "concat" concatenates the heads, "mean" averages them.
-        output_projection: whether W_out follows; without it the merged heads are the output.
-        rotary: how queries and keys are rotated by their positions.
-        qk_norm: how queries and keys are normalised, before they are rotated.
-        position_bias: a module whose `forward(queries, keys, query_start=, device=, dtype=)` returns what is added to
-            the scores, such as `scores.ALiBi`: a tensor, or a `scores.RelativeBias` if only the distance matters, which
-            a cache with a window needs. With `of_distance = True` samples with lengths are packed in one row. Layers
-            may share a module.
+        output_projection: whether the merged heads are multiplied by W_out; otherwise they are the output.
+        rotary: the rotary embedding of queries and keys, or None.
+        qk_norm: the normalisation of queries and keys before rotation, or None.
+        position_bias: a module whose `forward(queries, keys, query_start=, device=, dtype=)` returns a bias of the
+            scores, such as `scores.ALiBi`: a tensor, or a `scores.RelativeBias` if it depends only on the distance
+            (required for a cache with a window). If its attribute `of_distance` is True, samples with lengths are
+            packed into one row. Layers may share the module.
         softcap: c of c * tanh(scores / c), before the bias.
-        sinks: whether each head has a learned logit that takes weight and has no value.
-        head_gates: whether each head has a learned factor on its output, before the merge.
-        add_bias_kv: whether there is a learned key, with a value, that every query sees.
-        add_zero_attn: whether there is a key of 0, with a value of 0, that every query sees: a sink whose logit is 0.
+        sinks: whether each head has a learned logit that takes part in the softmax and has no value.
+        head_gates: whether the output of each head is multiplied by a learned factor before the heads are merged.
+        add_bias_kv: whether a learned key and value are added that every query sees.
+        add_zero_attn: whether a key and value of 0 are added that every query sees: a sink with the logit 0.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Raises:
-        ArgumentError: a size does not fit; the error lists those that would. Or a name of another library, such as
-            d_model; the error gives the name here.
+        ArgumentError: a size is invalid (the error lists valid sizes), or an argument name is of another library, such
+            as d_model (the error names the argument to use).
 
     Source: arXiv:1706.03762, section 3.2.2; grouped heads arXiv:2305.13245.
 
@@ -105,7 +105,7 @@ class MultiHeadAttention(nn.Module):
 
     __prepare_scriptable__ = reject_scripting
 
-    @checks_names_first(OF_CONSTRUCTORS)
+    @rejects_unknown_keywords(CONSTRUCTOR_REPLACEMENTS)
     def __init__(
         self,
         embed_dim: int,
@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         self.qk_norm = None if qk_norm is None else qk_norm.build(*heads, device=device, dtype=dtype)
 
-        def parameter_if(wanted: bool, *size: int) -> nn.Parameter | None:  # noqa: FBT001 - clear at each call below
+        def parameter_if(wanted: bool, *size: int) -> nn.Parameter | None:  # noqa: FBT001 - the calls below are clear
             return nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if wanted else None
 
         self.sinks = parameter_if(sinks, num_heads)
@@ -193,7 +193,7 @@ class MultiHeadAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the weights (Xavier uniform per projection), set biases and sinks to 0 and gates to 1.
 
-        A `position_bias` keeps its parameters: it has a `reset_parameters` of its own.
+        The parameters of a `position_bias` are not changed; call its own `reset_parameters`.
         """
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             if projection is not None:
@@ -227,7 +227,7 @@ class MultiHeadAttention(nn.Module):
         query_start: int | Tensor | str | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """Attend from x to memory, or to x itself.
+        """Compute attention from x to memory (cross-attention), or to x itself.
 
         Args:
             x: (batch, queries, embed_dim), or (queries, embed_dim).
@@ -235,25 +235,29 @@ class MultiHeadAttention(nn.Module):
             values: (batch, keys, value_dim), from which values are projected; memory if None.
             mask: which keys each query may see.
             bias: added to the scores, broadcasting to (batch, heads, queries, keys), or `scores.RelativeBias`.
-            lengths: (batch,) tokens of each sample of x; the others are padding: they are skipped, their output is 0.
-            memory_lengths: (batch,) tokens of each sample of memory; the others are padding and are skipped.
-            padding_side: on which side of a sample's tokens its padding is, "right" or "left".
-            packing: the places of the tokens of x, which is (1, tokens, embed_dim), as `pack` returns them; each sample
-                attends to itself, and the mask applies to each sample alone.
-            cache: keeps the keys and values of earlier calls, which come first; the mask then applies to the whole
-                sequence. In cross-attention the memory is projected in the first call only.
-            head_gates: (heads,), or broadcasting to (batch, heads, queries): a factor on the output of each head.
-            query_start: position of the first query among the keys, see `attention`; a cache knows it itself.
-            unknown: must be empty; the error for a name of another library, such as is_causal, gives the name here.
+            lengths: (batch,) number of tokens of each sample of x; the rest is padding, which is skipped, with output
+                0.
+            memory_lengths: (batch,) number of tokens of each sample of memory; the rest is padding, which is skipped.
+            padding_side: whether padding comes after ("right") or before ("left") the tokens of a sample.
+            packing: the second result of `pack`, if x is packed (1, tokens, embed_dim); each sample attends only to
+                itself, and the mask applies to each sample separately.
+            cache: stores keys and values, which precede those of later calls; the mask applies to the whole sequence.
+                In cross-attention the memory is projected in the first call only.
+            head_gates: (heads,), or broadcasting to (batch, heads, queries): factors of the heads' outputs.
+            query_start: position of the first query among the keys, see `attention`; None with a cache, which counts
+                positions.
+            unknown: must be empty; an argument name of another library, such as is_causal, raises an error with its
+                replacement.
 
         Returns:
             (batch, queries, output_dim), with as many dimensions as x.
 
         Raises:
-            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
+            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit; raised before anything is
+                computed.
         """
         if unknown:
-            reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+            raise_unknown_keywords(MultiHeadAttention.forward, unknown, LAYER_REPLACEMENTS)
         call = LayerCall(
             x,
             memory,
@@ -273,14 +277,14 @@ class MultiHeadAttention(nn.Module):
         with _NOTHING if cache is None else cache.rollback_on_error():
             q, k, v, terms = self._prepare_attention(call)
             output = self._attend(call, q, k, v, terms)  # (batch, heads, queries, value_head_dim)
-            if call.part.head_gates is not None:
-                output = apply_gates(output, call.part.head_gates)
+            if call.local_layer.head_gates is not None:
+                output = apply_gates(output, call.local_layer.head_gates)
             if call.head_gates is not None:
                 output = apply_gates(output, call.head_gates)
         # (batch, queries, heads * value_head_dim), or (batch, queries, value_head_dim)
         merged = output.transpose(1, 2).flatten(2) if self.merge == "concat" else output.mean(1)
-        if call.padding.placed_rows is not None:
-            merged = call.padding.placed_rows.pack(merged)  # (1, tokens, width): no padding is projected
+        if call.padding.right_padded_queries is not None:
+            merged = call.padding.right_padded_queries.pack(merged)  # (1, tokens, width): no padding is projected
         output = merged if self._modules.get("out_proj") is None else self._project(call, "out_proj", merged)
         output = call.padding.restore(output)  # (batch, queries, output_dim)
         return output if call.batched else output[0]
@@ -295,26 +299,30 @@ class MultiHeadAttention(nn.Module):
         x, memory, values = self._check_and_drop_padding(
             call
         )  # (batch, length, features), or (1, tokens, features) without padding
-        project, padding, cached, cache = self._project, call.padding, call.cached, call.cache
+        project, padding, cached, cache = self._project, call.padding, call.cached_memory, call.cache
 
         q = project(call, "q_proj", x)  # (batch, queries, heads * head_dim)
         k = project(call, "k_proj", memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
         v = project(call, "v_proj", values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
         if padding is not NO_PADDING:
             q, k, v = padding.unpack_projected(x, q, memory, k, v, fresh=cached is None)
-        if not self._holds_all_heads(call, q, k, v):  # other processes hold the remaining heads
+        if not self._holds_all_heads(call, q, k, v):  # heads are split over processes
             k, v = call.slice_to_local_heads(self, q, k, v)
-        part = call.part
+        local = call.local_layer
 
-        q = _split_into_heads(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
+        q = _split_into_heads(q, local.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
         if cached is None:
-            k = _split_into_heads(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
-            v = _split_into_heads(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
-        if part.qk_norm is not None:
-            q, k = normalise_qk(part.qk_norm, q, k, fresh=cached is None)
-        # The first query of a self-attention is at position 0, or after the cached tokens; `extend_cache` finds that
-        # position later, and a rotation needs it now.
-        if not call.within or call.query_start is not None or (cache is not None and self.rotary is not None):
+            k = _split_into_heads(k, local.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
+            v = _split_into_heads(v, local.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
+        if local.qk_norm is not None:
+            q, k = normalise_qk(local.qk_norm, q, k, fresh=cached is None)
+        # Otherwise the first query is at position 0, or at a position that `extend_cache` sets, which a rotation needs
+        # before.
+        if (
+            not call.is_self_attention
+            or call.query_start is not None
+            or (cache is not None and self.rotary is not None)
+        ):
             find_query_start(call, q, k, matters=self.rotary is not None or self.position_bias is not None)
         if self.rotary is not None:
             q, k = rotate(self.rotary, call, q, k)
@@ -326,7 +334,7 @@ class MultiHeadAttention(nn.Module):
         return q, k, v, terms
 
     def _check_and_drop_padding(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Check a call and drop its padding: x, memory, values, (batch, length, features) or (1, tokens, features)."""
+        """Check a call, and return x, memory and values: (batch, length, features), or packed (1, tokens, features)."""
         x, packing, cache = call.x, call.packing, call.cache
         memory = values = x
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
@@ -337,7 +345,7 @@ class MultiHeadAttention(nn.Module):
         ):
             widths = InputWidths(self.embed_dim, self.key_dim, self.value_dim, projection_dtype(self.q_proj))
             x, memory, values = call.check_inputs(widths)
-        call.part = self
+        call.local_layer = self
         # A tracer, a global module hook and a replaced nn.Linear.forward work only if the modules are called.
         call.by_module = is_intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR
         if sequence_split.active is not None:
@@ -346,7 +354,7 @@ class MultiHeadAttention(nn.Module):
             call.check_packing(packing)
         if cache is not None:
             call.check_cache(cache)
-            call.cached = None if call.within else cache.memory
+            call.cached_memory = None if call.is_self_attention else cache.memory
         if call.lengths is None and call.memory_lengths is None and packing is None:
             return x, memory, values
         call.find_padding(x, memory)
@@ -355,7 +363,7 @@ class MultiHeadAttention(nn.Module):
     def _project(self, call: LayerCall, name: str, x: Tensor) -> Tensor:
         """Project tokens: (batch, length, features) -> (batch, length, width).
 
-        A linear projection without hooks is computed without calling its module: the call takes 3 microseconds.
+        An nn.Linear without hooks is computed by F.linear, because calling the module takes 3 microseconds more.
         """
         projection: Any = self._modules[name]  # half a microsecond faster than nn.Module.__getattr__
         if call.by_module:
@@ -377,34 +385,34 @@ class MultiHeadAttention(nn.Module):
         return F.linear(x, weight, parameters.get("bias"))
 
     def _holds_all_heads(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the projections (batch, length, width) of this process hold all heads of the layer."""
+        """Whether projected q, k and v (batch, length, width) contain all heads, and not only those of this process."""
         if type(q) is not Tensor or q.shape[2] != self.num_heads * self.head_dim:
             return False
-        return call.cached is not None or (
+        return call.cached_memory is not None or (
             k.shape[2] == self.num_kv_heads * self.head_dim and v.shape[2] == self.num_kv_heads * self.value_head_dim
         )
 
     def _add_bias_and_sinks(
         self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, AttentionArguments]:
-        """Prepend the learned key to k, v (batch, kv_heads, keys, dim); return them with mask, bias, sinks, ..."""
-        part, mask, bias, start = call.part, call.mask, call.bias, call.start
-        if part.position_bias is not None:
+        """Prepend the learned key to k, v (batch, kv_heads, keys, dim); return them and the other arguments."""
+        local, mask, bias, start = call.local_layer, call.mask, call.bias, call.start
+        if local.position_bias is not None:
             queries, keys = attention_map_size(q, k, v)
-            own = part.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
+            own = local.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
             call.check_position_bias(own)
             bias = own if bias is None else add_biases(bias, own, queries, keys)
-        if part.bias_k is not None and part.bias_v is not None:
+        if local.bias_k is not None and local.bias_v is not None:
             if call.scales is not None:
                 k, v = dequantise(k, call.scales.k, q.dtype), dequantise(v, call.scales.v, q.dtype)
                 call.scales = None
             k, v = (
-                prepend_learned_keys(part.bias_k, k),
-                prepend_learned_keys(part.bias_v, v),
+                prepend_learned_keys(local.bias_k, k),
+                prepend_learned_keys(local.bias_v, v),
             )  # (batch, kv_heads, 1 + keys, dim)
             mask, start = LeadingKeys(1, mask), start + 1
             bias = None if bias is None else prepend_zero_column(bias, q.shape[2], k.shape[2] - 1)
-        sinks: Tensor | None = part.sinks
+        sinks: Tensor | None = local.sinks
         if self.add_zero_attn:
             # A key of 0 with a value of 0 is a sink whose logit is 0.
             zero = q.new_zeros(q.shape[1])
@@ -423,21 +431,25 @@ class MultiHeadAttention(nn.Module):
     def _build_request(
         self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
     ) -> AttentionRequest:
-        """Build the request of the attention of a call."""
+        """Build the attention request of a call, with its origin if there are listeners."""
         origin, cache, padding = None, call.cache, call.padding
         if listeners():
             continued = None if cache is None else cache.last_call_position
             lengths, crosses = padding.packed_lengths, call.is_cross_attention
-            origin = CallOrigin(self, lengths, continued, crosses, fresh=cache is None, real=padding.real_queries)
-        to_come, mask_fits = cache is not None, padding.documents is not None
-        return request_of(q, k, v, *terms, to_come=to_come, mask_fits=mask_fits, origin=origin, scales=call.scales)
+            origin = CallOrigin(
+                self, lengths, continued, crosses, fresh=cache is None, unpadded_queries=padding.unpadded_queries
+            )
+        more_keys_later, mask_fits = cache is not None, padding.documents is not None
+        return request_of(
+            q, k, v, *terms, more_keys_later=more_keys_later, mask_fits=mask_fits, origin=origin, scales=call.scales
+        )
 
     def explain(
         self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **arguments: Any
     ) -> Explanation:
-        """Explain a call without its attention: the kernel, why others refuse it, the share it skips and its memory.
+        """Explain a call without computing its attention: kernel, why other kernels refuse, fraction skipped, memory.
 
-        The arguments are those of a call. The inputs are projected, and a cache is left unchanged.
+        The arguments are those of `forward`. The inputs are projected, and a cache is not changed.
 
         >>> layer = MultiHeadAttention(embed_dim=32, num_heads=4)
         >>> print(layer.explain(torch.zeros(2, 100, 32), lengths=(100, 20)))
@@ -447,7 +459,7 @@ class MultiHeadAttention(nn.Module):
         """
         unknown = {name: given for name, given in arguments.items() if name not in LayerCall.__match_args__}
         if unknown:
-            reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+            raise_unknown_keywords(MultiHeadAttention.forward, unknown, LAYER_REPLACEMENTS)
         call = LayerCall(x, memory, values, **arguments)
         if call.cache is not None:
             check_is_cache(call.cache)
@@ -460,7 +472,7 @@ class MultiHeadAttention(nn.Module):
         return explain_request(request, waits=waits)
 
     def extra_repr(self) -> str:
-        """Return the head counts and the options that the projections do not show."""
+        """Return the head counts and options that `print(layer)` shows."""
         heads = f"num_heads={self.num_heads}, head_dim={self.head_dim}"
         if self.num_kv_heads != self.num_heads:
             heads += f", num_kv_heads={self.num_kv_heads}"

@@ -1,4 +1,4 @@
-"""Split the columns of a tensor into heads, and merge the heads again."""
+"""Split the features of a tensor into heads, and merge heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_COUNTS_LISTED = 12
 
 
 def head_counts(embed_dim: int) -> tuple[int, ...]:
-    """Return every number of heads that divides a width, smallest first.
+    """Return all numbers of heads that divide embed_dim, ascending.
 
     >>> head_counts(6)
     (1, 2, 3, 6)
@@ -29,7 +29,7 @@ def head_counts(embed_dim: int) -> tuple[int, ...]:
 
 
 def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> int:
-    """Return the width of each head; raise an ArgumentError about `name` if num_heads does not divide embed_dim.
+    """Return embed_dim / num_heads; raise an ArgumentError about `name` if num_heads does not divide embed_dim.
 
     >>> head_dim_of(512, 8)
     64
@@ -60,7 +60,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
     Raises:
         ShapeError: if ``x`` does not have three axes.
-        DtypeError: if it is no tensor.
+        DtypeError: if ``x`` is not a tensor.
         ArgumentError: if ``num_heads`` is below 1 or does not divide the last axis; the error
             lists the head counts that fit.
 
@@ -104,7 +104,7 @@ def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat")
 
     Raises:
         ShapeError: if ``x_heads`` does not have four axes.
-        ArgumentError: if ``merge`` is neither of the two words.
+        ArgumentError: if ``merge`` is another value.
 
     Source: concatenation, arXiv:1706.03762, section 3.2.2; mean, arXiv:1710.10903, equation 6.
 
@@ -137,7 +137,7 @@ def _check_at_least_one(name: str, value: int) -> None:
 
 
 def _list_nearest_head_counts(embed_dim: int, num_heads: int) -> str:
-    """Return the head counts that divide embed_dim as text, only those nearest to num_heads if there are many."""
+    """List the head counts that divide embed_dim, as text; only those nearest to num_heads if there are many."""
     counts = head_counts(embed_dim)
     nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
     heads = format_head_counts(sorted(nearest))

@@ -1,4 +1,4 @@
-"""Pack the tokens of a padded batch, so that no padding is computed, and restore the padding of the results."""
+"""Remove padding before computations by packing tokens, and restore it in the results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Side = Literal["right", "left"]
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The tokens of a padded batch; made by `pack`.
+    """The positions of the tokens in a padded batch; made by `pack`.
 
     Attributes:
-        lengths: (batch,), int64, tokens of each sample.
-        index: (tokens,), int64, index of each token in the flattened batch.
+        lengths: (batch,), int64, number of tokens of each sample.
+        index: (tokens,), int64, index of each token in the flattened (batch, length).
         batch: number of samples.
         length: padded length.
-        side: on which side of the tokens the padding is.
+        side: whether padding comes after ("right") or before ("left") the tokens of a sample.
 
     >>> packing = Packing.of((2, 1), batch=2, length=3)
     >>> packed = packing.pack(torch.arange(6.0).view(2, 3, 1))
@@ -56,10 +56,11 @@ class Packing:
         name: str = "lengths",
         side: Side = "right",
     ) -> Packing:
-        """Find the tokens of a padded batch.
+        """Compute the packing of a padded batch from its lengths.
 
-        On an accelerator the host waits for a tensor of lengths, since the number of tokens depends on it; ints do not
-        make it wait. Raises an ArgumentError or ShapeError, with `name`, where the lengths do not fit.
+        If lengths are a tensor on an accelerator, the host waits for their values, because the number of tokens depends
+        on them; lengths as ints avoid that. Raises an ArgumentError or ShapeError about the argument `name` if the
+        lengths do not fit.
         """
         if side not in ("right", "left"):
             raise ArgumentError(f"padding_side is {side!r}.", 'Give "right" or "left".')
@@ -77,16 +78,16 @@ class Packing:
 
     @property
     def mask(self) -> Documents:
-        """The mask of the packed tokens: each sample is a document."""
+        """The mask of self-attention on packed tokens: each sample is a document."""
         return Documents(self.lengths)
 
     @property
     def positions(self) -> Tensor:
-        """(1, tokens), int64: the position of each token in its sample, counted from 0."""
-        place = self.index % self.length if self.length else self.index
+        """(1, tokens), int64: the position of each token in its sample, from 0."""
+        position = self.index % self.length if self.length else self.index
         if self.side == "left":
-            place = place - (self.length - self.lengths[self.index // self.length])
-        return place[None]
+            position = position - (self.length - self.lengths[self.index // self.length])
+        return position[None]
 
     def pack(self, x: Tensor) -> Tensor:
         """Pack the tokens of a padded batch: (batch, length, dim) -> (1, tokens, dim)."""
@@ -98,12 +99,12 @@ class Packing:
         return x.flatten(0, 1).index_select(0, self.index)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Unpack tokens into their padded batch, padding 0: (1, tokens, dim) -> (batch, length, dim)."""
+        """Unpack tokens to the padded batch, with 0 as padding: (1, tokens, dim) -> (batch, length, dim)."""
         padded = x.new_zeros(self.batch * self.length, x.shape[-1])
         return padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, x.shape[-1])
 
     def align_right(self) -> Packing:
-        """Return the same tokens with their padding on the right."""
+        """Return the packing of the same tokens in a batch with padding on the right."""
         if self.side == "right":
             return self
         index = self.index // self.length * self.length + self.positions[0]
@@ -114,15 +115,15 @@ def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "ri
     """Pack the tokens of a padded batch into one row, once for all layers.
 
     `MultiHeadAttention` takes the row with `packing=`: samples do not see each other, and no padding is computed.
-    Layers that compute each token alone (norms, feed-forward) take it as it is.
+    Layers that process each token separately (norms, feed-forward) work on the row unchanged.
 
     Args:
         x: (batch, length, features), padded.
-        lengths: (batch,) tokens of each sample, ints or an integer tensor.
-        padding_side: on which side of a sample's tokens its padding is.
+        lengths: (batch,) number of tokens of each sample, ints or an integer tensor.
+        padding_side: whether padding comes after ("right") or before ("left") the tokens of a sample.
 
     Returns:
-        the tokens (1, tokens, features), sample after sample, and their places in the batch.
+        the tokens (1, tokens, features), sample after sample, and the packing (their positions in the batch).
 
     Raises:
         ShapeError, ArgumentError: the lengths do not fit x.
@@ -141,17 +142,17 @@ def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "ri
 
 
 def unpack(tokens: Tensor, packing: Packing) -> Tensor:
-    """Unpack tokens into their padded batch, padding 0.
+    """Unpack tokens to the padded batch, with 0 as padding.
 
     Args:
         tokens: (1, tokens, features).
-        packing: their places in the batch, as `pack` returns them.
+        packing: the packing that `pack` returned.
 
     Returns:
         (batch, length, features).
 
     Raises:
-        ShapeError: there are more or fewer tokens than were packed.
+        ShapeError: the number of tokens differs from that of the packing.
 
     >>> tokens, packing = pack(torch.ones(2, 3, 1), (2, 1))
     >>> unpack(2 * tokens, packing)[..., 0]
@@ -163,11 +164,13 @@ def unpack(tokens: Tensor, packing: Packing) -> Tensor:
 
 
 def check_packed(name: str, tokens: Tensor, packing: Packing) -> None:
-    """Check that a tensor holds the tokens of a packing."""
+    """Check that a tensor is (1, tokens, features) with as many tokens as a packing."""
     if not isinstance(packing, Packing):
         raise ArgumentError(f"packing is a {type(packing).__name__}.", "Give the Packing that mh.pack returns.")
     if not isinstance(tokens, Tensor):
-        raise DtypeError(f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give what mh.pack returns.")
+        raise DtypeError(
+            f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give the tokens that mh.pack returns."
+        )
     given = tuple(tokens.shape)
     if len(given) != 3 or given[0] != 1 or (not is_traced() and given[1] != len(packing.index)):
         raise ShapeError(
@@ -177,33 +180,33 @@ def check_packed(name: str, tokens: Tensor, packing: Packing) -> None:
 
 
 class Padding(NamedTuple):
-    """The padding of one layer call, which neither projections nor attention compute.
+    """The padding of one layer call, which is skipped in projections and attention.
 
     Attributes:
-        rows: the tokens of the queries in their padded batch, or None if none is padding.
-        columns: the tokens of the keys in their padded batch, or None if none is padding.
-        queries: padded number of queries.
-        keys: padded number of keys.
-        documents: the mask that separates the samples where they stay packed in one row; else None.
-        packed: whether the input came as packed tokens, and the output stays packed.
-        placed_rows: the tokens of the queries in a right-padded batch, which the attention takes; None where it takes
-            packed tokens.
-        placed_columns: the tokens of the keys, likewise.
-        hidden: where a sequence is split over ranks, which tokens of this rank are padding, (batch, tokens, 1) bool.
-            They are set to 0 and not removed, because each rank has equally many tokens.
-        shown: the mask that hides the padding of the whole sequence, also that of other ranks.
+        query_packing: positions of the queries' tokens in their padded batch; None without padding.
+        key_packing: positions of the keys' tokens in their padded batch; None without padding.
+        queries: number of queries per sample, including padding.
+        keys: number of keys per sample, including padding.
+        documents: the mask that separates the samples if attention is computed on one packed row; else None.
+        input_is_packed: whether the input is packed, so that the output stays packed.
+        right_padded_queries: `query_packing` for a right-padded batch, on which attention is computed; None if
+            attention is computed on one packed row.
+        right_padded_keys: `key_packing` for a right-padded batch, or None.
+        padding_of_rank: if the sequence is split over ranks, which tokens of this rank are padding, (batch, tokens, 1)
+            bool. Padding is set to 0 and not removed, because all ranks need the same number of tokens.
+        mask_of_all_ranks: if the sequence is split over ranks, the mask that hides the padding of all ranks.
     """
 
-    rows: Packing | None
-    columns: Packing | None
+    query_packing: Packing | None
+    key_packing: Packing | None
     queries: int
     keys: int
     documents: Documents | None = None
-    packed: bool = False
-    placed_rows: Packing | None = None
-    placed_columns: Packing | None = None
-    hidden: Tensor | None = None
-    shown: Lengths | None = None
+    input_is_packed: bool = False
+    right_padded_queries: Packing | None = None
+    right_padded_keys: Packing | None = None
+    padding_of_rank: Tensor | None = None
+    mask_of_all_ranks: Lengths | None = None
 
     @staticmethod
     def of_call(
@@ -212,12 +215,12 @@ class Padding(NamedTuple):
         lengths: Sequence[int] | Tensor | None,
         memory_lengths: Sequence[int] | Tensor | None,
         *,
-        together: bool,
+        in_one_row: bool,
         side: Side = "right",
     ) -> Padding:
-        """Find the padding of x and memory, (batch, length, features) each, which may be the same tensor.
+        """Return the padding of x and memory, (batch, length, features) each, which may be the same tensor.
 
-        `together`: whether the attention can take all samples in one packed row.
+        `in_one_row`: whether attention can be computed on all samples packed into one row.
         """
         if memory is x:
             lengths = memory_lengths if lengths is None else lengths
@@ -226,7 +229,7 @@ class Padding(NamedTuple):
                 if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
                     ints = lengths.tolist()
                 if isinstance(ints, (tuple, list)) and set(map(type, ints)) == {int}:
-                    return _padding_of_lengths(tuple(ints), x.shape[0], x.shape[1], x.device, side, together)
+                    return _padding_of_lengths(tuple(ints), x.shape[0], x.shape[1], x.device, side, in_one_row)
         rows = None if lengths is None else _packing_of_lengths("lengths", lengths, x, side)
         if memory is x:
             columns = rows
@@ -234,108 +237,110 @@ class Padding(NamedTuple):
             columns = (
                 None if memory_lengths is None else _packing_of_lengths("memory_lengths", memory_lengths, memory, side)
             )
-        documents = Documents(rows.lengths) if together and rows is not None else None
-        return _add_aligned_places(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
+        documents = Documents(rows.lengths) if in_one_row and rows is not None else None
+        return _add_right_padded_packings(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
 
     @staticmethod
-    def of_packed(packing: Packing, *, together: bool) -> Padding:
-        """Return the padding of a call whose x is packed already."""
-        documents = Documents(packing.lengths) if together else None
-        return _add_aligned_places(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
+    def of_packed(packing: Packing, *, in_one_row: bool) -> Padding:
+        """Return the padding of a call whose x is packed."""
+        documents = Documents(packing.lengths) if in_one_row else None
+        return _add_right_padded_packings(
+            Padding(packing, packing, packing.length, packing.length, documents, input_is_packed=True)
+        )
 
     @staticmethod
     def of_split_sequence(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
-        """Find the padding among the tokens of a rank, (batch, tokens, features), where a sequence is split over ranks.
+        """Return the padding if the sequence is split over ranks; x is (batch, tokens of this rank, features).
 
-        The lengths, (batch,), count the tokens of each sample on all ranks.
+        The lengths, (batch,), are the numbers of tokens of each sample on all ranks.
         """
         if side != "right":
             reject_split_sequence(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
         count = torch.as_tensor(lengths, device=x.device).view(-1, 1)
-        whole = torch.arange(x.shape[1] * sequence.rank_and_ranks[1], device=x.device)
+        whole = torch.arange(x.shape[1] * sequence.rank_and_world_size[1], device=x.device)
         hidden = sequence.positions(x.shape[1], x.device) >= count  # (batch, tokens)
-        shown = Lengths(count * (whole < count))  # (batch, whole tokens): queries of padding see no key
-        return NO_PADDING._replace(hidden=hidden[..., None], shown=shown)
+        shown = Lengths(count * (whole < count))  # (batch, whole tokens): padding queries see no key
+        return NO_PADDING._replace(padding_of_rank=hidden[..., None], mask_of_all_ranks=shown)
 
     @property
     def packed_lengths(self) -> Tensor | None:
-        """(samples,), tokens per sample, where the attention takes all samples in one row; else None."""
-        return None if self.documents is None or self.rows is None else self.rows.lengths
+        """(samples,), tokens per sample if attention is computed on one packed row; else None."""
+        return None if self.documents is None or self.query_packing is None else self.query_packing.lengths
 
     @property
     def positions(self) -> Tensor | None:
-        """(1, tokens), each token's position in its sample, where the attention takes all samples in one row."""
-        return None if self.documents is None or self.rows is None else self.rows.positions
+        """(1, tokens), each token's position in its sample if attention is computed on one packed row; else None."""
+        return None if self.documents is None or self.query_packing is None else self.query_packing.positions
 
     @property
-    def real_queries(self) -> Tensor | None:
-        """(batch, queries) bool, False for padding, where the attention takes a padded batch; else None."""
-        if self.documents is not None or self.rows is None:
+    def unpadded_queries(self) -> Tensor | None:
+        """(batch, queries) bool, False for padding, if attention is computed on a padded batch; else None."""
+        if self.documents is not None or self.query_packing is None:
             return None
-        lengths = self.rows.lengths
+        lengths = self.query_packing.lengths
         return torch.arange(self.queries, device=lengths.device) < lengths[:, None]
 
     def drop(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Drop the padding before the projections: NaN in it must not reach a parameter's gradient.
+        """Pack x, memory and values before the projections: NaN in padding must not reach a parameter's gradient.
 
-        Returns (1, tokens, features) each where there is padding, and what was passed where there is none.
+        Returns (1, tokens, features) each; an input without padding is returned unchanged.
         """
-        if self.packed:
+        if self.input_is_packed:
             return x, memory, values
-        if self.hidden is not None:
-            x_filled = x.masked_fill(self.hidden, 0)
-            return x_filled, x_filled, x_filled if values is memory else values.masked_fill(self.hidden, 0)
-        x_tokens = x if self.rows is None else self.rows.pack(x)
+        if self.padding_of_rank is not None:
+            x_filled = x.masked_fill(self.padding_of_rank, 0)
+            return x_filled, x_filled, x_filled if values is memory else values.masked_fill(self.padding_of_rank, 0)
+        x_tokens = x if self.query_packing is None else self.query_packing.pack(x)
         memory_tokens = x_tokens if memory is x else self._pack_keys(memory)
         return x_tokens, memory_tokens, memory_tokens if values is memory else self._pack_keys(values)
 
     def _pack_keys(self, memory: Tensor) -> Tensor:
-        return memory if self.columns is None else self.columns.pack(memory)
+        return memory if self.key_packing is None else self.key_packing.pack(memory)
 
     def unpack_projected(
         self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, fresh: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Unpack q, k and v, (1, tokens, width), into a right-padded batch, unless the attention takes them packed.
+        """Unpack q, k and v, (1, tokens, width), to a right-padded batch, unless attention uses packed tokens.
 
-        x and memory are the inputs of the projections. If a cache holds k and v (not `fresh`), only q is unpacked.
-        Raises a ShapeError if a projection gathers tokens of other processes, whose padding is not known here.
+        x and memory are the inputs of the projections. If k and v come from a cache (not `fresh`), only q is unpacked.
+        Raises a ShapeError if a projection gathers tokens of other processes, whose padding is unknown here.
         """
-        if self.rows is not None and q.shape[1] != x.shape[1]:
+        if self.query_packing is not None and q.shape[1] != x.shape[1]:
             raise _token_count_error("q_proj", x, q)
-        if fresh and self.columns is not None and k.shape[1] != memory.shape[1]:
+        if fresh and self.key_packing is not None and k.shape[1] != memory.shape[1]:
             raise _token_count_error("k_proj", memory, k)
-        q = q if self.placed_rows is None else self.placed_rows.unpack(q)
-        if not fresh or self.placed_columns is None:
+        q = q if self.right_padded_queries is None else self.right_padded_queries.unpack(q)
+        if not fresh or self.right_padded_keys is None:
             return q, k, v
-        return q, self.placed_columns.unpack(k), self.placed_columns.unpack(v)
+        return q, self.right_padded_keys.unpack(k), self.right_padded_keys.unpack(v)
 
     def hide_in_mask(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
-        """Join a mask with the padding: padded keys are hidden, padded queries see nothing.
+        """Combine a mask with the padding: padded keys are hidden, and padded queries see no key.
 
-        Where the keys come from a cache, key_lengths is the number of keys of each sample that are no padding,
-        (batch,), and `keys` the number of all keys.
+        If the keys come from a cache, key_lengths (batch,) is the number of keys of each sample that are not padding,
+        and `keys` the number of all keys.
         """
         if self.documents is not None:
             return mask & self.documents
-        if self.shown is not None:
-            return mask & self.shown
+        if self.mask_of_all_ranks is not None:
+            return mask & self.mask_of_all_ranks
         if keys is None:
-            keys, key_lengths = self.keys, None if self.columns is None else self.columns.lengths
-        if self.rows is None:
+            keys, key_lengths = self.keys, None if self.key_packing is None else self.key_packing.lengths
+        if self.query_packing is None:
             return mask if key_lengths is None else mask & Lengths(key_lengths)
-        lengths = self.rows.lengths
+        lengths = self.query_packing.lengths
         visible = torch.full_like(lengths, keys) if key_lengths is None else key_lengths
-        real = self.real_queries
+        real = self.unpadded_queries
         return mask if real is None else mask & Lengths(torch.where(real, visible[:, None], 0))
 
     def restore(self, output: Tensor) -> Tensor:
-        """Restore the padding of the output as 0: (batch, queries, features); packed tokens stay packed."""
-        if self.hidden is not None:
-            return output.masked_fill(self.hidden, 0)
-        return output if self.packed or self.rows is None else self.rows.unpack(output)
+        """Restore padding as 0 in the output: (batch, queries, features); the output of a packed input stays packed."""
+        if self.padding_of_rank is not None:
+            return output.masked_fill(self.padding_of_rank, 0)
+        return output if self.input_is_packed or self.query_packing is None else self.query_packing.unpack(output)
 
 
-NO_PADDING = Padding(None, None, queries=0, keys=0)  # the counts are read only if there is padding
+NO_PADDING = Padding(None, None, queries=0, keys=0)  # `queries` and `keys` are read only if there is padding
 
 
 @lru_cache(maxsize=8)
@@ -345,33 +350,33 @@ def _padding_of_lengths(
     length: int,
     device: torch.device,
     side: Side,
-    together: bool,  # noqa: FBT001
+    in_one_row: bool,  # noqa: FBT001
 ) -> Padding:
-    """Return the padding of a self-attention; it is cached, because all layers of a model have the same."""
+    """Return the padding of a self-attention call, cached because all layers of a model have the same padding."""
     with torch.inference_mode(mode=False):  # tensors made in inference mode could not be saved for a backward pass
         rows = Packing.of(lengths, batch=batch, length=length, device=device, side=side)
-    return _add_aligned_places(Padding(rows, rows, length, length, Documents(lengths) if together else None))
+    return _add_right_padded_packings(Padding(rows, rows, length, length, Documents(lengths) if in_one_row else None))
 
 
 def _packing_of_lengths(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
     return Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, name=name, side=side)
 
 
-def _add_aligned_places(padding: Padding) -> Padding:
-    """Set placed_rows and placed_columns, the token indices in a right-padded batch, unless tokens stay packed."""
+def _add_right_padded_packings(padding: Padding) -> Padding:
+    """Set `right_padded_queries` and `right_padded_keys`, unless attention is computed on one packed row."""
     if padding.documents is not None:
         return padding
-    rows = None if padding.rows is None else padding.rows.align_right()
-    if padding.columns is padding.rows:
+    rows = None if padding.query_packing is None else padding.query_packing.align_right()
+    if padding.key_packing is padding.query_packing:
         columns = rows
     else:
-        columns = None if padding.columns is None else padding.columns.align_right()
-    return padding._replace(placed_rows=rows, placed_columns=columns)
+        columns = None if padding.key_packing is None else padding.key_packing.align_right()
+    return padding._replace(right_padded_queries=rows, right_padded_keys=columns)
 
 
 def _token_count_error(name: str, x: Tensor, projected: Tensor) -> ShapeError:
     return ShapeError(
-        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
+        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known only for "
         f"{x.shape[1]}.",
         "Give every process all tokens where lengths or packing are given, or hide the padding with "
         "mask=masks.Lengths(...).",

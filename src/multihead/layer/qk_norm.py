@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError, ShapeError
 
 @dataclass(frozen=True)
 class QKNorm:
-    """How queries and keys are normalised, after the projection and before rotary positions.
+    """Options of the normalisation of queries and keys, after the projection and before the rotary embedding.
 
     "rms" divides features by their root mean square, so that queries and keys have the norm sqrt(head_dim): with the
     layer's default scale 1 / sqrt(head_dim), scores are bounded by sqrt(head_dim) times the learned weights. Each
@@ -22,19 +22,19 @@ class QKNorm:
     checkpoint stores the weight minus 1).
 
     "l2" makes queries and keys unit vectors, so that a score is a cosine times a learned scale per head. The queries
-    are multiplied by that scale and by sqrt(head_dim), which cancels the layer's default scale 1 / sqrt(head_dim): do
-    not give the layer another scale.
+    are multiplied by the learned scale and by sqrt(head_dim), which cancels the layer's default scale 1 /
+    sqrt(head_dim): do not give the layer another scale.
 
     Args:
         kind: "rms" or "l2".
         eps: added to the mean square ("rms") or the sum of squares ("l2") before the root; a zero vector stays zero.
         learned: whether the weights ("rms") or scales ("l2") are learned.
-        over: "head" normalises the features of each head; "all" those of all heads together, with one weight for
-            each of them ("rms" only).
+        over: "head" normalises the features of each head separately; "all" normalises the features of all heads
+            together, with a weight per feature ("rms" only).
         initial_scale: initial scale of each head, or the constant scale if it is not learned ("l2" only).
 
     Raises:
-        ArgumentError: an unknown kind or over, or a number out of range.
+        ArgumentError: kind or over is unknown, or a number is out of range.
 
     Source: "rms" over a head: Qwen 3, arXiv:2505.09388; over all: OLMo 2, arXiv:2501.00656. "l2": arXiv:2010.04245,
         with a scale per head as in arXiv:2111.09883.
@@ -72,7 +72,7 @@ class QKNorm:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> QKNorms:
-        """Create the module that applies this normalisation, with new parameters."""
+        """Create the module that computes this normalisation, with new parameters."""
         return QKNorms(self, num_heads, num_kv_heads, head_dim, device=device, dtype=dtype)
 
 
@@ -123,7 +123,7 @@ class QKNorms(nn.Module):
             float64 for float64.
 
         Raises:
-            ShapeError: the number of heads or head_dim is not that of the module.
+            ShapeError: the number of heads or head_dim differs from the module's.
         """
         for name, x, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads)):
             if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != self.head_dim:
@@ -139,7 +139,7 @@ class QKNorms(nn.Module):
         return self._normalise(q, self.q_weight), self._normalise(k, self.k_weight)
 
     def extra_repr(self) -> str:
-        """Return the options, for `repr`."""
+        """Return the options as text, for `repr`."""
         return repr(self.qk_norm)
 
     def _normalise(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -160,7 +160,7 @@ class QKNorms(nn.Module):
 
 
 def _rms_norm(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
-    """Divide by the root mean square, in float32 or float64."""
+    """Divide x (..., features) by its root mean square, in float32 or float64, and multiply by the weight."""
     x = x if x.dtype == torch.float64 else x.float()
     if torch.compiler.is_compiling():
         # The rms_norm of torch 2.11 branches on the number of tokens, which may be symbolic in a graph.

@@ -1,4 +1,4 @@
-"""The heads of a layer that this process computes, where the projections are split over processes."""
+"""Tensor parallelism: the heads of a layer that this process computes, and slices of per-head tensors for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLIT = "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj
 
 
 class ShardableLayer(Protocol):
-    """The attributes of a `MultiHeadAttention` whose sizes depend on its heads."""
+    """Protocol of a layer: the attributes of `MultiHeadAttention` whose sizes depend on the heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,18 +42,18 @@ class ShardableLayer(Protocol):
         ...
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a module of the layer by its name."""
+        """Return a submodule by name (a method of nn.Module)."""
         ...
 
 
-class LocalLayerPart(NamedTuple):
-    """The attributes of a layer, sliced to the heads that this process computes.
+class LocalLayer(NamedTuple):
+    """Attributes of a layer, sliced to the heads that this process computes.
 
     Attributes:
         num_heads: number of query heads.
         num_kv_heads: number of key/value heads.
         qk_norm: normalises queries and keys, or None.
-        position_bias: computes what is added to the scores, or None.
+        position_bias: computes the bias of the scores, or None.
         sinks: (heads,), or None.
         head_gates: (heads,), or None.
         bias_k: (kv_heads, head_dim), or None.
@@ -71,7 +71,7 @@ class LocalLayerPart(NamedTuple):
 
 
 class ShardGroup(NamedTuple):
-    """The processes that a projection is split over.
+    """The group of processes over which a projection is split.
 
     Attributes:
         mesh: a torch.distributed DeviceMesh.
@@ -83,7 +83,7 @@ class ShardGroup(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of processes that share the heads."""
+        """The number of processes in the group."""
         return int(self.mesh.size(self.dim))
 
     @property
@@ -92,10 +92,10 @@ class ShardGroup(NamedTuple):
         return int(self.mesh.get_local_rank(self.dim))
 
     def sum_gradient(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, equal on all processes, whose gradient will be summed over the processes.
+        """Return the tensor, equal on all processes, such that its gradient is summed over the processes.
 
-        Each process uses only a part of the tensor, or uses it for some heads only, so the gradient on one process is
-        incomplete (function f of arXiv:1909.08053, section 3).
+        Each process uses the tensor for its own heads only, so the gradient on one process is incomplete (function f of
+        arXiv:1909.08053, section 3).
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -121,10 +121,10 @@ class LocalHeads:
 
     Attributes:
         num_heads: number of query heads of the whole layer.
-        queries: the query heads that are computed here.
-        keys: the key/value heads that are computed here.
-        group: the processes that share the heads; None if the projections are narrower for another reason, so that it
-            is unknown which heads they hold.
+        queries: the query heads that this process computes.
+        keys: the key/value heads that this process computes.
+        group: the processes over which the heads are split; None if the projections have fewer heads for an unknown
+            reason, so that it is unknown which heads they compute.
     """
 
     num_heads: int
@@ -136,12 +136,12 @@ class LocalHeads:
         """Slice projected keys or values to the heads of this process: (batch, keys, kv_heads * dim)."""
         if self.group is None or x.shape[2] < num_kv_heads * dim:
             return x
-        # The projection is not split: each process slices the key/value heads that its queries share.
+        # The projection is not split: each process slices the key/value heads of its query heads.
         return self.group.sum_gradient(x)[..., self.keys.start * dim : self.keys.stop * dim]
 
-    def slice_parameters(self, layer: ShardableLayer) -> LocalLayerPart:
-        """Slice all parameters of the layer that differ between heads."""
-        return LocalLayerPart(
+    def slice_parameters(self, layer: ShardableLayer) -> LocalLayer:
+        """Slice the per-head parameters of the layer to the heads of this process."""
+        return LocalLayer(
             len(self.queries),
             len(self.keys),
             None if layer.qk_norm is None else partial(self.normalise, layer.qk_norm),
@@ -153,9 +153,10 @@ class LocalHeads:
         )
 
     def slice_query_heads(self, per_head: Tensor, *, axis: int = 0, name: str) -> Tensor:
-        """Slice a tensor of all query heads to those of this process; its gradient is summed over the processes.
+        """Slice a tensor of all query heads to the heads of this process; its gradient is summed over the processes.
 
-        The size of `axis` is num_heads, or 1 where all heads share one value. `name` is used in the error message.
+        `axis` is the head axis, of size num_heads, or 1 for a value that all heads share. `name` is the tensor's name
+        in the error message.
         """
         if self.group is None:
             return per_head
@@ -164,17 +165,17 @@ class LocalHeads:
             raise ShapeError(
                 f"{name} is for {heads} heads, and the layer has {self.num_heads}, of which this process computes "
                 f"{_list_heads(self.queries)}.",
-                f"Give it for all {self.num_heads} heads: each process takes its own part.",
+                f"Give it for all {self.num_heads} heads: each process slices its own heads.",
             )
         per_head = self.group.sum_gradient(per_head)
         return per_head.narrow(axis, self.queries.start, len(self.queries)) if heads > 1 else per_head
 
     def _slice_kv_heads(self, per_head: Tensor) -> Tensor:
-        """Slice a tensor of all key/value heads, (kv_heads, dim), to those of this process."""
+        """Slice a tensor of all key/value heads, (kv_heads, dim), to the key/value heads of this process."""
         return per_head if self.group is None else self.group.sum_gradient(per_head)[self.keys.start : self.keys.stop]
 
     def slice_bias(self, bias: Bias, name: str) -> Bias:
-        """Slice a bias to the heads of this process."""
+        """Slice a bias, if it has a head axis, to the heads of this process; `name` is its name in error messages."""
         return (
             with_values(bias, self.slice_query_heads(values_of(bias), axis=1, name=name))
             if _has_head_axis(bias)
@@ -182,15 +183,15 @@ class LocalHeads:
         )
 
     def slice_gates(self, gates: Tensor) -> Tensor:
-        """Slice gates to the heads of this process."""
+        """Slice gates, (heads,) or broadcasting to (batch, heads, queries), to the heads of this process."""
         return self.slice_query_heads(gates, axis=0 if gates.dim() == 1 else 1, name="head_gates")
 
     def slice_mask(self, mask: Mask) -> Mask:
-        """Slice a mask that differs between heads to those of this process."""
+        """Slice a mask that differs between heads to the heads of this process."""
         return mask.select_heads(partial(self.slice_query_heads, axis=1, name="mask"))
 
     def _local_position_bias(self, position_bias: nn.Module, queries: int, keys: int, **options: Any) -> Bias:
-        """Compute the position bias of all heads, and slice it to those of this process."""
+        """Compute the position bias of all heads, and slice it to the heads of this process."""
         return self.slice_bias(position_bias(queries, keys, **options), "position_bias")
 
     def normalise(self, norms: QKNorms, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,14 +207,14 @@ class LocalHeads:
         return normed
 
 
-class HeldHeads(NamedTuple):
+class RankHeads(NamedTuple):
     """The heads of a layer that one process computes.
 
     Attributes:
         queries: the query heads, [first, stop).
-        num_heads: how many query heads the layer has.
-        keys: the key/value heads.
-        num_kv_heads: how many key/value heads the layer has.
+        num_heads: number of query heads of the layer.
+        keys: the key/value heads, [first, stop).
+        num_kv_heads: number of key/value heads of the layer.
     """
 
     queries: tuple[int, int]
@@ -222,20 +223,20 @@ class HeldHeads(NamedTuple):
     num_kv_heads: int
 
     @staticmethod
-    def of_rank(rank: int, ranks: int, heads: int, kv_heads: int) -> HeldHeads:
-        """Return the heads of a rank, and the key/value heads that they share."""
+    def of_rank(rank: int, ranks: int, heads: int, kv_heads: int) -> RankHeads:
+        """Return the query heads of a rank, and their key/value heads."""
         own, per_group = heads // ranks, heads // kv_heads
         first, stop = rank * own, (rank + 1) * own
-        return HeldHeads((first, stop), heads, (first // per_group, -(-stop // per_group)), kv_heads)
+        return RankHeads((first, stop), heads, (first // per_group, -(-stop // per_group)), kv_heads)
 
 
-def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
-    """Return the heads of this process; None where the projections of the layer are not split over processes.
+def rank_heads(layer: nn.Module, head_dim: int) -> RankHeads | None:
+    """Return the heads of this process; None if the projections of the layer are not split over processes.
 
-    `parallelize` stores them as `held_heads` in a layer of transformers; in other layers the sizes of q_proj and k_proj
-    give them.
+    For a layer of transformers, `parallelize` stores them as `layer.rank_heads`; for other layers they are computed
+    from the sizes of q_proj and k_proj.
     """
-    known: HeldHeads | None = layer.__dict__.get("held_heads")
+    known: RankHeads | None = layer.__dict__.get("rank_heads")
     if known is not None:
         return known
     q_proj, k_proj = (getattr(layer, name, None) for name in ("q_proj", "k_proj"))
@@ -245,22 +246,23 @@ def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
     if group is None:
         return None
     heads, kv_heads = (int(each.weight.shape[0]) // head_dim for each in (q_proj, k_proj))  # type: ignore[index]
-    return HeldHeads.of_rank(group.rank, group.size, heads, kv_heads)
+    return RankHeads.of_rank(group.rank, group.size, heads, kv_heads)
 
 
 def slice_to_rank(
     layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Slice k, v and sinks to the heads of this rank, in a layer of transformers that `parallelize` split.
+    """Slice k, v and sinks to the heads of this rank, for a layer of transformers that `parallelize` has split.
 
-    q is (batch, heads, queries, head_dim) of this rank. k and v are (batch, kv_heads, keys, dim), of this rank, or of
-    all heads where there are fewer key/value heads than ranks. The sinks are a DTensor (heads of this rank,), or None.
+    q is (batch, heads of this rank, queries, head_dim). k and v are (batch, kv_heads, keys, dim): the key/value heads
+    of this rank, or all of them if there are fewer key/value heads than ranks. The sinks are a DTensor (heads of this
+    rank,), or None.
 
     Raises:
-        ModelError: the layer does not compute the heads of this rank. One that divides its features by a number of
-            heads of its own would mix tokens otherwise, without an error.
+        ModelError: the layer does not compute the heads of this rank. A layer that splits its features by a fixed
+            number of heads would otherwise mix tokens without an error.
     """
-    held, group = layer.__dict__["held_heads"], layer.__dict__["held_group"]
+    held, group = layer.__dict__["rank_heads"], layer.__dict__["shard_group"]
     (first, stop), (first_key, stop_key) = held.queries, held.keys
     if q.shape[1] != stop - first or k.shape[1] not in (stop_key - first_key, held.num_kv_heads):
         raise ModelError(
@@ -274,25 +276,25 @@ def slice_to_rank(
 
 
 def check_heads_divide(name: str, heads: int, kv_heads: int, ranks: int) -> None:
-    """Check that `ranks` divides the heads of a layer, and divides its key/value heads or is a multiple of them."""
+    """Check that `ranks` divides the number of heads of a layer, and divides kv_heads or is a multiple of kv_heads."""
     fitting = [n for n in head_counts(heads) if kv_heads % n == 0 or n % kv_heads == 0]
     if ranks not in fitting:
         raise ArgumentError(
             f"{name} has {heads} heads and {kv_heads} key/value heads, which cannot be divided over {ranks} ranks.",
-            f"Take a number of ranks of {', '.join(str(n) for n in fitting)}.",
+            f"Use one of these numbers of ranks: {', '.join(str(n) for n in fitting)}.",
         )
 
 
 def local_heads(
     layer: ShardableLayer, q: Tensor, k: Tensor | None = None, v: Tensor | None = None
 ) -> LocalHeads | None:
-    """Return the heads that the projections of this process hold; None where they hold all heads.
+    """Return the heads that the projections compute in this process; None if they compute all heads.
 
-    q, k and v are the outputs of the projections, (batch, length, width); k and v are None where a cache holds them.
+    q, k and v are the outputs of the projections, (batch, length, width); k and v are None if they come from a cache.
 
     Raises:
-        ArgumentError, ShapeError: the widths are no multiples of the heads, the heads of q, k and v do not belong
-            together, or a part of the layer cannot be split.
+        ArgumentError, ShapeError: a width is not a multiple of the head dim, the heads of q, k and v do not match, or
+            an option of the layer does not support splitting.
     """
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     for name, x in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
@@ -330,7 +332,7 @@ def local_heads(
 def _heads_of_projection(
     layer: ShardableLayer, name: str, x: Tensor, heads: int, dim: int
 ) -> tuple[range, ShardGroup | None]:
-    """Return which heads a projection computed on this process, and the processes that share all heads."""
+    """Return which heads the projection `name` computed in this process, and its group (None if not split)."""
     width = x.shape[2]
     if width == heads * dim:
         return range(heads), None
@@ -349,13 +351,13 @@ def _heads_of_projection(
     if width % dim or not 0 < width < heads * dim:
         raise ShapeError(
             f"{name} returns {width} columns, and the layer has {heads} heads of {dim}.",
-            f"Give a multiple of {dim}, at most {heads * dim}; another width of a head needs a layer of its own.",
+            f"Give a multiple of {dim}, at most {heads * dim}; for another head_dim, construct another layer.",
         )
     return range(width // dim), None
 
 
 def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
-    """Return the processes that the rows of a projection's weight are split over; None where it is not split."""
+    """Return the processes over which the rows of a projection's weight are split; None if it is not split."""
     weight = getattr(projection, "weight", None)
     mesh, placements = getattr(weight, "device_mesh", None), getattr(weight, "placements", ())
     dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
@@ -363,7 +365,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
         return None
     if len(dims) > 1 or not placements[dims[0]].is_shard(0):
         raise ArgumentError(
-            f"{name}.weight is placed as {tuple(placements)}, from which the heads of this process do not follow.",
+            f"{name}.weight is placed as {tuple(placements)}, from which this process's heads cannot be determined.",
             f"Split the layer with {SPLIT}.",
         )
     return ShardGroup(mesh, dims[0])
@@ -371,7 +373,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
 
 def _reject_mismatched_heads(name: str, queries: range, keys: range) -> NoReturn:
     raise ArgumentError(
-        f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not belong together.",
+        f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not match.",
         f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole.",
     )
 
@@ -381,7 +383,7 @@ def _list_heads(heads: range) -> str:
 
 
 def _reject_per_head_parameters(layer: ShardableLayer) -> None:
-    """Check that no parameter differs between heads where it is unknown which heads the projections hold."""
+    """Reject a layer with per-head parameters if it is unknown which heads its projections compute."""
     norms = layer.qk_norm
     ways = {
         "sinks": layer.sinks is not None,
@@ -401,7 +403,7 @@ def _reject_per_head_parameters(layer: ShardableLayer) -> None:
 
 
 def check_splittable(layer: ShardableLayer, processes: int) -> None:
-    """Check that no part of a layer needs all heads at once: it cannot be split over processes then."""
+    """Reject a layer with an option that needs all heads at once, which cannot be split over processes."""
     found = None
     if layer.merge == "mean":
         found = 'merge="mean" averages all heads'
@@ -414,7 +416,7 @@ def check_splittable(layer: ShardableLayer, processes: int) -> None:
 
 
 def _check_output_projection(layer: ShardableLayer, group: ShardGroup) -> None:
-    """Check that out_proj is split too."""
+    """Reject a layer whose out_proj is not split over the same processes."""
     weight = getattr(layer.out_proj, "weight", None)
     merged = layer.num_heads * layer.value_head_dim
     if isinstance(weight, Tensor) and not hasattr(weight, "device_mesh") and weight.shape[-1] == merged:
@@ -426,5 +428,5 @@ def _check_output_projection(layer: ShardableLayer, group: ShardGroup) -> None:
 
 
 def _has_head_axis(bias: object) -> bool:
-    """Whether a bias has a dimension of heads; False for an invalid one, which `request_of` rejects later."""
+    """Whether a bias has a head axis; False for an invalid bias, which `request_of` rejects later."""
     return isinstance(bias, RelativeBias) or (isinstance(bias, Tensor) and bias.dim() == 4)

@@ -1,4 +1,4 @@
-"""The steps of a layer's call around its attention: positions, rotation, the cache, gates, the learned key."""
+"""Steps of a layer's call before and after attention: positions, rotation, cache, gates, learned key."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from multihead.tensors.shapes import AttentionShape, resolve_query_start
 
 
 def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
-    """Set `call.start`, the position of the first query, if the layer uses it (`matters`) or the mask does."""
+    """Set `call.start`, the position of the first query, if the layer (`matters`) or the mask depends on it."""
     matters = matters or call.mask.uses_positions
-    if call.cache is not None and call.query_start is None and (call.within or matters):
+    if call.cache is not None and call.query_start is None and (call.is_self_attention or matters):
         call.start = call.cache.query_start
     elif matters or call.query_start is not None:
         call.start = position_of_first_query(call.query_start, q, k.shape[2])
@@ -34,7 +34,7 @@ def position_of_first_query(query_start: int | Tensor | str | None, q: Tensor, k
 
 
 def attention_map_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return the numbers of queries and keys of the attention map, over all ranks if the sequence is split."""
+    """Return the numbers of queries and keys of the attention map, of all ranks if the sequence is split."""
     sequence = sequence_split.active
     if sequence is None:
         return q.shape[2], k.shape[2]
@@ -52,10 +52,10 @@ def normalise_qk(
 def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries (batch, heads, queries, head_dim) and keys (batch, kv_heads, keys, head_dim) by their positions.
 
-    The first key has position 0 unless queries and keys are the same tokens; keys of a cache are rotated already.
+    In cross-attention the first key has position 0. Keys of a cached memory are already rotated.
     """
-    positions: int | Tensor | None = call.padding.positions  # (1, tokens) of packed samples
-    same = positions is not None or (call.within and call.cache is not None)
+    positions: int | Tensor | None = call.padding.positions  # (1, tokens) for packed samples
+    same = positions is not None or (call.is_self_attention and call.cache is not None)
     sequence = sequence_split.active
     if sequence is not None:
         positions, same = sequence.positions(q.shape[2], q.device), True
@@ -63,7 +63,7 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
         positions = call.start
         if isinstance(positions, Tensor):
             positions = positions[:, None] + torch.arange(q.shape[2], device=positions.device)  # (batch, queries)
-    if call.cached is not None:
+    if call.cached_memory is not None:
         return rotary.rotate(q, positions), k
     if same or (isinstance(positions, int) and positions == 0):
         return rotary.rotate_both(q, k, positions)
@@ -71,21 +71,21 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def extend_cache(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Append the keys and values of a call to its cache, and return all that it holds, (batch, kv_heads, keys, dim).
+    """Append k and v of a call to its cache, and return all cached k and v, (batch, kv_heads, keys, dim).
 
-    Sets `call.scales` of int8 keys and values, `call.mask`, and `call.start`, the position of the first query. In
-    cross-attention the cache holds the projected memory, and counts the queries (batch, heads, queries, head_dim).
+    Sets `call.mask`, `call.start` (the position of the first query), and `call.scales` if keys and values are int8. In
+    cross-attention the cache stores the projected memory, and counts the queries (batch, heads, queries, head_dim).
     """
     padding = call.padding
-    lengths = None if padding.rows is None else padding.rows.lengths
-    if call.within:
+    lengths = None if padding.query_packing is None else padding.query_packing.lengths
+    if call.is_self_attention:
         held = cache.extend(k, v, lengths=lengths)
         call.mask = padding.hide_in_mask(call.mask.after_dropping_keys(held.key_start), held.lengths, held.k.shape[2])
         call.scales, call.start = held.scales, held.query_start
         return held.k, held.v
-    memory = call.cached
+    memory = call.cached_memory
     if memory is None:
-        memory = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
+        memory = cache.store_memory(k, v, None if padding.key_packing is None else padding.key_packing.lengths)
     cache.advance(q.shape[2], lengths=lengths)
     call.mask = padding.hide_in_mask(call.mask, memory.lengths, memory.k.shape[2])
     call.scales = memory.scales
@@ -118,6 +118,6 @@ def apply_gates(output: Tensor, gates: Tensor) -> Tensor:
 
 
 def prepend_learned_keys(key: Tensor, x_heads: Tensor) -> Tensor:
-    """Insert one learned row (kv_heads, dim) before all others in each sample: (batch, kv_heads, 1 + keys, dim)."""
+    """Prepend a learned row `key` (kv_heads, dim) to each sample: (batch, kv_heads, 1 + keys, dim)."""
     row = key[None, :, None].expand(x_heads.shape[0], -1, -1, -1)
     return torch.cat([row.to(x_heads.dtype), x_heads], 2)

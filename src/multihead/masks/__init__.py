@@ -1,4 +1,4 @@
-"""Masks as values: which keys each query may see."""
+"""Masks as immutable values: which keys each query may see."""
 
 from multihead.masks.base import Mask
 from multihead.masks.check import check, picture

@@ -1,6 +1,6 @@
-"""The base class of masks, how masks combine, and the intervals of keys that a mask turns into.
+"""The base class of masks, combinations of masks, and their conversion to key intervals.
 
-A mask of your own is a subclass with `visible`. Everything else has a default that is built from it:
+To define a mask, subclass `Mask` and define `visible`. All other members have a default:
 
 | method or attribute | default | define it |
 |---|---|---|
@@ -29,22 +29,23 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
 from multihead.masks.counts import repr_of_value
-from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import constant_in_graphs
 
 _REGISTERED: dict[str, type[Mask]] = {}
-_NUMBERS = frozenset({int, float, bool, str, type(None)})  # types of fields that are certainly hashable
+_NUMBERS = frozenset({int, float, bool, str, type(None)})  # field types that are always hashable
 
 
 @dataclass(frozen=True, eq=False)
 class KeyBounds:
-    """The keys each query may see: the interval [start, stop), intersected with the remainder where there is one.
+    """The keys that each query may see: the interval [start, stop), intersected with the mask `remainder` if any.
 
     Attributes:
         start: (batch or 1, queries), int64, the first key that a query may see.
         stop: (batch or 1, queries), int64, one past the last one; equal to start where no key is visible.
-        remainder: the part of the mask whose rows are not intervals, or None where the intervals are the whole mask.
+        remainder: the mask, or the part of it, that is not one interval per query; None if the intervals are the whole
+            mask.
     """
 
     start: Tensor
@@ -63,10 +64,10 @@ class KeyBounds:
 
 
 class Band(NamedTuple):
-    """A mask as numbers: how many keys on each side of its position a query sees, within the length of its sample.
+    """A mask as three values: how many keys before and after its position a query sees, and the length of each sample.
 
     Attributes:
-        lengths: (batch or 1,) int64 on the CPU, only the first keys of each sample; or None.
+        lengths: (batch or 1,) int64 on the CPU, the number of first keys that are visible per sample; None = all.
         before: how many keys before its own position a query sees; -1 = all.
         after: how many keys after its own position a query sees; -1 = all.
     """
@@ -80,7 +81,7 @@ _Context: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
 
 
 def _flatten_mask(mask: Mask) -> tuple[list[object], _Context]:
-    """Return the fields of a mask that hold tensors or masks, and the names of these and the other fields."""
+    """Flatten a mask for torch's pytree: the fields with tensors or masks, and a context with the rest."""
     values = Mask.values(mask)
     inner = tuple(
         name
@@ -96,7 +97,7 @@ def _flatten_mask_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], 
 
 
 def _unflatten_mask(kind: type[Mask], children: Iterable[object], context: _Context) -> Mask:
-    """Rebuild a mask from the fields that `_flatten_mask` returned; its arguments were checked when it was made."""
+    """Rebuild a mask from the result of `_flatten_mask`, without checking its arguments again."""
     mask = kind.__new__(kind)
     for name, value in (*zip(context[0], children, strict=True), *context[1]):
         object.__setattr__(mask, name, value)
@@ -104,12 +105,12 @@ def _unflatten_mask(kind: type[Mask], children: Iterable[object], context: _Cont
 
 
 class Mask:
-    """Which keys each query may see; `a & b` is what both allow, `a | b` what either allows.
+    """Which keys each query may see; in `a & b` a key is visible if both masks show it, in `a | b` if one does.
 
     A mask is a value, not a tensor: it does not depend on the shape of the call, and takes no queries x keys memory.
     Two masks are equal if they have the same type and fields; tensors in them are compared by identity.
 
-    Subclass it to define a mask of your own; only `visible` is required.
+    To define a mask, subclass it; only `visible` is required.
 
     >>> from dataclasses import dataclass
     >>> from multihead import masks
@@ -130,13 +131,13 @@ class Mask:
     """
 
     uses_positions: ClassVar[bool] = True  # whether a query's position among the keys changes what it sees
-    translation_invariant: ClassVar[bool] = False  # whether adding one number to all positions changes nothing
+    translation_invariant: ClassVar[bool] = False  # whether adding the same number to all positions changes nothing
     hides_nothing: ClassVar[bool] = False
     sees_no_later_key: ClassVar[bool] = False  # whether no query sees a key after its own position
     starts_at_first_key: ClassVar[bool] = False  # whether every query's interval starts at the first key
     has_key_axis: ClassVar[bool] = False  # whether the mask holds a tensor with a column per key
     band: ClassVar[Band | None] = None  # the mask as a band of keys around each query, if it is one
-    lookback: ClassVar[int | None] = None  # how many keys back a query sees at most, its own included
+    lookback: ClassVar[int | None] = None  # maximum number of keys back that a query sees, its own included
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -147,14 +148,15 @@ class Mask:
                 "Give the class another name: a saved record finds a mask by the name of its class.",
             )
         _REGISTERED[cls.__name__] = cls
-        # torch.export takes a mask as an argument. A constant class would be compiled again for each tensor in it.
+        # torch.export takes a mask as an argument. If masks were pytree constants, each new tensor in a mask would
+        # recompile the graph.
         register_pytree_node(
             cls, _flatten_mask, partial(_unflatten_mask, cls), flatten_with_keys_fn=_flatten_mask_with_keys
         )
         if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
-            cls.band = None  # a parent's band does not describe a class that defines its own visibility
+            cls.band = None  # a class that defines its own visibility does not inherit a band
 
-    # ---- what a subclass defines
+    # ---- defined by subclasses
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return which keys each query may see.
@@ -172,19 +174,19 @@ class Mask:
         )
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the interval of keys [start, stop) that each query sees, or None where rows are not intervals.
+        """Return the interval of keys [start, stop) that each query sees; None if the mask is not intervals.
 
         Args:
             queries: (batch or 1, queries), int64, the position of each query among the keys.
             keys: number of keys.
 
         Returns:
-            start and stop, int64, broadcasting to (batch, queries); they may reach outside of [0, keys).
+            start and stop, int64, broadcasting to (batch, queries); values outside [0, keys] are allowed.
         """
         return None
 
     def select_sample(self, index: int) -> Mask:
-        """Return the mask of one sample of the batch, for a batch of one.
+        """Return the mask of sample `index`, for a batch of one.
 
         Args:
             index: which sample.
@@ -200,10 +202,10 @@ class Mask:
         )
 
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
-        """Return the mask of some heads, for a layer whose heads are split over processes.
+        """Return the mask of selected heads, for a layer whose heads are split over processes.
 
         Args:
-            select: returns, of a tensor (batch or 1, heads, queries or 1, keys or 1), the rows of these heads.
+            select: a function that slices a tensor (batch or 1, heads, queries or 1, keys or 1) to these heads.
 
         Raises:
             MaskError: the mask holds a tensor, and does not define this method.
@@ -220,10 +222,10 @@ class Mask:
             "Define it to return the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
         )
 
-    # ---- derived from these
+    # ---- derived from them
 
-    def tile(self, place: TilePositions) -> Tensor:
-        """Return which keys each query may see in one tile of the map.
+    def tile(self, tile: TilePositions) -> Tensor:
+        """Return which keys each query may see, for a tile of the attention map.
 
         Returns:
             bool, broadcasting to (batch, heads, rows, columns).
@@ -233,13 +235,13 @@ class Mask:
         tensor([[1, 0],
                 [1, 1]], dtype=torch.int32)
         """
-        cells = self.visible(place.positions, place.columns)
+        cells = self.visible(tile.positions, tile.columns)
         if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
             raise MaskError(
                 f"{type(self).__name__}.visible returned {describe_type(cells)}.",
                 "Return a bool tensor that broadcasts to (batch, heads, queries, keys), True = may be seen.",
             )
-        everywhere = place.everywhere()
+        everywhere = tile.everywhere()
         try:
             return cells & everywhere
         except RuntimeError as error:
@@ -249,51 +251,52 @@ class Mask:
                 "Compute it from the positions given: (.., queries, 1) and (.., 1, keys).",
             ) from error
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
-        """Return the interval of keys of each query, and the part of the mask that is not an interval.
+    def bounds(self, call: CallPositions) -> KeyBounds:
+        """Return the key interval of each query, and the remainder of the mask.
 
-        The bounds may be crossed (start > stop) where no key is visible.
+        If a query sees no key, start > stop is possible.
         """
-        interval = self.interval(extent.positions, extent.keys)
-        row = extent.positions[:1]
+        interval = self.interval(call.positions, call.keys)
+        row = call.positions[:1]
         if interval is None:
             whole = torch.zeros_like(row)
-            return KeyBounds(whole, whole + extent.keys, self)
+            return KeyBounds(whole, whole + call.keys, self)
         if not isinstance(interval, tuple) or len(interval) != 2:
             raise MaskError(
                 f"{type(self).__name__}.interval returned a {type(interval).__name__}.",
                 "Return two tensors, (start, stop), or None where rows are no intervals.",
             )
-        start, stop = (_clamp_to_keys(edge, extent.keys) for edge in interval)
+        start, stop = (_clamp_to_keys(edge, call.keys) for edge in interval)
         start, stop, _ = torch.broadcast_tensors(start, stop, row)  # torch.broadcast_shapes would import sympy
         return KeyBounds(start, stop)
 
     @property
     def defines_interval(self) -> bool:
-        """Whether each query sees one interval of keys, so that packing samples into one row costs nothing extra."""
+        """Whether the mask is one interval of keys per query."""
         return type(self).interval is not Mask.interval
 
     def name_and_fields(self) -> tuple[str, dict[str, object]]:
-        """Return the name of the class and the fields, which a record stores."""
+        """Return the class name and the fields of the mask, to be saved in a record."""
         return type(self).__name__, self.values()
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
-        """Return the interval [start, stop) of one query without creating a tensor, or None where that needs one."""
+        """Return the interval [start, stop) of one query at an int position; None if this needs a tensor."""
         return None
 
     def check_fits(self, size: CallSize) -> None:
-        """Check that the mask fits the sizes of a call.
+        """Raise a MaskError if the mask does not fit the sizes of a call.
 
         Raises:
-            MaskError: a tensor does not broadcast, or counts are for another batch or exceed the keys.
+            MaskError: a tensor of the mask does not broadcast, or token counts are for another batch or exceed the
+                keys.
         """
 
     def after_dropping_keys(self, count: int | Tensor) -> Mask:
         """Return this mask for a sequence whose first `count` keys were dropped.
 
         Args:
-            count: number of dropped keys, one for all samples or (batch,); -count keys are put back where it is
-                negative, and a mask with a `lookback` hides them.
+            count: number of dropped keys, an int or (batch,). If negative, -count keys are inserted before the first
+                key, and a mask with a `lookback` hides them.
 
         >>> from multihead import masks
         >>> (masks.Window(4) & masks.Prefix(10)).after_dropping_keys(7)
@@ -304,24 +307,24 @@ class Mask:
         return Shifted(self, count)
 
     def select_span(self, span: SampleSpan) -> Mask:
-        """Return this mask for the rows and columns of one sample, with positions counted from its first key."""
+        """Return this mask for the queries and keys of a span, with positions counted from its first key."""
         return self.select_sample(span.sample).after_dropping_keys(span.keys[0])
 
     def restrict_to_first_keys(self, count: int) -> Mask | None:
-        """Return this mask for the first `count` keys only, or None where the mask depends on the other keys."""
+        """Return this mask for the first `count` keys; None if it depends on other keys."""
         return self
 
     def without_documents(self) -> Mask:
-        """Return this mask without its `Documents`: what remains for each sample of a packed row."""
+        """Return this mask without its `Documents`, to be applied to each document separately."""
         return self
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether the mask holds tensors, whose values can change in place."""
+        """Whether the mask contains tensors, whose values can change in place."""
         return self.cache_key() is None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors in the fields of this mask and of the masks that it is made of."""
+        """Yield the tensors in the fields of this mask and of masks nested in it."""
         values = list(self.values().values())
         for value in values:
             if isinstance(value, Tensor):
@@ -332,9 +335,9 @@ class Mask:
                 values.extend(value)
 
     def cache_key(self) -> tuple[object, ...] | None:
-        """Return a key for caching results that depend on this mask, or None where it holds a tensor.
+        """Return a hashable key for caching results that depend on this mask; None if it contains a tensor.
 
-        Equal masks have equal keys. Every attention call computes a key, which is cheaper than hashing the mask.
+        Equal masks have equal keys. Each attention call computes the key, which is faster than hashing the mask.
         """
         key: list[object] = [type(self)]
         names = _field_names(type(self))
@@ -351,26 +354,26 @@ class Mask:
                     hash(value)
                 except TypeError as error:
                     raise MaskError(
-                        f"The field {name} of {type(self).__name__} is {value!r}, which can change, so that a plan "
-                        "made for it could not be looked up.",
+                        f"The field {name} of {type(self).__name__} is {value!r}, which is mutable, so that a plan "
+                        "made for it could not be cached.",
                         "Store a tuple, or a tensor.",
                     ) from error
             key.append(value)
         return tuple(key)
 
     def values(self) -> dict[str, object]:
-        """Return the fields of the mask, name -> value: equality compares them, and a saved record stores them."""
+        """Return name -> value of the mask's fields, used for equality and in saved records."""
         names = _field_names(type(self))
         return dict(vars(self)) if names is None else {name: getattr(self, name) for name in names}
 
-    # ---- how masks combine
+    # ---- combinations
 
     def __and__(self, other: Mask) -> Mask:
-        """Return the mask that shows a key only where both masks show it."""
+        """Return the mask in which a key is visible if both masks show it."""
         return _combine_masks(And, self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        """Return the mask that shows a key wherever one of the masks shows it."""
+        """Return the mask in which a key is visible if at least one of the masks shows it."""
         return _combine_masks(Or, self, other)
 
     def __eq__(self, other: object) -> bool:
@@ -384,7 +387,7 @@ class Mask:
 
 
 class _CombinedMask(Mask):
-    """A combination of masks, `And` or `Or`; `parts` are in the order of the expression."""
+    """A combination of masks, `And` or `Or`; `parts` are the combined masks."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str]
@@ -444,7 +447,7 @@ class _CombinedMask(Mask):
         return self._combine_parts(known) if len(known) == len(parts) else None
 
     def _combine_parts(self, parts: Iterable[Mask]) -> Mask:
-        """Combine parts by & or |; where all are parts of this mask, return it, because it has its band cached."""
+        """Combine parts by & or |; return this mask if they are its own parts, because its band is cached."""
         parts, kind = tuple(parts), type(self)
         if all(new is old for new, old in zip(parts, self.parts, strict=True)):
             return self
@@ -453,7 +456,7 @@ class _CombinedMask(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class And(_CombinedMask):
-    """A key is visible where every part shows it. Created by `&`."""
+    """A key is visible if all combined masks show it. Created by `&`."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str] = "&"
@@ -466,11 +469,11 @@ class And(_CombinedMask):
     def lookback(self) -> int | None:  # type: ignore[override]
         return min((part.lookback for part in self.parts if part.lookback is not None), default=None)
 
-    def tile(self, place: TilePositions) -> Tensor:
-        return reduce(torch.logical_and, (part.tile(place) for part in self.parts))
+    def tile(self, tile: TilePositions) -> Tensor:
+        return reduce(torch.logical_and, (part.tile(tile) for part in self.parts))
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
-        return reduce(_intersect_bounds, (part.bounds(extent) for part in self.parts))
+    def bounds(self, call: CallPositions) -> KeyBounds:
+        return reduce(_intersect_bounds, (part.bounds(call) for part in self.parts))
 
     @cached_property
     def band(self) -> Band | None:  # type: ignore[override]
@@ -495,7 +498,7 @@ class And(_CombinedMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Or(_CombinedMask):
-    """A key is visible where one of the parts shows it. Created by `|`."""
+    """A key is visible if at least one of the combined masks shows it. Created by `|`."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str] = "|"
@@ -509,12 +512,12 @@ class Or(_CombinedMask):
         known = [part.lookback for part in self.parts if part.lookback is not None]
         return max(known) if len(known) == len(self.parts) else None
 
-    def tile(self, place: TilePositions) -> Tensor:
-        return reduce(torch.logical_or, (part.tile(place) for part in self.parts))
+    def tile(self, tile: TilePositions) -> Tensor:
+        return reduce(torch.logical_or, (part.tile(tile) for part in self.parts))
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
-        """Join the parts' intervals; where two leave a gap, return their hull as bounds and the mask as remainder."""
-        intervals = [part.bounds(extent) for part in self.parts]
+    def bounds(self, call: CallPositions) -> KeyBounds:
+        """Join the parts' intervals; if there are gaps, return the hull as bounds and this mask as remainder."""
+        intervals = [part.bounds(call) for part in self.parts]
         whole = intervals[0]
         for part in intervals[1:]:
             left_empty, right_empty = whole.sees_nothing, part.sees_nothing
@@ -522,8 +525,8 @@ class Or(_CombinedMask):
             start = torch.where(left_empty, part.start, torch.where(right_empty, whole.start, lowest))
             stop = torch.where(left_empty, part.stop, torch.where(right_empty, whole.stop, highest))
             touching = left_empty | right_empty | (torch.maximum(whole.start, part.start) <= whole.stop.min(part.stop))
-            # Where values may not be read, two intervals certainly join if both start at the first key.
-            joined = bool(touching.all()) if extent.readable else self.starts_at_first_key
+            # If values cannot be read, the intervals are known to touch only if both start at the first key.
+            joined = bool(touching.all()) if call.readable else self.starts_at_first_key
             clean = joined and whole.remainder is None and part.remainder is None
             whole = KeyBounds(start, stop, None if clean else self)
         return whole
@@ -531,10 +534,7 @@ class Or(_CombinedMask):
 
 @dataclass(frozen=True, eq=False)
 class Shifted(Mask):
-    """A mask of a whole sequence, applied to the keys that remain after its first ones were dropped.
-
-    The first remaining key has position `offset`, one number or (batch,), in the whole sequence.
-    """
+    """A mask of a whole sequence, applied after its first `offset` keys were dropped, an int or (batch,)."""
 
     mask: Mask
     offset: int | Tensor
@@ -564,14 +564,14 @@ class Shifted(Mask):
         keys = size.keys if isinstance(self.offset, Tensor) else size.keys + self.offset
         self.mask.check_fits(CallSize(size.batch, size.heads, size.queries, keys, more))
 
-    def tile(self, place: TilePositions) -> Tensor:
-        return self.mask.tile(place.shifted(self.offset))
+    def tile(self, tile: TilePositions) -> Tensor:
+        return self.mask.tile(tile.shifted(self.offset))
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
+    def bounds(self, call: CallPositions) -> KeyBounds:
         offset = self.offset
         if isinstance(offset, Tensor):
-            offset = offset.to(extent.positions.device).view(-1, 1)
-        inner = self.mask.bounds(CallPositions(extent.positions + offset, extent.keys + offset, extent.readable))
+            offset = offset.to(call.positions.device).view(-1, 1)
+        inner = self.mask.bounds(CallPositions(call.positions + offset, call.keys + offset, call.readable))
         start, stop = (inner.start - offset).clamp(min=0), (inner.stop - offset).clamp(min=0)
         return KeyBounds(start, stop, None if inner.remainder is None else Shifted(inner.remainder, self.offset))
 
@@ -604,7 +604,7 @@ class Shifted(Mask):
 
 @dataclass(frozen=True, eq=False)
 class OfHeads(Mask):
-    """Some heads of a mask that holds no tensor to slice: the heads are taken from its tiles."""
+    """A mask restricted to some heads, by slicing its tiles; for masks that contain no tensor to slice."""
 
     mask: Mask
     heads: tuple[int, ...]
@@ -613,15 +613,15 @@ class OfHeads(Mask):
     def uses_positions(self) -> bool:  # type: ignore[override]
         return self.mask.uses_positions
 
-    def tile(self, place: TilePositions) -> Tensor:
-        return self.mask.tile(place)[:, list(self.heads)]
+    def tile(self, tile: TilePositions) -> Tensor:
+        return self.mask.tile(tile)[:, list(self.heads)]
 
 
 @dataclass(frozen=True, eq=False)
 class UnknownMask(Mask):
-    """Placeholder in a loaded record for a mask whose class is not defined: statistics can be read, maps cannot.
+    """Placeholder in a loaded record for a mask of an undefined class: statistics can be read, maps cannot be computed.
 
-    The fields are kept as the record has them, so that it can be saved again.
+    The fields are kept, so that the record can be saved again.
     """
 
     name: str
@@ -643,12 +643,12 @@ class UnknownMask(Mask):
         """Return None: no plan for this mask can be cached."""
 
     def check_fits(self, size: CallSize) -> None:
-        """Accept any size: nothing is known about the mask."""
+        """Accept any size, because the mask is unknown."""
 
-    def tile(self, place: TilePositions) -> Tensor:
+    def tile(self, tile: TilePositions) -> Tensor:
         raise self._not_defined_error()
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
+    def bounds(self, call: CallPositions) -> KeyBounds:
         raise self._not_defined_error()
 
     def _not_defined_error(self) -> MaskError:
@@ -664,25 +664,25 @@ _FIELD_NAMES: dict[type[Mask], tuple[str, ...] | None] = {}
 
 @constant_in_graphs  # a compiler can trace neither the fields of a dataclass nor a cache of functools
 def _field_names(kind: type[Mask]) -> tuple[str, ...] | None:
-    """Return the names of a dataclass's fields, or None where a mask is not a dataclass."""
+    """Return the field names of a mask class; None if it is not a dataclass."""
     if kind not in _FIELD_NAMES:
         _FIELD_NAMES[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
     return _FIELD_NAMES[kind]
 
 
 def _is_of_this_package(kind: type[Mask]) -> bool:
-    """Whether a class is one that a module of this package defines; an example in a docstring is not."""
+    """Whether a mask class is defined in a module of this package."""
     inside = kind.__module__.startswith("multihead.")
     return inside and getattr(sys.modules[kind.__module__], kind.__name__, None) is kind
 
 
 def find_mask_class(name: str) -> type[Mask] | None:
-    """Find the mask class of a name that a record stores; None where no such class is defined."""
+    """Return the mask class with a name stored in a record; None if there is no such class."""
     return _REGISTERED.get(name)
 
 
 def check_is_mask(mask: object) -> None:
-    """Check that an argument is a mask; a bare tensor is rejected because the meaning of its True is unknown."""
+    """Raise a MaskError if an argument is not a mask; in a bare tensor the meaning of True would be unknown."""
     if isinstance(mask, Tensor):
         raise MaskError(
             f"mask is a {mask.dtype} tensor of shape {tuple(mask.shape)}, and the meaning of its values is ambiguous.",

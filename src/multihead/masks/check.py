@@ -1,4 +1,4 @@
-"""For authors of masks: draw a mask, and check that its attributes and `interval` agree with `visible`."""
+"""Tools for authors of masks: draw a mask, and check that its attributes and `interval` agree with `visible`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.base import Mask, check_is_mask
-from multihead.masks.place import CallPositions, CallSize, TilePositions
+from multihead.masks.positions import CallPositions, CallSize, TilePositions
 
 
 def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
     """Check that `interval` and the attributes of a mask agree with `visible`, in every cell of small calls.
 
-    The call is repeated with the first query at several positions among the keys. A check takes queries x keys memory.
+    Several positions of the first query are checked. This takes queries x keys memory.
 
     Args:
-        mask: any mask, usually one of your own, or a combination with it.
+        mask: the mask to check, usually user-defined.
         queries: number of queries.
         keys: number of keys.
 
     Raises:
-        MaskError: one of them disagrees with `visible`; it names the first query and key.
+        MaskError: `interval` or an attribute disagrees with `visible`; the error names the first query and key.
 
     >>> from multihead import masks
     >>> masks.check(masks.Causal() & masks.Window(3))
@@ -39,10 +39,10 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
     """
     check_is_mask(mask)
     for start in sorted({0, 1, max(keys - queries, 0), keys // 2, keys}):
-        place = TilePositions.of(queries, keys, query_start=start)
-        visible = mask.tile(place)  # (batch or 1, heads or 1, queries, keys)
+        tile = TilePositions.of(queries, keys, query_start=start)
+        visible = mask.tile(tile)  # (batch or 1, heads or 1, queries, keys)
         mask.check_fits(CallSize(visible.shape[0], visible.shape[1], queries, keys))
-        for name, claimed in _claims_of_mask(mask, place, start, visible):
+        for name, claimed in _visibility_by_attribute(mask, tile, start, visible):
             differs = (claimed != visible).nonzero()
             if len(differs):
                 sample, head, query, key = differs[0].tolist()
@@ -52,18 +52,20 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
                 raise MaskError(
                     f"{type(mask).__name__}.{name} {says} key {key} {preposition} query {query}, and visible {instead} "
                     f"it (query_start={start}).",
-                    "Make both mean the same.",
+                    "Change one of them so that both agree.",
                 )
 
 
-def _claims_of_mask(mask: Mask, place: TilePositions, start: int, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each attribute of a mask, and the cells (batch, heads, queries, keys) that it says are visible."""
+def _visibility_by_attribute(
+    mask: Mask, tile: TilePositions, start: int, visible: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each attribute of a mask, and the visibility (batch, heads, queries, keys) that it implies."""
     queries, keys = visible.shape[2:]
-    positions, columns = place.positions, place.columns
+    positions, columns = tile.positions, tile.columns
     bounds = mask.bounds(CallPositions(positions.view(1, -1), keys, readable=True))
     first, stop = (edge[:, None, :, None] for edge in (bounds.start, bounds.stop))
     inside = (columns >= first) & (columns < stop)
-    yield "interval", inside if bounds.remainder is None else inside & bounds.remainder.tile(place)
+    yield "interval", inside if bounds.remainder is None else inside & bounds.remainder.tile(tile)
     intervals = [mask.interval_at(start + query, keys) for query in range(queries)]
     if None not in intervals:
         edges = torch.tensor(intervals).view(1, 1, queries, 2)
@@ -74,9 +76,9 @@ def _claims_of_mask(mask: Mask, place: TilePositions, start: int, visible: Tenso
         near = near if before < 0 else near & (columns >= positions - before)
         yield "band", near if after < 0 else near & (columns <= positions + after)
     if not mask.uses_positions:
-        yield "uses_positions = False", mask.tile(TilePositions(positions + 1, place.rows, columns))
+        yield "uses_positions = False", mask.tile(TilePositions(positions + 1, tile.rows, columns))
     if mask.translation_invariant:
-        yield "translation_invariant", mask.tile(place.shifted(1))
+        yield "translation_invariant", mask.tile(tile.shifted(1))
     if mask.sees_no_later_key:
         yield "sees_no_later_key", visible & (columns <= positions)
     if mask.lookback is not None:
@@ -90,8 +92,8 @@ def picture(mask: Mask, *, queries: int = 5, keys: int = 5, query_start: int | T
 
     Args:
         mask: any mask.
-        queries: how many queries to draw.
-        keys: how many keys to draw.
+        queries: number of queries to draw.
+        keys: number of keys to draw.
         query_start: position of the first query among the keys.
 
     >>> from multihead import masks

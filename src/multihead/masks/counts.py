@@ -1,4 +1,4 @@
-"""Token counts inside masks: lengths of samples, documents and prefixes, as ints or as an integer tensor."""
+"""Check and convert token counts in masks (lengths of samples, documents and prefixes), given as ints or a tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import MaskError
-from multihead.masks.place import CallSize
+from multihead.masks.positions import CallSize
 from multihead.tensors.shapes import FURTHEST
 from multihead.tensors.tracing import can_read_values
 
@@ -19,7 +19,7 @@ Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 def checked_counts(
     given: object, name: str, form: str, *, dims: tuple[int, ...] = (1, 2), ragged: bool = False
 ) -> Ints | Tensor:
-    """Check lengths when a mask is created: integers, none negative, with a permitted number of dimensions."""
+    """Check the lengths of a new mask: non-negative integers with `dims` dimensions; return ints or a tensor."""
     if isinstance(given, Tensor):
         if given.is_floating_point() or given.dtype == torch.bool or given.dim() not in dims:
             raise MaskError(
@@ -47,7 +47,7 @@ def checked_counts(
 
 
 def _smallest_count(counts: Tensor) -> int:
-    """Return the smallest count, 0 where there are none; few counts are read as a list, which is faster."""
+    """Return the smallest count, or 0 if there are no counts; few counts are read as a list, which is faster."""
     if counts.numel() > 64:
         return int(counts.min())
     return min(counts.flatten().tolist(), default=0)
@@ -76,7 +76,7 @@ def as_tensor(counts: object, device: torch.device | str) -> Tensor:
 
 
 def shape_of_counts(counts: object) -> tuple[int, ...]:
-    """Return the shape of counts."""
+    """Return the shape of counts given as an int, nested sequences or a tensor."""
     if isinstance(counts, Tensor):
         return tuple(counts.shape)
     if not isinstance(counts, tuple):
@@ -85,7 +85,7 @@ def shape_of_counts(counts: object) -> tuple[int, ...]:
 
 
 def check_rows_per_sample(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
-    """Check that counts have one row per sample, or one row for all."""
+    """Raise a MaskError unless counts of this shape have one row per sample, or one row for all samples."""
     if shape[0] not in (1, size.batch):
         raise MaskError(
             f"{mask!r} has lengths for {shape[0]} samples, and the batch has {size.batch}.", "Give one row per sample."
@@ -93,9 +93,10 @@ def check_rows_per_sample(mask: object, shape: tuple[int, ...], size: CallSize) 
 
 
 def check_counts_within_keys(mask: object, counts: object, size: CallSize, *, summed: bool = False) -> None:
-    """Check that no count, or no sum of a row (`summed`), exceeds the number of keys, where values can be read.
+    """Raise a MaskError if a count, or with `summed` the sum of a row, exceeds the number of keys.
 
-    In a graph, and on an accelerator where reading would make the host wait, intervals are clamped instead.
+    Values that cannot be read without waiting (in a graph, on an accelerator) are not checked; intervals are clamped
+    instead.
     """
     if (
         size.more_keys_later
@@ -103,7 +104,7 @@ def check_counts_within_keys(mask: object, counts: object, size: CallSize, *, su
         or (isinstance(counts, Tensor) and not can_read_values(counts.device))
     ):
         return
-    longest = _longest_count(counts, summed=summed)
+    longest = _largest_count(counts, summed=summed)
     if longest > size.keys:
         what = f"documents of {longest} tokens in total" if summed else f"a length of {longest} tokens"
         raise MaskError(
@@ -114,7 +115,7 @@ def check_counts_within_keys(mask: object, counts: object, size: CallSize, *, su
         )
 
 
-def _longest_count(counts: object, *, summed: bool) -> int:
+def _largest_count(counts: object, *, summed: bool) -> int:
     """Return the largest count, or the largest sum of a row; ints are compared without creating a tensor."""
     if isinstance(counts, Tensor):
         return int((counts.sum(-1) if summed else counts).max())
@@ -125,7 +126,7 @@ def _longest_count(counts: object, *, summed: bool) -> int:
 
 
 def counts_after_dropping(counts: object, count: int | Tensor) -> Tensor:
-    """Subtract the keys dropped at the beginning, one number or (batch,), from counts (), (batch,) or (batch, n)."""
+    """Subtract the number of dropped first keys, an int or (batch,), from counts (), (batch,) or (batch, n)."""
     held = as_tensor(counts, device_of_counts(counts, count))
     if isinstance(count, Tensor):
         count = count[:, None] if held.dim() == 2 else count
@@ -133,13 +134,13 @@ def counts_after_dropping(counts: object, count: int | Tensor) -> Tensor:
 
 
 def device_of_counts(counts: object, count: int | Tensor) -> torch.device | str:
-    """Return the device on which a number of dropped keys is subtracted from counts."""
+    """Return the device of `count` if it is a tensor, else of counts; "cpu" for ints."""
     given = count if isinstance(count, Tensor) else counts
     return given.device if isinstance(given, Tensor) else "cpu"
 
 
 def repr_of_value(value: object) -> str:
-    """Return the repr of a value, with a tensor shortened to its dtype and shape."""
+    """Return the repr of a value; a tensor is shortened to its dtype and shape."""
     if isinstance(value, Tensor):
         return f"<{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}>"
     return repr(value)

@@ -1,4 +1,4 @@
-"""Masks by distance alone: every key, no later key, or the keys near a query."""
+"""Masks that depend only on the distance from query to key: `Full`, `Causal` and `Window`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Full(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
-    """A query sees the key at its own position and those before it.
+    """A query sees the key at its own position and all keys before it.
 
     The position of query i among the keys is `query_start + i`.
 
@@ -74,9 +74,9 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
-    """A query sees `size` keys, its own and the `size - 1` before it, and `after` keys after it.
+    """A query sees `size` keys (its own and the `size - 1` keys before it), and `after` keys after it.
 
-    Libraries count windows differently; this is Hugging Face's count (ONNX excludes the query's own key).
+    Libraries count windows differently: `size` includes the query's own key, as in Hugging Face and unlike in ONNX.
 
     >>> from multihead import masks
     >>> print(masks.picture(Window(3)))
@@ -114,7 +114,7 @@ class Window(Mask):
 
     @property
     def _keys_before_and_after(self) -> tuple[int, int]:
-        """The number of keys before and after its own that a query sees, clamped so that sums do not overflow."""
+        """The numbers of keys that a query sees before and after its own key, clamped so that sums do not overflow."""
         return min(self.size - 1, FURTHEST), min(self.after, FURTHEST)
 
     @cached_property

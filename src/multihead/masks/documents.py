@@ -20,16 +20,17 @@ from multihead.masks.counts import (
     shape_of_counts,
 )
 from multihead.masks.distance import Full
-from multihead.masks.place import CallSize, SampleSpan
+from multihead.masks.positions import CallSize, SampleSpan
 
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Documents follow one another in a row; a query sees the keys of its own document.
+    """A sequence of consecutive documents; a query sees the keys of its own document.
 
     Args:
-        lengths: ints or an integer tensor, (documents,) for all samples or (batch, documents), tokens.
-            A document of length 0 holds no tokens. A position past the last document sees no key, and no query sees it.
+        lengths: numbers of tokens, ints or an integer tensor: (documents,) for all samples, or (batch, documents). A
+            document of length 0 holds no tokens. A query past the last document sees no key, and no query sees a key
+            there.
 
     Raises:
         MaskError: a length is negative or not an integer, or the lengths have another number of dimensions.
@@ -93,22 +94,24 @@ class Documents(Mask):
     def select_span(self, span: SampleSpan) -> Mask:
         documents, first_key = self.select_sample(span.sample), span.keys[0]
         starts = as_tensor(documents.lengths, "cpu").cumsum(-1).tolist()
-        if first_key and first_key not in starts:  # a query before that key may belong to the document cut there
+        if (
+            first_key and first_key not in starts
+        ):  # a query before the first key may belong to the document that the span cuts
             return Shifted(documents, first_key)
         return documents.after_dropping_keys(first_key)
 
     def restrict_to_first_keys(self, count: int) -> None:
-        """Return None: documents that end past the last key would lose the queries there."""
+        """Return None: documents may extend past the first `count` keys, and their queries would be lost."""
 
     def without_documents(self) -> Full:
         return Full()
 
 
 def document_of(positions: Tensor, lengths: Tensor) -> Tensor:
-    """Return the index of the document that each position lies in, -1 outside all documents.
+    """Return the index of the document of each position, -1 outside all documents.
 
-    Positions are (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n), and so is the result; lengths, in tokens, are
-    (documents,) or (batch, documents).
+    Positions and result are (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n); lengths, in tokens, are (documents,) or
+    (batch, documents).
     """
     ends = lengths.cumsum(-1)
     rows = len(ends) if ends.dim() == 2 and len(positions) == 1 else len(positions)  # either may be 0

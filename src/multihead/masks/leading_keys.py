@@ -1,4 +1,4 @@
-"""A mask shifted by leading keys that every query sees, such as the learned key of add_bias_kv."""
+"""A mask preceded by leading keys that every query sees, such as the learned key of add_bias_kv."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import KeyBounds, Mask, check_is_mask
-from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 
 
 @dataclass(frozen=True, eq=False)
 class LeadingKeys(Mask):
-    """Every query sees the first `count` keys; `mask` applies to the keys after them, counted from there.
+    """Every query sees the first `count` keys; `mask` applies to the keys after them, numbered from 0.
 
-    The query at position p, counted from the first leading key, has the position p - count in `mask`.
+    A query at position p has position p - count in `mask`.
 
     Args:
-        count: how many leading keys every query sees.
+        count: number of leading keys.
         mask: which of the other keys are visible.
 
     >>> from multihead import masks
@@ -39,7 +39,7 @@ class LeadingKeys(Mask):
 
     @property
     def uses_positions(self) -> bool:  # type: ignore[override]
-        """Whether a query's position changes which of the other keys it sees."""
+        """Whether `mask` depends on the query's position."""
         return self.mask.uses_positions
 
     @property
@@ -51,23 +51,23 @@ class LeadingKeys(Mask):
         keys = size.keys - self.count
         self.mask.check_fits(CallSize(size.batch, size.heads, size.queries, keys, size.more_keys_later))
 
-    def tile(self, place: TilePositions) -> Tensor:
-        leading = place.columns < self.count
-        return leading | (self.mask.tile(place.shifted(-self.count)) & ~leading)
+    def tile(self, tile: TilePositions) -> Tensor:
+        leading = tile.columns < self.count
+        return leading | (self.mask.tile(tile.shifted(-self.count)) & ~leading)
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
-        """Shift the intervals by the leading keys; intervals that start later leave a gap and become a remainder."""
-        keys = extent.keys - self.count
-        # A slice of the mask may end within the leading keys.
-        if extent.readable and not isinstance(keys, Tensor) and keys <= 0:
-            nothing = torch.zeros_like(extent.positions)
-            return KeyBounds(nothing, nothing + extent.keys)
-        inner = self.mask.bounds(CallPositions(extent.positions - self.count, keys, extent.readable))
+    def bounds(self, call: CallPositions) -> KeyBounds:
+        """Extend the intervals of `mask` to the leading keys; if this leaves gaps, the mask becomes the remainder."""
+        keys = call.keys - self.count
+        # If a span of this mask was selected, its keys may all be leading keys.
+        if call.readable and not isinstance(keys, Tensor) and keys <= 0:
+            nothing = torch.zeros_like(call.positions)
+            return KeyBounds(nothing, nothing + call.keys)
+        inner = self.mask.bounds(CallPositions(call.positions - self.count, keys, call.readable))
         if not self.count:
             return inner
         empty = inner.sees_nothing
         stop = inner.stop.masked_fill(empty, 0) + self.count
-        all_at_first = extent.readable and bool((empty | (inner.start == 0)).all())
+        all_at_first = call.readable and bool((empty | (inner.start == 0)).all())
         touching = all_at_first or self.mask.starts_at_first_key
         clean = touching and inner.remainder is None
         return KeyBounds(torch.zeros_like(stop), stop, None if clean else self)

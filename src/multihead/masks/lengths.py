@@ -1,4 +1,4 @@
-"""The first keys only: those within a sample's length, or a prefix that every query sees."""
+"""Masks that show the first keys: `Lengths` per sample, and `Prefix` for all queries."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from multihead.masks.counts import (
     repr_of_value,
     shape_of_counts,
 )
-from multihead.masks.place import CallSize, SampleSpan, TilePositions
+from multihead.masks.positions import CallSize, SampleSpan, TilePositions
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths(Mask):
-    """A query sees the first `lengths` keys: one length per sample, or one per sample and query.
+    """A query sees the first `lengths` keys, with one length per sample, or per sample and query.
 
     Args:
-        lengths: ints or an integer tensor, (batch,) or (batch, queries), tokens.
+        lengths: numbers of tokens, ints or an integer tensor: (batch,) or (batch, queries).
 
     Raises:
         MaskError: a length is negative or not an integer, or the lengths have another number of dimensions.
@@ -71,11 +71,11 @@ class Lengths(Mask):
             )
         check_counts_within_keys(self, self.lengths, size)
 
-    def tile(self, place: TilePositions) -> Tensor:
-        lengths = as_tensor(self.lengths, place.columns.device)
+    def tile(self, tile: TilePositions) -> Tensor:
+        lengths = as_tensor(self.lengths, tile.columns.device)
         if lengths.dim() == 1:
-            return place.everywhere() & (place.columns < lengths.view(-1, 1, 1, 1))
-        return place.columns < lengths[:, place.rows.flatten()][:, None, :, None]
+            return tile.everywhere() & (tile.columns < lengths.view(-1, 1, 1, 1))
+        return tile.columns < lengths[:, tile.rows.flatten()][:, None, :, None]
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
         lengths = as_tensor(self.lengths, queries.device)
@@ -109,7 +109,7 @@ class Prefix(Mask):
     """Every query sees the first `length` keys: `Causal() | Prefix(n)` is a prefix LM with a prompt of n tokens.
 
     Args:
-        length: an int for all samples, or ints or an integer tensor (batch,), tokens.
+        length: number of tokens, an int for all samples, or ints or an integer tensor (batch,).
 
     Raises:
         MaskError: a length is negative or not an integer, or the lengths have another number of dimensions.
@@ -170,4 +170,4 @@ class Prefix(Mask):
         return Prefix(max(length - span.keys[0], 0))
 
     def restrict_to_first_keys(self, count: int) -> None:
-        """Return None: the prefix may be longer than these keys."""
+        """Return None: the prefix may be longer than `count` keys."""

@@ -13,7 +13,7 @@ from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.counts import repr_of_value
 from multihead.masks.distance import Full
-from multihead.masks.place import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 from multihead.tensors.shapes import describe_type
 
 AXES = ("batch", "heads", "queries", "keys")
@@ -55,12 +55,12 @@ class _TensorMask(Mask):
         return self.four_dimensional().shape[3] > 1
 
     def four_dimensional(self) -> Tensor:
-        """Return the tensor with size 1 for every axis that is not named: (batch, heads, queries, keys)."""
+        """Return the tensor as (batch, heads, queries, keys), with size 1 for axes that are not in `axes`."""
         sizes = dict(zip(self.axes.split(), self.tensor.shape, strict=True))
         return self.tensor.reshape([sizes.get(axis, 1) for axis in AXES])
 
     def kept(self) -> Tensor:
-        """Return the cells that may be seen: bool, (batch or 1, heads or 1, queries or 1, keys or 1)."""
+        """Return where keys are visible: bool, (batch or 1, heads or 1, queries or 1, keys or 1)."""
         return self.four_dimensional()
 
     def check_fits(self, size: CallSize) -> None:
@@ -72,30 +72,30 @@ class _TensorMask(Mask):
                     f"Give a tensor that broadcasts to (batch, heads, queries, keys) = {tuple(sizes.values())}.",
                 )
 
-    def tile(self, place: TilePositions) -> Tensor:
-        cells = self.kept().to(place.columns.device)
+    def tile(self, tile: TilePositions) -> Tensor:
+        cells = self.kept().to(tile.columns.device)
         if cells.shape[2] > 1:
-            cells = cells[:, :, place.rows.flatten()]
+            cells = cells[:, :, tile.rows.flatten()]
         if cells.shape[3] > 1:
-            # Leading keys, which other masks see at negative positions, have no column here.
-            cells = cells[:, :, :, place.columns.flatten().clamp(min=0)]
-        return cells.expand(-1, -1, place.rows.numel(), place.columns.numel())
+            # Leading keys have negative positions and no column; their values are not used.
+            cells = cells[:, :, :, tile.columns.flatten().clamp(min=0)]
+        return cells.expand(-1, -1, tile.rows.numel(), tile.columns.numel())
 
-    def bounds(self, extent: CallPositions) -> KeyBounds:
-        """Bound each row by its first and last visible key; the mask remains where there are gaps between them."""
-        # In torch.jit.trace, sizes are tensors without dimensions.
-        differs = isinstance(extent.keys, Tensor) and extent.keys.dim()
-        keys: int = self.four_dimensional().shape[3] if differs else extent.keys  # type: ignore[assignment]
-        cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, keys)
+    def bounds(self, call: CallPositions) -> KeyBounds:
+        """Return each query's interval from first to last visible key, and the mask as remainder if there are gaps."""
+        # In torch.jit.trace, sizes are 0-dimensional tensors.
+        differs = isinstance(call.keys, Tensor) and call.keys.dim()
+        keys: int = self.four_dimensional().shape[3] if differs else call.keys  # type: ignore[assignment]
+        cells = self.kept().to(call.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
-        # Padded with 1, so that argmax finds an end also where no key is visible.
+        # Padded with 1, so that argmax finds an end even if no key is visible.
         edged = torch.nn.functional.pad(cells.int(), (1, 1), value=1)
         first, stop = edged[..., 1:].argmax(-1), keys - edged[..., :-1].flip(-1).argmax(-1)
-        whole = extent.readable and bool((count == (stop - first).clamp(min=0)).all())
+        whole = call.readable and bool((count == (stop - first).clamp(min=0)).all())
         hull_first, hull_stop = first.amin(1), stop.amax(1)
         if whole and first.shape[1] > 1:
             whole = bool((first == hull_first[:, None]).all() & (stop == hull_stop[:, None]).all())
-        size = (-1, extent.positions.shape[1])
+        size = (-1, call.positions.shape[1])
         return KeyBounds(hull_first.expand(size), hull_stop.expand(size), None if whole else self)
 
     def select_sample(self, index: int) -> Self:
@@ -139,7 +139,7 @@ class Keep(_TensorMask):
 
     Args:
         tensor: bool, broadcasting to (batch, heads, queries, keys).
-        axes: the names of its axes where it has fewer than four, for example "batch keys".
+        axes: the names of its axes if it has fewer than four, for example "batch keys".
 
     Raises:
         MaskError: the tensor is not boolean, or its axes are not named.
@@ -160,7 +160,7 @@ class Drop(_TensorMask):
 
     Args:
         tensor: bool, broadcasting to (batch, heads, queries, keys).
-        axes: the names of its axes where it has fewer than four, for example "batch keys".
+        axes: the names of its axes if it has fewer than four, for example "batch keys".
 
     Raises:
         MaskError: the tensor is not boolean, or its axes are not named.

@@ -143,7 +143,7 @@ def transformers_attention(
         )
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding converted them to float32
-    if "held_heads" in module.__dict__:  # `parallelize` split the layer
+    if "rank_heads" in module.__dict__:  # `parallelize` split the layer
         key, value, s_aux = slice_to_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
     if isinstance(attention_mask, LazyMask) and attention_mask.keys != keys:

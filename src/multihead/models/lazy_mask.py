@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from multihead.errors import ModelError
 from multihead.masks import Full, Keep, Mask
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 
 _KEYS_AXIS = 3
 _FULL = Full()

@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.tensors.shapes import FURTHEST
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import scores, seen, without_autocast
+from multihead.kernels.dense_tile import scores, visible_cells, without_autocast
 from multihead.kernels.reference import softmax
 from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
 from multihead.probes.tile import tile
@@ -197,7 +197,7 @@ def _compute_weights(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
     if not _is_differentiable(request) and not is_traced():
         return tile(request, logsumexp).to(request.shape.dtype)
     with without_autocast(request.shape.device):
-        cells = scores(request, hidden=~seen(request))
+        cells = scores(request, hidden=~visible_cells(request))
         return softmax(cells, request.sinks)[0].to(request.shape.dtype)
 
 

@@ -128,7 +128,7 @@ class _Explanations:
     by_name: dict[str, Explanation]
     wanted: frozenset[Part] = frozenset()
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         """Store the explanation of a call if it is the first one of its layer."""
         origin = call.request.origin
         if origin is not None and (name := self.names.get(id(origin.layer))) is not None and name not in self.by_name:

@@ -18,8 +18,8 @@ from multihead.kernels.dense_tile import first_key_of_samples
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit
-from multihead.layer.sharding import HeldHeads, held_heads
-from multihead.masks.place import SampleSpan
+from multihead.layer.sharding import RankHeads, rank_heads
+from multihead.masks.positions import SampleSpan
 from multihead.models import huggingface, pretrained
 from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
@@ -149,7 +149,7 @@ class Recorder:
         return self.measuring.probes
 
     @torch.no_grad()
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         """Add an attention call to the record if a layer of the model made it; called by the kernels."""
         request, caller = call.request, call.request.origin
         if caller is None or id(caller.layer) not in self.names:
@@ -162,8 +162,8 @@ class Recorder:
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
         crosses = pretrained.is_cross_attention_call(caller, self.names[id(module)])
         if continued is not None:
-            offset, crosses = continued.key_start, continued.position is not None
-        text = name, None if continued is None else continued.text
+            offset, crosses = continued.key_start, continued.first_query is not None
+        text = name, None if continued is None else continued.sequence
         sequence = sequence_split.active
         previous = self._previous.get(text)
         if previous is not None and not (window or self._continues_call(call, previous, offset, crosses=crosses)):
@@ -177,8 +177,8 @@ class Recorder:
         if crosses and not request.mask.uses_positions:
             # In cross-attention queries are numbered from the start of their own sequence.
             start: int | Tensor = 0 if previous is None else previous.query_stop
-            if continued is not None and continued.position is not None:
-                start = continued.position
+            if continued is not None and continued.first_query is not None:
+                start = continued.first_query
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.attended))
         state = _PreviousCall.from_call(call, offset, crosses=crosses)
@@ -375,7 +375,7 @@ class Recorder:
                 _find_tokens_on_rank(sequence.chunks(length), each) for each in (span.queries, span.keys)
             )
             sample = self._sample_factory(layer.name)()
-            if sequence.rank_and_ranks[1] > 1:
+            if sequence.rank_and_world_size[1] > 1:
                 sample.split = TokensOfRank(
                     tuple(each.relative for each in queries), tuple(each.relative for each in own_keys)
                 )
@@ -473,8 +473,8 @@ class Recorder:
         if request.continued is not None and request.continued.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
             real = token < request.continued.lengths[:, None]
-        elif request.origin is not None and request.origin.real is not None:
-            real = request.origin.real
+        elif request.origin is not None and request.origin.unpadded_queries is not None:
+            real = request.origin.unpadded_queries
             if request.origin.crosses is False and request.shape.key_length == request.shape.query_length:
                 padding = real
         elif keys is not None:
@@ -738,10 +738,10 @@ def _rank_part_of_layer(
     module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None
 ) -> LayerPartOfRank | None:
     """Return which heads and tokens of a layer this process computes; None if it computes all."""
-    held = held_heads(module, request.shape.head_dim)
-    rank, ranks = (0, 1) if sequence is None else sequence.rank_and_ranks
+    held = rank_heads(module, request.shape.head_dim)
+    rank, ranks = (0, 1) if sequence is None else sequence.rank_and_world_size
     if held is None:
         heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
-        held = HeldHeads((0, heads), heads, (0, kv_heads), kv_heads)
+        held = RankHeads((0, heads), heads, (0, kv_heads), kv_heads)
     split = LayerPartOfRank(*held, rank, ranks)
     return None if split.is_whole else split

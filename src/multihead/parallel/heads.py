@@ -8,7 +8,7 @@ from torch import nn
 
 from multihead.errors import ArgumentError
 from multihead.layer import MultiHeadAttention
-from multihead.layer.sharding import HeldHeads, ShardGroup, check_heads_divide, check_splittable
+from multihead.layer.sharding import RankHeads, ShardGroup, check_heads_divide, check_splittable
 from multihead.parallel.exchange import Ranks
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,7 +66,7 @@ def parallelize(module: M, mesh: Any) -> M:
     for name, plan in plans.items():
         layer = module.get_submodule(name)
         if not isinstance(layer, MultiHeadAttention):
-            _store_held_heads(layer, mesh, ranks)
+            _store_rank_heads(layer, mesh, ranks)
         parallelize_module(layer, mesh, plan)
     return module
 
@@ -164,16 +164,16 @@ def _splittable_transformers_layer(name: str, module: nn.Module) -> _Transformer
     )
 
 
-def _store_held_heads(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
-    """Store in a layer of transformers which heads this rank computes (`held_heads`), and split its sinks.
+def _store_rank_heads(module: nn.Module, mesh: Any, ranks: Ranks) -> None:
+    """Store in a layer of transformers which heads this rank computes (`rank_heads`), and split its sinks.
 
-    To be called before the projections are split. The attention function reads `held_heads`.
+    To be called before the projections are split. The attention function reads `rank_heads`.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     heads, kv_heads = _count_heads(module)
-    of_rank: Any = HeldHeads.of_rank(ranks.rank, ranks.size, heads, kv_heads)
-    module.held_heads, module.held_group = of_rank, ShardGroup(mesh, 0)  # type: ignore[assignment]
+    of_rank: Any = RankHeads.of_rank(ranks.rank, ranks.size, heads, kv_heads)
+    module.rank_heads, module.shard_group = of_rank, ShardGroup(mesh, 0)  # type: ignore[assignment]
     sinks = module._parameters.get("sinks")  # noqa: SLF001 - most layers have none
     if sinks is not None:
         module.register_parameter("sinks", nn.Parameter(distribute_tensor(sinks.detach(), mesh, [Shard(0)])))

@@ -16,7 +16,7 @@ from multihead.kernels.dense_tile import first_key_of_samples, working_dtype
 from multihead.kernels.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import CallPositions, TilePositions
+from multihead.masks.positions import CallPositions, TilePositions
 from multihead.parallel.exchange import comparable_value
 from multihead.parallel.layout import Layout, Range
 from multihead.tensors.shapes import AttentionShape

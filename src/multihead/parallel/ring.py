@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multihead.functional import attend
-from multihead.kernels.call import AttentionRequest, AttentionResult, DropoutPart, DropoutPlace
+from multihead.kernels.call import AttentionRequest, AttentionResult, DropoutOffset, DropoutSlice
 from multihead.kernels.choose import plan_call
 from multihead.kernels.dense_tile import without_qkv, working_dtype
 from multihead.kernels.native import kernel as native
@@ -29,7 +29,7 @@ from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_tok
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedStatistics, measure_over_keys
 from multihead.parallel.plan import MapPiece, RingPlan, RingStep
-from multihead.scores.bias import Bias, part_of_bias, values_of, with_values
+from multihead.scores.bias import Bias, slice_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
 from multihead.tensors.shapes import AttentionShape
 
@@ -134,7 +134,7 @@ class PieceTensors(NamedTuple):
         # Only statistics of distances use the position of the queries.
         start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
         return replace(
-            ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part, query_start=start
+            ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, dropout_slice=part, query_start=start
         )
 
 
@@ -341,19 +341,19 @@ def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bi
     """Slice q, k, v and the bias to one piece of the attention map."""
     part = None
     if bias is not None and ring.request.bias is not None:
-        part = part_of_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
+        part = slice_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
     return PieceTensors(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
 
 
-def dropout_of_piece(request: AttentionRequest, **place: int) -> DropoutPart | None:
-    """Return the dropout seed of a call with the offset `place` of a piece (a `DropoutPlace`); None without dropout."""
-    return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
+def dropout_of_piece(request: AttentionRequest, **place: int) -> DropoutSlice | None:
+    """Return the dropout of a piece that starts at `place` (the fields of `DropoutOffset`); None without dropout."""
+    return None if request.dropout_slice is None else DropoutSlice(request.dropout_slice.seed, DropoutOffset(**place))
 
 
 def _add_bias_gradient(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
     """Add the bias gradient of a piece to the gradient `total` of the whole bias, whose key axis may have size 1."""
     part = with_values(ring.request.bias, total)  # type: ignore[arg-type]
-    target = values_of(part_of_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
+    target = values_of(slice_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
     target += gradient.sum_to_size(target.shape).to(target.dtype)
 
 

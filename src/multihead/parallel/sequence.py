@@ -17,8 +17,8 @@ from multihead.kernels.call import (
     AttentionCall,
     AttentionRequest,
     AttentionResult,
-    DropoutPart,
-    DropoutPlace,
+    DropoutOffset,
+    DropoutSlice,
     listeners,
     publish,
     wanted_parts,
@@ -29,7 +29,7 @@ from multihead.kernels.plan.bounds import key_bounds
 from multihead.kernels.sequence_split import RankWork, use_split
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
-from multihead.masks.place import CallSize
+from multihead.masks.positions import CallSize
 from multihead.parallel.exchange import (
     Ranks,
     compare_calls,
@@ -52,7 +52,7 @@ from multihead.parallel.plan import (
     work_per_rank,
 )
 from multihead.parallel.ring import Ring, dropout_of_piece, slice_piece
-from multihead.scores.bias import part_of_bias, values_of, with_values
+from multihead.scores.bias import slice_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
 
@@ -263,7 +263,7 @@ class _SplitOverRanks:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
 
     @property
-    def rank_and_ranks(self) -> tuple[int, int]:
+    def rank_and_world_size(self) -> tuple[int, int]:
         return self.ranks.rank, self.ranks.size
 
     def chunks(self, length: int) -> tuple[Range, ...]:
@@ -290,7 +290,7 @@ class _SplitOverRanks:
             request = replace(request, wanted=wanted_parts())
         seed = self._compare_with_ranks(request, planned, chosen.strategy, observed=observed)
         if request.dropout:
-            request, kernel = replace(request, part=DropoutPart(seed, DropoutPlace())), "native"
+            request, kernel = replace(request, dropout_slice=DropoutSlice(seed, DropoutOffset())), "native"
         if chosen.strategy == "ring":
             found = Ring(self.ranks, planned, request, kernel).attend()
         elif chosen.strategy == "ulysses":
@@ -455,8 +455,8 @@ class _SplitOverRanks:
                 v=of_v,
                 shape=AttentionShape.of(q, of_k, of_v),
                 mask=MapBlockMask(request.mask, planned.bounds, rows, keys),
-                bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
-                part=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
+                bias=None if request.bias is None else slice_bias(request.bias, planned.length, rows, keys),
+                dropout_slice=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
                 query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
             )
             yield part, keys
@@ -496,7 +496,7 @@ class _SplitOverRanks:
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],
-            part=dropout_of_piece(request, head_start=own.start, total_heads=total),
+            dropout_slice=dropout_of_piece(request, head_start=own.start, total_heads=total),
         )
 
     def _placeholder_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:

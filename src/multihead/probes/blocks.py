@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import scores, seen, without_autocast, working_dtype
+from multihead.kernels.dense_tile import scores, visible_cells, without_autocast, working_dtype
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import sum_weights_per_key
 from multihead.kernels.plan.bounds import bounds_of
@@ -224,7 +224,7 @@ def _slice_bias(
     bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]
 ) -> Bias:
     if isinstance(bias, RelativeBias):
-        bias = bias.part(shape.query_length, rows, columns)
+        bias = bias.slice_ranges(shape.query_length, rows, columns)
     else:
         bias = bias_tile(bias, shape, slice(*rows), slice(*columns))
     values = values_of(bias)
@@ -235,7 +235,7 @@ def _visible_cells(
     request: AttentionRequest, heads: Tensor, shown: KeyBounds, rows: tuple[int, int], columns: tuple[int, int]
 ) -> Tensor:
     """Return which cells of a strip are visible: (1, heads or 1, rows, columns) bool."""
-    cells = seen(request, slice(*rows), slice(*columns))
+    cells = visible_cells(request, slice(*rows), slice(*columns))
     cells = cells[:, heads] if cells.shape[1] > 1 else cells
     key = torch.arange(columns[1] - columns[0], device=cells.device)
     return cells & ((key >= shown.start[0, :, None]) & (key < shown.stop[0, :, None]))

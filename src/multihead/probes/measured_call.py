@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import first_key_of_samples, seen
+from multihead.kernels.dense_tile import first_key_of_samples, visible_cells
 from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
@@ -134,7 +134,7 @@ class MeasuredCall:
         found = []
         for first in range(0, shape.query_length, ROWS):
             rows = slice(first, min(first + ROWS, shape.query_length))
-            shown = seen(self.request, rows)  # (batch or 1, heads or 1, rows or 1, keys or 1)
+            shown = visible_cells(self.request, rows)  # (batch or 1, heads or 1, rows or 1, keys or 1)
             heads = shown.shape[1]
             shown = shown.expand(shape.batch, heads, rows.stop - rows.start, shape.key_length)
             found.append(shown.gather(-1, clamped[:, None, rows].expand(-1, heads, -1, -1)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import seen
+from multihead.kernels.dense_tile import visible_cells
 from multihead.masks.base import KeyBounds
 
 ROWS = 256  # queries per step if visible cells are counted one by one
@@ -78,7 +78,7 @@ class PooledMap:
         shape = request.shape
         for first in range(0, shape.query_length, ROWS):
             rows = slice(first, min(first + ROWS, shape.query_length))
-            shown = seen(request, rows)
+            shown = visible_cells(request, rows)
             shown = shown[sample if shown.shape[0] > 1 else 0]  # (heads or 1, rows or 1, keys or 1)
             shown = shown[heads] if len(shown) > 1 else shown
             self.count_cells(shown.expand(-1, rows.stop - first, shape.key_length), rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import scores, seen, working_dtype
+from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.moments import PART, DistanceMoments
@@ -235,7 +235,7 @@ def _tiles_of_rows(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) ->
     for columns, free, side in _spans_of_keys(stream, group, rows):
         shown: Tensor | None = None
         if every_cell_read:
-            cells = seen(call.request, rows, slice(*columns))
+            cells = visible_cells(call.request, rows, slice(*columns))
             cells = cells[group.sample if cells.shape[0] > 1 else 0]
             shown = cells[group.heads] if cells.shape[0] > 1 else cells
         elif not free:

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_slice
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import scores, seen, select_request_heads, without_autocast, working_dtype
+from multihead.kernels.dense_tile import scores, select_request_heads, visible_cells, without_autocast, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.tensors.tracing import is_traced
@@ -102,7 +102,7 @@ def tile(
                 part = _slice_of_range(rows[first : first + num_rows])
                 cells, shown = _scores_minus_base(request, some_heads, part, _slice_of_range(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
-                begin, end = _range_of_seen_keys(request, part)
+                begin, end = _range_of_visible_keys(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
                     own = _add_sinks(_logsumexp_of_cells(cells, logsumexp.dtype), request, some_heads, part, base)
                 elif totals is not None:
@@ -158,7 +158,7 @@ def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     for first in range(0, request.shape.query_length, ROWS):
         rows = slice(first, first + ROWS)
         bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
-        largest = bias.masked_fill(~seen(request, rows), -torch.inf).amax(-1)
+        largest = bias.masked_fill(~visible_cells(request, rows), -torch.inf).amax(-1)
         found.append(largest.expand_as(huge[:, :, rows]))
     return torch.cat(found, 2).to(_most_precise_dtype(huge.device)).masked_fill(~huge, 0)
 
@@ -211,14 +211,14 @@ def _scores_minus_base(
         cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
     if base is not None:
         cells = cells - base[:, heads][:, :, queries, None]
-    if _all_keys_visible(request, queries, keys):
+    if _is_all_visible(request, queries, keys):
         return cells, None
-    shown = seen(request, queries, keys)
+    shown = visible_cells(request, queries, keys)
     shown = shown[:, heads] if shown.shape[1] > 1 else shown
     return cells.masked_fill(~shown, -torch.inf), shown  # hidden scores may be NaN or inf
 
 
-def _all_keys_visible(request: AttentionRequest, queries: slice, keys: slice) -> bool:
+def _is_all_visible(request: AttentionRequest, queries: slice, keys: slice) -> bool:
     """Whether each of the queries certainly sees each of the keys, by the intervals of visible keys."""
     if is_traced() or request.bias is not None:
         return False
@@ -265,7 +265,7 @@ def _logsumexp_block_by_block(
     found = []
     for first in range(0, max(len(rows), 1), num_rows):
         part = _slice_of_range(rows[first : first + num_rows])
-        begin, end = _range_of_seen_keys(request, part)
+        begin, end = _range_of_visible_keys(request, part)
         width = max(WIDTH, CELLS // (of_row * num_rows))
         total = _logsumexp_of_cells(_scores_minus_base(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
@@ -275,7 +275,7 @@ def _logsumexp_block_by_block(
     return _add_sinks(torch.cat(found, 2), request, heads, queries, base)
 
 
-def _range_of_seen_keys(request: AttentionRequest, rows: slice) -> tuple[int, int]:
+def _range_of_visible_keys(request: AttentionRequest, rows: slice) -> tuple[int, int]:
     """Return the range [first, stop) of the keys that any of the queries sees."""
     if is_traced():
         return 0, request.shape.key_length

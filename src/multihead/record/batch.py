@@ -19,7 +19,7 @@ from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.masks.place import SampleSpan
+from multihead.masks.positions import SampleSpan
 from multihead.probes.probe import Parts, Probe
 from multihead.probes.statistics import POSITION_PARTS, statistic_from_parts
 from multihead.record import summaries
@@ -646,7 +646,7 @@ def _insert_zeros(tensor: Tensor, axis: int, place: int, count: int) -> Tensor:
 def _slice_bias(bias: Bias, queries: int, span: SampleSpan) -> Bias:
     """Slice a bias to the rows and columns of one sample."""
     if isinstance(bias, RelativeBias):
-        part = bias.part(queries, span.queries, span.keys)
+        part = bias.slice_ranges(queries, span.queries, span.keys)
         return part if len(part.values) == 1 else RelativeBias(part.values[span.sample][None])
     return _slice_broadcast_tensor(bias, span)
 

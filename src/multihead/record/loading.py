@@ -170,7 +170,7 @@ def _read_without_mapping(target: str) -> tuple[dict[str, str], dict[str, Tensor
     Raises:
         ValueError: the file has changed since the validation.
     """
-    parts = RandomAccessFile(Path(target), hold=True)
+    parts = RandomAccessFile(Path(target), keep_open=True)
     parts.read_into(0, memoryview(size := bytearray(8)))
     begin = 8 + int.from_bytes(size, "little")
     if begin > min(parts.size, MAX_HEADER_BYTES + 8):

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors import ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import seen, working_dtype
+from multihead.kernels.dense_tile import visible_cells, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.locale.escaping import visible
 from multihead.probes.blocks import BlockSums
@@ -320,7 +320,7 @@ class SampleRecord:
         """
         self._check_not_split()
         found = [
-            seen(segment.request, rows, self._columns_of_segment(segment, keys))[0].cpu()
+            visible_cells(segment.request, rows, self._columns_of_segment(segment, keys))[0].cpu()
             for segment, rows in self._segments_of_rows(queries)
         ]
         heads = max((each.shape[0] for each in found), default=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.masks.place import SampleSpan
+from multihead.masks.positions import SampleSpan
 from multihead.record.sample import SampleRecord
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE): queries and keys are rotated by an angle proportional to the position of their token."""
+"""Rotary position embeddings (RoPE): rotate queries and keys by angles proportional to their positions."""
 
 from multihead.rotary.scalings import Linear, Llama3, Yarn
 from multihead.rotary.value import Rotary

@@ -1,4 +1,4 @@
-"""Frequency scalings of rotary positions, for contexts longer than those of training."""
+"""Frequency scalings of rotary embeddings, for contexts longer than in training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multihead.errors.arguments import check_integer
 
 
 def frequencies_of(base: float, dim: int) -> tuple[float, ...]:
-    """Return the frequency of each pair of dim columns, radians per token: base ** (-2 c / dim).
+    """Return the frequency of each pair c of `dim` features, radians per token: base ** (-2 c / dim).
 
     Source: arXiv:2104.09864, equation 15.
 
@@ -21,7 +21,7 @@ def frequencies_of(base: float, dim: int) -> tuple[float, ...]:
 
 
 def check_above(name: str, value: object, limit: float = 0) -> None:
-    """Reject anything but a finite number above the limit."""
+    """Raise an ArgumentError unless a value is a finite number above the limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not limit < value < math.inf:
         raise ArgumentError(f"{name} is {value!r}.", f"Give a number above {limit}.")
 
@@ -31,7 +31,7 @@ class Linear:
     """Position interpolation: divide every frequency by a factor.
 
     Args:
-        factor: ratio of the longest context to that of training.
+        factor: ratio of the maximum context length to that in training.
 
     Source: arXiv:2306.15595.
 
@@ -46,7 +46,7 @@ class Linear:
 
     @property
     def gain(self) -> float:
-        """Factor of the rotated columns: 1."""
+        """Factor by which rotated features are multiplied: 1."""
         return 1.0
 
     def frequencies(self, base: float, dim: int) -> tuple[float, ...]:
@@ -62,9 +62,9 @@ class Llama3:
         factor: divisor of the low frequencies.
         low_freq_factor: wavelengths above original_length / low_freq_factor tokens count as low frequencies.
         high_freq_factor: wavelengths below original_length / high_freq_factor tokens count as high frequencies.
-        original_length: longest context of training, tokens.
+        original_length: maximum context length in training, tokens.
 
-    Source: Llama 3.1, arXiv:2407.21783; the form is that of its published code.
+    Source: Llama 3.1, arXiv:2407.21783; formula of the published code.
 
     >>> [f"{frequency:.2g}" for frequency in Llama3(8.0).frequencies(500_000.0, 8)]
     ['1', '0.038', '0.00052', '6.6e-06']
@@ -87,7 +87,7 @@ class Llama3:
 
     @property
     def gain(self) -> float:
-        """Factor of the rotated columns: 1."""
+        """Factor by which rotated features are multiplied: 1."""
         return 1.0
 
     def frequencies(self, base: float, dim: int) -> tuple[float, ...]:
@@ -103,18 +103,19 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: keep pairs with many rotations in training, interpolate those with few, and scale the rotated columns.
+    """YaRN: keep frequencies with many rotations in training, interpolate those with few, and scale rotated features.
 
     Args:
-        factor: ratio of the longest context to that of training.
-        original_length: longest context of training, tokens.
+        factor: ratio of the maximum context length to that in training.
+        original_length: maximum context length in training, tokens.
         beta_fast: pairs with more rotations than this within original_length keep their frequency.
         beta_slow: pairs with fewer rotations than this have their frequency divided by the factor.
-        attention_factor: factor of the rotated columns; 0.1 ln(factor) + 1 if None. Scores grow by its square.
+        attention_factor: factor by which rotated features are multiplied, so scores grow by its square; 0.1 ln(factor)
+            + 1 if None.
         mscale: with mscale_all_dim, sets attention_factor to (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
             ln(factor) + 1), as DeepSeek does.
         mscale_all_dim: see mscale.
-        truncate: whether the two ends of the interpolated range are rounded outward to whole pairs.
+        truncate: whether the first and last interpolated pair are rounded outward to integers.
 
     Source: arXiv:2309.00071, section 3.
 
@@ -146,7 +147,7 @@ class Yarn:
 
     @property
     def gain(self) -> float:
-        """Factor of the rotated columns."""
+        """Factor by which rotated features are multiplied."""
         if self.attention_factor is not None:
             return float(self.attention_factor)
         if self.factor <= 1:

@@ -1,8 +1,8 @@
-"""`Rotary`: the parameters of rotary positions as an immutable value, and the rotation itself.
+"""`Rotary`: the parameters of a rotary embedding as an immutable value, and the rotation.
 
-Pair c of d rotated columns is rotated by position * frequency_c, frequency_c = base ** (-2 c / d), so that a score
-depends on positions only through their difference. Angles are computed in float64, so far positions are as exact as
-near ones; the rotation is computed in float32, or in float64 for float64.
+Pair c of d rotated features is rotated by position * frequency_c, frequency_c = base ** (-2 c / d), so that a score
+depends on positions only through their difference. Angles are computed in float64, so large positions are as exact as
+small ones; the rotation is computed in float32, or in float64 for float64.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_integer
-from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
-from multihead.rotary.waves import (
+from multihead.rotary.factors import (
     RotationFactors,
     RotationTables,
     angle_dtype,
     compute_rotation_factors,
     rotate_columns,
 )
+from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
 from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import is_intercepted, is_traced
 
@@ -32,22 +32,22 @@ from multihead.tensors.tracing import is_intercepted, is_traced
 _COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
 _COMPUTED_IN[torch.float64] = torch.float64
 
-# Equal rotaries, such as those of a model's layers, share their tables; the last such rotary frees them.
-_SHARED: WeakValueDictionary[Any, RotationTables] = WeakValueDictionary()
+# Equal rotaries, such as those of a model's layers, share tables, which are freed with the last such rotary.
+_SHARED_TABLES: WeakValueDictionary[Any, RotationTables] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding (RoPE): how queries and keys are rotated by their positions.
+    """Rotary position embedding (RoPE): rotates queries and keys by their positions.
 
     Args:
-        base: base of the frequencies; a larger one gives longer wavelengths, the longest almost 2 pi base tokens.
-        dim: number of columns of each head that are rotated, starting at the first; all if None.
-        interleaved: whether the columns of a pair are adjacent, 2 c and 2 c + 1 (GPT-J, Cohere), or half of the
-            columns apart, c and c + d / 2 (Llama, GPT-NeoX).
-        scaling: how frequencies are scaled for longer contexts: `Linear`, `Llama3` or `Yarn`. NTK-aware scaling by a
-            factor is another base, base * factor ** (d / (d - 2)). Its dynamic form is not supported: it changes the
-            base as the text grows, which would invalidate the keys rotated before.
+        base: base of the frequencies; a larger base gives longer wavelengths, up to almost 2 pi base tokens.
+        dim: number of features of each head that are rotated, the first ones; all if None.
+        interleaved: whether pair c consists of features 2 c and 2 c + 1 (GPT-J, Cohere), or of c and c + d / 2 (Llama,
+            GPT-NeoX).
+        scaling: scaling of the frequencies for longer contexts: `Linear`, `Llama3`, `Yarn` or None. NTK-aware scaling
+            by a factor is another base, base * factor ** (d / (d - 2)). Its dynamic form is not supported: it changes
+            the base as the text grows, which would invalidate the keys rotated before.
 
     Raises:
         ArgumentError: base is not above 1, dim is odd, or scaling is of another type.
@@ -80,11 +80,11 @@ class Rotary:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only the parameters, for copies and pickles; a copy computes its tables when it needs them."""
+        """Return only the parameters for copies and pickles, without tables, which a copy computes on demand."""
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Reject a head_dim whose columns cannot be rotated in pairs.
+        """Reject a head_dim whose features cannot be rotated in pairs.
 
         Raises:
             ArgumentError: head_dim is odd, or smaller than dim.
@@ -101,7 +101,7 @@ class Rotary:
             )
 
     def frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """Return the rotation angle per token of each pair of a head's columns, radians.
+        """Return the frequency of each pair of a head's features, radians per token.
 
         >>> Rotary().frequencies(4)
         (1.0, 0.01)
@@ -114,15 +114,16 @@ class Rotary:
 
         Args:
             x: (batch, heads, length, head_dim), floating point.
-            positions: position of the first token, the others being consecutive; or the position of each token,
-                integers (batch or 1, length). A negative position rotates backward.
+            positions: position of the first of consecutive tokens, an int; or the position of each token, integers
+                (batch or 1, length). A negative position rotates backward.
 
         Returns:
-            a tensor as x; where x is a view of (batch, length, heads * head_dim), as from `split_heads`, so is
-            the result.
+            the rotated tensor, with the shape, dtype and memory layout of x (a view of (batch, length, heads *
+            head_dim) if x is).
 
         Raises:
-            ShapeError: x does not have four dimensions or enough columns in pairs, or positions do not fit x.
+            ShapeError: x does not have four dimensions or an even number of features of at least `dim`, or positions do
+                not fit x.
             DtypeError: a dtype or device does not fit.
         """
         return self._rotate_columns(x, self._cosines_and_sines(x, positions))
@@ -140,30 +141,31 @@ class Rotary:
         >>> torch.equal(k_turned, Rotary().rotate(k, 0))
         True
         """
-        waves = self._cosines_and_sines(q, positions)
+        factors = self._cosines_and_sines(q, positions)
         together = q.shape[2:] == k.shape[2:] and q.dtype == k.dtype and q.device == k.device
-        return self._rotate_columns(q, waves), self._rotate_columns(
-            k, waves if together else self._cosines_and_sines(k, positions)
+        return self._rotate_columns(q, factors), self._rotate_columns(
+            k, factors if together else self._cosines_and_sines(k, positions)
         )
 
-    def _rotate_columns(self, x: Tensor, waves: RotationFactors | Tensor) -> Tensor:
-        """Rotate the first `dim` columns, in the memory layout of projections: (batch, length, heads, head_dim)."""
-        # The heads of a single token are contiguous already. In a graph the number of tokens may be symbolic.
+    def _rotate_columns(self, x: Tensor, factors: RotationFactors | Tensor) -> Tensor:
+        """Rotate the first `dim` features of x, (batch, heads, length, head_dim), in the layout of projections."""
+        # With a single token, (batch, heads, 1, dim) needs no transposition. In a graph the number of tokens may be
+        # symbolic.
         one_token = not is_traced() and x.shape[2] == 1
         columns = x if one_token else x.transpose(1, 2)
         if x.dtype is not (dtype := _COMPUTED_IN[x.dtype]):
             columns = columns.to(dtype)
         if self.dim is None or self.dim == x.shape[3]:
-            rotated = rotate_columns(columns, waves, interleaved=self.interleaved)
+            rotated = rotate_columns(columns, factors, interleaved=self.interleaved)
         else:
-            rotated = rotate_columns(columns[..., : self.dim], waves, interleaved=self.interleaved)
+            rotated = rotate_columns(columns[..., : self.dim], factors, interleaved=self.interleaved)
             rotated = torch.cat([rotated, columns[..., self.dim :]], -1)
         if x.dtype is not dtype:
             rotated = rotated.to(x.dtype)
         return rotated if one_token else rotated.transpose(1, 2)
 
     def _cosines_and_sines(self, x: Tensor, positions: int | Tensor) -> RotationFactors | Tensor:
-        """Look up the cosines and sines, or compute them where tables cannot be cached: in traces and transforms."""
+        """Return cosines and sines from cached tables, or compute them in traces and transforms."""
         self._check_tensor_and_positions(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
         if type(x) is Tensor and not is_intercepted():
@@ -174,9 +176,9 @@ class Rotary:
             if (
                 isinstance(positions, Tensor)
                 and device.type == "cpu"
-                and (waves := tables.factors_at(positions)) is not None
+                and (factors := tables.factors_at(positions)) is not None
             ):
-                return waves
+                return factors
             frequencies = tables.frequencies
         else:
             frequencies = torch.tensor(self.frequencies(dim), dtype=angle_dtype(device), device=device)
@@ -187,7 +189,7 @@ class Rotary:
 
     @cached_property
     def _tables(self) -> dict[Any, RotationTables]:
-        """Tables of this rotary by width, dtype and device: a lookup that does not hash the rotary."""
+        """(width, dtype, device) -> tables of this rotary, looked up without hashing the rotary."""
         return {}
 
     @property
@@ -197,7 +199,7 @@ class Rotary:
     def _tables_for(self, dim: int, dtype: torch.dtype, device: torch.device) -> RotationTables:
         key = (self.base, self.interleaved, self.scaling, dim, dtype, device)
         new = RotationTables(self.frequencies(dim), self._gain, dtype, device, interleaved=self.interleaved)
-        tables = self._tables[dim, dtype, device] = _SHARED.setdefault(key, new)
+        tables = self._tables[dim, dtype, device] = _SHARED_TABLES.setdefault(key, new)
         return tables
 
     def _check_tensor_and_positions(self, x: Tensor, positions: object) -> None:

@@ -1,4 +1,4 @@
-"""Position biases added to the scores. The package also holds the softcap and the sinks."""
+"""Position biases, which are added to the scores. The package also implements the softcap and the sinks."""
 
 from multihead.scores.bias import RelativeBias
 from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias

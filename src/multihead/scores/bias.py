@@ -1,4 +1,4 @@
-"""A bias added to the scores, per cell or per diagonal; -inf in it hides a key as a mask would."""
+"""A bias added to the scores, as a dense tensor or per distance (`RelativeBias`); -inf hides a key like a mask."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RelativeBias:
     It is constant along each diagonal of the map, so it stores queries + keys - 1 numbers and not queries x keys.
 
     Args:
-        values: (batch or 1, heads or 1, queries + keys - 1), from the key furthest before its query to the key
-            furthest after it; -inf hides the key.
+        values: (batch or 1, heads or 1, queries + keys - 1), one per distance key - query, ascending; -inf hides the
+            key.
 
     Raises:
         DtypeError: values is not a floating point tensor.
@@ -54,8 +54,8 @@ class RelativeBias:
         column = torch.arange(keys, device=self.values.device)[columns]
         return self.values[:, :, column - row[:, None] + queries - 1]
 
-    def part(self, queries: int, rows: tuple[int, int], columns: tuple[int, int]) -> RelativeBias:
-        """Return the bias of a range of queries, `rows`, and a range of keys, `columns`, [first, stop) each."""
+    def slice_ranges(self, queries: int, rows: tuple[int, int], columns: tuple[int, int]) -> RelativeBias:
+        """Return the bias for the queries `rows` and the keys `columns`, [first, stop) each."""
         first = columns[0] - rows[0] + queries - (rows[1] - rows[0])
         count = max(rows[1] - rows[0] + columns[1] - columns[0] - 1, 0)
         return RelativeBias(self.values[:, :, first : first + count])
@@ -67,7 +67,7 @@ def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: t
     Args:
         queries: number of queries.
         keys: number of keys.
-        query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+        query_start: position of the first query among the keys, an int or (batch,).
         device: device of the result.
 
     Returns:
@@ -77,7 +77,7 @@ def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: t
     tensor([[-1,  0,  1,  2]])
     """
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
-    stop = keys if torch.compiler.is_compiling() else max(keys, 1 - queries)  # a compiled graph never has zero tokens
+    stop = keys if torch.compiler.is_compiling() else max(keys, 1 - queries)  # a compiled graph has at least one token
     return torch.arange(1 - queries, stop, device=device)[None] - start
 
 
@@ -85,7 +85,7 @@ Bias: TypeAlias = "Tensor | RelativeBias"
 
 
 def check_bias_fits(bias: object, shape: AttentionShape) -> None:
-    """Check that a bias is a RelativeBias or broadcasts to (batch, heads, queries, keys) in floating point."""
+    """Raise an error unless a bias is a RelativeBias or a float tensor that broadcasts to the scores."""
     if isinstance(bias, RelativeBias):
         _check_relative_fits(bias, shape)
         return
@@ -108,7 +108,7 @@ def _check_relative_fits(bias: RelativeBias, shape: AttentionShape) -> None:
     given, sizes = tuple(bias.values.shape), (shape.batch, shape.num_heads, shape.query_length + shape.key_length - 1)
     if bias.values.device != shape.device:
         raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")
-    # While a graph is traced, lengths may be symbolic; the operator checks them again when it runs.
+    # In a trace, lengths may be symbolic; the operator checks them again when it runs.
     fits = is_traced() or given[2] == max(sizes[2], 0)
     if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or not fits:
         raise ShapeError(
@@ -119,12 +119,12 @@ def _check_relative_fits(bias: RelativeBias, shape: AttentionShape) -> None:
 
 
 def values_of(bias: Bias) -> Tensor:
-    """Return the tensor that holds the values of a bias."""
+    """Return the tensor of a bias: the values of a RelativeBias, or the dense tensor itself."""
     return bias.values if isinstance(bias, RelativeBias) else bias
 
 
 def with_values(bias: Bias, values: Tensor) -> Bias:
-    """Return a bias of the same kind with other values."""
+    """Return a bias of the same type (RelativeBias or tensor) with other values."""
     return RelativeBias(values) if isinstance(bias, RelativeBias) else values
 
 
@@ -142,15 +142,15 @@ def add_biases(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
 
 
 def prepend_zero_column(bias: Bias, queries: int, keys: int) -> Tensor:
-    """Prepend a column of zeros to a bias, for a key that is inserted before all others."""
+    """Prepend a column of zeros to a bias, for a key that is prepended."""
     whole = bias.tile(queries, keys) if isinstance(bias, RelativeBias) else bias
     return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))
 
 
-def part_of_bias(bias: Bias, queries: int, rows: tuple[int, int], keys: tuple[int, int]) -> Bias:
-    """Slice a bias to the queries `rows` and the keys `keys`, [first, stop) each: a view, of the same type."""
+def slice_bias(bias: Bias, queries: int, rows: tuple[int, int], keys: tuple[int, int]) -> Bias:
+    """Return a view of a bias for the queries `rows` and the keys `keys`, [first, stop) each, of the same type."""
     if isinstance(bias, RelativeBias):
-        return bias.part(queries, rows, keys)
+        return bias.slice_ranges(queries, rows, keys)
     return _slice_bias_tensor(bias, slice(*rows), slice(*keys))
 
 

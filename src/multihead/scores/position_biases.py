@@ -1,4 +1,4 @@
-"""Position biases as modules: ALiBi, a learned table of positions, and the buckets of T5."""
+"""Position biases as modules: ALiBi, a learned table of absolute positions, and T5's distance buckets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from multihead.tensors.tracing import can_read_values
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """Return the slope of each head, per token: 2 ** (-8 h / heads) for h = 1, 2, ... where heads is a power of two.
 
-    For any other number of heads, the slopes of the next smaller power of two come first, followed by every second
-    slope of the next larger one, as in the paper's code.
+    Otherwise the slopes of the next smaller power of two come first, followed by every second slope of the next larger
+    power of two, as in the paper's code.
 
     Source: arXiv:2108.12409, section 3, and its published code.
 
@@ -43,7 +43,7 @@ class ALiBi(nn.Module):
     Raises:
         ArgumentError: num_heads is not a positive integer.
 
-    Source: arXiv:2108.12409. The paper hides keys after the query; here their bias falls with the distance too.
+    Source: arXiv:2108.12409. The paper hides keys after the query; here their bias also falls with the distance.
 
     >>> bias = ALiBi(2)(queries=2, keys=3)
     >>> bias.tile(2, 3)[0, 0] * 16  # the first of two heads has the slope 1 / 16
@@ -81,7 +81,7 @@ class ALiBi(nn.Module):
         Args:
             queries: number of queries.
             keys: number of keys.
-            query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+            query_start: position of the first query among the keys, an int or (batch,).
             device: device of the bias; that of the slopes if None.
             dtype: dtype of the bias; float32 if None.
 
@@ -135,7 +135,7 @@ class LearnedBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the table to 0: a new layer computes the same as one without the bias."""
+        """Set the table to 0, so that a new layer computes the same as without the bias."""
         nn.init.zeros_(self.weight)
 
     def forward(
@@ -147,13 +147,13 @@ class LearnedBias(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Slice the bias of a call out of the table; gradients flow to the weight.
+        """Return the bias of a call, a slice of the table; gradients flow to the weight.
 
         Args:
             queries: number of queries.
             keys: number of keys.
-            query_start: position of the first query; a tensor (batch,) has one per sample. Padding queries whose
-                position is outside the table use the nearest row.
+            query_start: position of the first query, an int or (batch,). Padding queries with a position outside the
+                table use the nearest row.
             device: device of the bias; that of the weight if None.
             dtype: dtype of the bias; that of the weight if None.
 
@@ -167,19 +167,19 @@ class LearnedBias(nn.Module):
         if not isinstance(query_start, Tensor) and query_start < 0:  # the first query is before position 0
             query_start = torch.tensor([query_start])
         if not isinstance(query_start, Tensor):
-            self._check_within(query_start + queries, keys)
+            self._check_within_table(query_start + queries, keys)
             return weight[None, :, query_start : query_start + queries, :keys]
-        # Padding queries cannot be identified here, but at least one sample has no padding.
+        # Which queries are padding is unknown here, but at least one sample has no padding.
         furthest = 0
         if query_start.numel() and can_read_values(query_start.device):
             first, last = (int(end) for end in query_start.aminmax())
             furthest = max(first + queries, last)
-        self._check_within(furthest, keys)
+        self._check_within_table(furthest, keys)
         rows = query_start.to(weight.device)[:, None] + torch.arange(queries, device=weight.device)
         rows = rows.clamp(0, self.queries - 1)  # (batch, queries)
         return weight[:, :, :keys][:, rows].transpose(0, 1)
 
-    def _check_within(self, queries: int, keys: int) -> None:
+    def _check_within_table(self, queries: int, keys: int) -> None:
         if queries > self.queries or keys > self.keys:
             raise ShapeError(
                 f"The learned bias has {self.queries} query positions and {self.keys} key positions, and the call "
@@ -195,9 +195,9 @@ class LearnedBias(nn.Module):
 def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, both_ways: bool) -> Tensor:
     """Return the bucket of each distance (key position - query position, tokens), int64 from 0 to num_buckets - 1.
 
-    Half of the buckets hold one distance each, the others grow logarithmically up to max_distance, and the last one
-    holds all larger distances. With both_ways, half of all buckets are for keys after the query; without, those keys
-    share bucket 0.
+    Half of the buckets contain one distance each; the others grow logarithmically up to max_distance, and the last
+    bucket contains all larger distances. With both_ways, half of all buckets are for keys after the query; otherwise
+    these keys share bucket 0.
 
     Source: arXiv:1910.10683, section 2.1, and its published code, whose float32 logarithm decides at bucket edges.
 
@@ -220,15 +220,14 @@ def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, 
 class T5Bias(nn.Module):
     """A learned bias per head and distance bucket; layers may share one module, as in T5.
 
-    The parameter `weight`, (num_buckets, num_heads), is T5's `relative_attention_bias.weight`. T5 does not scale its
-    scores: give the layer scale=1.0 to load its weights.
+    The parameter `weight`, (num_buckets, num_heads), is T5's `relative_attention_bias.weight`. T5 does not scale
+    scores: construct the layer with scale=1.0 to load T5's weights.
 
     Args:
         num_heads: number of query heads.
         num_buckets: number of distance buckets.
-        max_distance: distance from which on all keys share the last bucket, tokens.
-        both_ways: whether keys after the query have their own buckets, as in an encoder; in a decoder they are
-            hidden.
+        max_distance: distance in tokens from which all keys share the last bucket.
+        both_ways: whether keys after the query have their own buckets (encoder); in a decoder such keys are hidden.
         device: device of the weight.
         dtype: dtype of the weight.
 
@@ -288,7 +287,7 @@ class T5Bias(nn.Module):
         Args:
             queries: number of queries.
             keys: number of keys.
-            query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+            query_start: position of the first query among the keys, an int or (batch,).
             device: device of the bias; that of the weight if None.
             dtype: dtype of the bias; that of the weight if None.
 

@@ -1,4 +1,4 @@
-"""The softcap of the scores, and the sinks of their softmax."""
+"""The softcap of the scores, and the attention sinks of the softmax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:
     """Bound scores to (-softcap, softcap) by c tanh(s / c). Source: Gemma 2, arXiv:2408.00118, section 2."""
     if softcap is None:
         return scores
-    # Near the limits of the dtype c or 1 / c is not finite; c tanh(s / c) is s for a huge c, and 0 for a tiny one.
+    # Near the limits of the dtype c or 1 / c is not finite; c tanh(s / c) is s for a huge c, and 0 for a tiny c.
     limits = torch.finfo(scores.dtype)
     cap = min(max(softcap, 16 * limits.tiny), limits.max / 16)
     return cap * (scores / cap).tanh()
@@ -43,9 +43,9 @@ def check_sinks_fit(sinks: object, shape: AttentionShape) -> None:
 def add_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add each head's sink (heads,) to output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
 
-    With L the logsumexp over the keys and s the sink, the weights of the keys are multiplied by
-    exp(L) / (exp(L) + exp(s)) = sigmoid(L - s), and so is the output. A query that sees no key is unchanged: 0, -inf.
-    The others are NaN where a sink is NaN or inf.
+    With L the logsumexp over the keys and s the sink, the output is multiplied by exp(L) / (exp(L) + exp(s)) =
+    sigmoid(L - s), as the weights are. A query that sees no key keeps the output 0 and the logsumexp -inf. Other
+    queries become NaN if the sink is NaN or inf.
 
     Source: GPT-OSS, arXiv:2508.10925; the identity is L' = log(exp(L) + exp(s)).
     """
@@ -54,6 +54,6 @@ def add_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor,
     finite = logsumexp.masked_fill(empty, 0)
     apart = finite - sink
     share = apart.sigmoid().masked_fill(empty, 1)
-    # logaddexp, whose second derivative is NaN in PyTorch where the two are far apart.
+    # This is logaddexp; that of PyTorch has a NaN second derivative if its arguments are far apart.
     joined = torch.maximum(finite, sink) + softplus(-apart.abs())
     return output * share[..., None].to(output.dtype), joined.masked_fill(empty, -torch.inf)

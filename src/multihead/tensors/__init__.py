@@ -1,1 +1,1 @@
-"""Tensors: their sizes and checks, whether their values may be read here, and changes that are undone."""
+"""Checks of tensor shapes, detection of tracing, and changes to models that can be undone."""

@@ -11,7 +11,7 @@ from torch import SymInt, Tensor
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.tensors.tracing import can_read_values, hide_from_jit_trace
 
-FURTHEST = 1 << 40  # largest length or position of a mask, tokens: sums of larger numbers could overflow
+FURTHEST = 1 << 40  # largest length or position of a mask, tokens, so that sums cannot overflow int64
 
 Q_AXES = "(batch, heads, queries, head_dim)"
 K_AXES = "(batch, kv_heads, keys, head_dim)"
@@ -44,7 +44,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """The number of weights in the whole score matrix, over batch and heads."""
+        """Batch * heads * queries * keys, the number of scores."""
         return self.batch * self.num_heads * self.query_length * self.key_length
 
     @staticmethod
@@ -92,7 +92,7 @@ class AttentionShape(NamedTuple):
         if kv_heads != v_heads:
             raise ShapeError(f"k has {kv_heads} heads and v has {v_heads}.", "Give k and v the same number of heads.")
         if keys != v_keys:
-            raise ShapeError(f"k has {keys} keys and v has {v_keys}.", "Give every key its one value.")
+            raise ShapeError(f"k has {keys} keys and v has {v_keys}.", "Give one value per key.")
         if heads % kv_heads:
             fitting = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ShapeError(
@@ -111,10 +111,10 @@ def resolve_query_start(
     keys: int,
     device: torch.device,
 ) -> int | Tensor:
-    """Resolve the position of the first query to an int, or to a tensor with one per sample.
+    """Resolve the position of the first query to an int or a tensor (batch,).
 
-    None raises an error where the position changes what a query sees (`uses_positions`), unless there are as many
-    queries as keys. A position out of range, or a tensor without values, raises one too.
+    None is an error if the mask depends on positions (`uses_positions`) and queries and keys differ in number. A
+    position out of range, or a tensor without values, is an error too.
     """
     if query_start is None:
         if uses_positions and queries != keys:
@@ -155,13 +155,13 @@ def resolve_query_start(
 
 
 def check_query_start(query_start: int) -> None:
-    """Raise an ArgumentError for a query position beyond FURTHEST, which intervals cannot hold."""
+    """Raise an ArgumentError for a query position beyond FURTHEST, for which intervals could overflow."""
     if query_start > FURTHEST:
         raise ArgumentError(f"query_start is {query_start}.", f"Give at most {FURTHEST}.")
 
 
 def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that q, k and v are floating point tensors of one dtype on one device."""
+    """Raise a DtypeError unless q, k and v are floating point tensors of one dtype on one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{name} is a {type(tensor).__name__}, and must be a tensor.", "Give torch tensors.")
@@ -203,7 +203,7 @@ def numbers_per_sample(name: str, numbers: object, batch: int) -> Tensor:
 
 
 def describe_type(value: object) -> str:
-    """Describe a value for an error: a tensor by its dtype, anything else by its type.
+    """Describe a value in an error message: a tensor by its dtype, another value by its type.
 
     >>> describe_type(torch.zeros(2)), describe_type([0.0])
     ('a torch.float32 tensor', 'a list')
@@ -212,7 +212,7 @@ def describe_type(value: object) -> str:
 
 
 def format_head_counts(counts: Sequence[int]) -> str:
-    """List head counts, for an error.
+    """Format head counts for an error message.
 
     >>> format_head_counts((1, 2, 4))
     '1, 2 or 4 heads'

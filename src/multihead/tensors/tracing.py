@@ -1,4 +1,4 @@
-"""Whether the values of tensors may be read here, to check them or to branch on them."""
+"""Detect tracing, transforms and compilation, under which values of tensors cannot be read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from multihead.tensors.undo import Undo
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Functions of PyTorch without public names; looked up once, because every attention call uses them.
+# Private functions of PyTorch, looked up once because every attention call uses them.
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _jit_traces = torch._C._is_tracing  # noqa: SLF001
 _jit_state, _put_jit_state = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]  # noqa: SLF001
 _mode_of_kind = torch._C._get_dispatch_mode  # noqa: SLF001
-# The modes of PyTorch whose tensors hold no values, or whose values must not decide what is recorded.
+# Modes of PyTorch under which tensors have no values, or code must not branch on values.
 _KINDS_WITHOUT_VALUES = (
     torch._C._TorchDispatchModeKey.FAKE,  # noqa: SLF001
     torch._C._TorchDispatchModeKey.PROXY,  # noqa: SLF001
@@ -74,10 +74,10 @@ def is_traced() -> bool:
 
 
 def has_tracer_or_mode() -> bool:
-    """Whether a compiler, torch.jit.trace, make_fx or any dispatch mode observes the operations that run here.
+    """Whether a compiler, torch.jit.trace, make_fx or a dispatch mode records operations.
 
-    They cannot see a kernel that is called with addresses, so a registered operator is called instead. No cache may
-    keep a tensor that is made under them, because it may be a fake tensor.
+    They cannot record a kernel that is called with addresses, so a registered operator is called instead. Tensors
+    created under them must not be cached, because they may be fake tensors.
 
     >>> from torch.utils.flop_counter import FlopCounterMode
     >>> with FlopCounterMode(display=False):
@@ -93,7 +93,7 @@ def has_tracer_or_mode() -> bool:
 
 
 def is_intercepted() -> bool:
-    """Whether `has_tracer_or_mode` or `is_transformed` is true, in one check, because every attention call needs it."""
+    """Whether `has_tracer_or_mode()` or `is_transformed()`, in one fast check for every attention call."""
     return (
         torch.compiler.is_compiling()
         or _dispatch_modes() > 0
@@ -104,9 +104,9 @@ def is_intercepted() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory."""
+    """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code; its tensors have no storage."""
     if torch.compiler.is_compiling():
-        return False  # a compiler traces through transforms, so none is active for its graph
+        return False  # a compiler traces through transforms, so no transform is active for its graph
     return _transforms() is not None
 
 
@@ -129,7 +129,7 @@ def _is_make_fx_tracing() -> bool:
 
 @contextmanager
 def hide_from_jit_trace() -> Iterator[None]:
-    """Hide this code from torch.jit.trace, which turns sizes into tensors and warns of every comparison of them."""
+    """Disable torch.jit.trace in this context: it converts sizes to tensors, and warns of their comparisons."""
     state = _jit_state()
     if state is None:
         yield
@@ -143,7 +143,7 @@ def hide_from_jit_trace() -> Iterator[None]:
 
 @contextmanager
 def run_uncompiled() -> Iterator[None]:
-    """Run compiled models uncompiled, so that listeners receive their calls; nested or overlapping uses are allowed."""
+    """Run compiled models eagerly in this context, so that listeners receive their calls; contexts may overlap."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -171,7 +171,7 @@ _stances: list[Any] = []  # the active force_eager stance, if any
 
 
 def is_in_backward_pass() -> bool:
-    """Whether a backward pass runs this code: activation checkpointing recomputes forward passes in it.
+    """Whether a backward pass runs this code, as when activation checkpointing recomputes a forward pass.
 
     >>> is_in_backward_pass()
     False
@@ -180,8 +180,5 @@ def is_in_backward_pass() -> bool:
 
 
 def can_read_values(device: torch.device) -> bool:
-    """Whether values of tensors on a device can be read without waiting: on the CPU, unless a graph is traced.
-
-    On an accelerator, the host would wait for the device.
-    """
+    """Whether tensor values on a device can be read without synchronisation: on the CPU, unless a graph is traced."""
     return device.type == "cpu" and not is_traced()

@@ -1,7 +1,7 @@
-"""Change a model, and undo each change once, even if Ctrl-C interrupts a change or its undoing.
+"""Undo changes of a model exactly once, even if Ctrl-C interrupts a change or an undo step.
 
-A step that undoes a change is registered before the change is made. So a step must do nothing if its change was not
-made, or was undone already.
+An undo step is registered before its change is made, so it must do nothing if the change was not made or is already
+undone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 
 
 class Undo:
-    """Steps that undo changes: the end of a `with` block, `close()`, or dropping the object runs them, last one first.
+    """A stack of undo steps, run in reverse order by the end of a `with` block, `close()`, or deletion of the object.
 
-    Changes that are `permanent` stay when the object is dropped.
+    If `permanent`, deletion of the object keeps the changes.
     """
 
     permanent = False
@@ -27,7 +27,7 @@ class Undo:
 
     @classmethod
     def run_change(cls, change: Callable[[Undo], object]) -> Undo:
-        """Call `change`, which makes changes and registers the steps that undo them; undo them if it raises."""
+        """Call `change`, which makes changes and registers their undo steps; undo them if it raises an exception."""
         undo = cls()
         try:
             change(undo)
@@ -37,11 +37,11 @@ class Undo:
         return undo
 
     def callback(self, step: Callable[[], object]) -> None:
-        """Register the step that undoes a change, before the change is made."""
+        """Register an undo step; call this before making the change."""
         self._steps = (*self._steps, step)
 
     def set_attribute(self, owner: Any, attribute: str, value: object) -> None:
-        """Set an attribute; where several users set it, the last one to end restores it."""
+        """Set an attribute until undone; if several users have set it, the last of them to end restores it."""
         use = _AttributeUse(owner, attribute)
         self._uses = (*self._uses, use)
         self.callback(use.end)
@@ -88,7 +88,7 @@ class Undo:
 
 @dataclass(eq=False)
 class _AttributeUse:
-    """One use of an attribute that several users may set at the same time, in any order."""
+    """One temporary value of an attribute that several users may set and restore in any order."""
 
     owner: Any
     attribute: str
@@ -102,7 +102,7 @@ class _AttributeUse:
             setattr(self.owner, self.attribute, value)
 
     def end(self, *, restore: bool = True) -> None:
-        """Restore the attribute, or leave that to the next use that began later and has not ended."""
+        """Restore the attribute, unless a later use is active, which then restores it."""
         with _lock:
             uses = _uses.get(self._attribute_key, [])
             if self not in uses:
@@ -121,19 +121,19 @@ class _AttributeUse:
         return id(self.owner), self.attribute
 
 
-_lock = RLock()  # dropping an object may run a step in the middle of another one
+_lock = RLock()  # reentrant, because deletion of an object may run a step during another step
 # (object id, attribute) -> its uses, in the order in which they began.
 _uses: dict[tuple[int, str], list[_AttributeUse]] = {}
 
 
 def _remove_hook(module: Any, hook: Callable[..., Any]) -> None:
-    """Remove a hook from a module by searching for it: an interrupt may have lost the handle of the hook."""
+    """Remove a hook from a module by searching for it, because an interrupt may have lost the hook's handle."""
     for place in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = getattr(module, place)
         for key in [key for key, each in list(hooks.items()) if each is hook]:
             hooks.pop(key, None)
         for mark in ("_with_kwargs", "_always_called"):
             marks = getattr(module, place + mark, {})
-            # Marks of hooks that no longer exist, also those left by an interrupt.
+            # Delete options of hooks that no longer exist, including hooks that an interrupt left.
             for key in [key for key in list(marks) if key not in hooks]:
                 marks.pop(key, None)

@@ -294,7 +294,7 @@ def _count_attention_calls(show: Show, step: str, total: int | None) -> Iterator
     class CallCounter:
         wanted: frozenset[Any] = frozenset()
 
-        def hear(self, call: Any) -> None:
+        def receive(self, call: Any) -> None:
             nonlocal done
             done += 1
             show(step, done, total)

@@ -307,7 +307,7 @@ def test_hooks_on_the_output_projection_fire_and_listeners_receive_the_layer_its
     class Ear:
         wanted: frozenset[str] = frozenset()
 
-        def hear(self, call: Any) -> None:
+        def receive(self, call: Any) -> None:
             heard.append(call)
 
     _, ours = pair()
@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
     "dropout": (
         lambda layer, x: MultiheadAttention(12, 3, 1.5),
         ArgumentError,
-        "dropout is 1.5. Give a share from 0 to 1.",
+        "dropout is 1.5. Give a number from 0 to 1.",
     ),
     "width": (
         lambda layer, x: layer(x, x[..., :5], x),

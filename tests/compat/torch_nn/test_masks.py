@@ -13,10 +13,10 @@ from multihead.compat.torch_nn import MultiheadAttention
 from multihead.compat.torch_nn.masks import CallSizes, convert_masks, nested_like, padding_of_nested
 from multihead.errors import ArgumentError, DtypeError, MaskError, MultiheadError, ShapeError
 from multihead.masks import Causal, Drop, Full, Lengths
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests.compat.torch_nn.test_attention import pair
 
-SIZES = CallSizes(batch=2, heads=3, queries=4, keys=5, extra=0)
+SIZES = CallSizes(batch=2, heads=3, queries=4, keys=5, added_keys=0)
 CAUSAL = torch.ones(4, 5, dtype=torch.bool).triu(1)
 PAST_END = torch.arange(5) >= torch.tensor([[5], [2]])
 

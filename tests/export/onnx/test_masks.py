@@ -45,8 +45,8 @@ def test_a_tensor_after_leading_keys_covers_the_keys_after_them() -> None:
 
 
 def test_a_prefix_of_no_key_shows_none() -> None:
-    assert not every_query_sees_key(masks.Prefix(0), own=True)
-    assert every_query_sees_key(masks.Prefix(1), own=False)
+    assert not every_query_sees_key(masks.Prefix(0), own_keys=True)
+    assert every_query_sees_key(masks.Prefix(1), own_keys=False)
 
 
 @given(st.data(), drawing.sizes(longest=6))
@@ -57,7 +57,7 @@ def test_if_always_sees_is_true_every_query_sees_a_key(data: st.DataObject, size
         seen = oracle.shown(mask, cells)
     except IndexError:  # the mask was drawn for another number of keys
         return
-    assert not every_query_sees_key(mask, own=own) or bool(seen.any(-1).all())
+    assert not every_query_sees_key(mask, own_keys=own) or bool(seen.any(-1).all())
 
 
 @pytest.mark.parametrize(

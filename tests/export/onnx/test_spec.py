@@ -144,7 +144,7 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         ArgumentError,
         (
             "past and lengths are both inputs. "
-            "Remove one of them: with past, the keys are those of past followed by those of x, without padding."
+            "Remove one of them: with past, the keys are the past keys followed by the keys of x, without padding."
         ),
     ),
     (
@@ -152,7 +152,7 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         ArgumentError,
         (
             "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which the "
-            "operator would place after those of past. Give a layer without one, or remove past."
+            "operator would place after the past keys. Give a layer without added keys, or remove past."
         ),
     ),
     (

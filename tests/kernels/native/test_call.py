@@ -15,7 +15,7 @@ from multihead.kernels.native import call, kernel, library, statistics
 from multihead.kernels.native.call import WHOLE, OperatorCall, QueryBlock, iterate_query_blocks, queries_per_block
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from tests import oracle
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 

@@ -134,7 +134,7 @@ class Quiet:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def hear(self, call: AttentionCall) -> None:
+    def receive(self, call: AttentionCall) -> None:
         self.calls.append(call)
 
 

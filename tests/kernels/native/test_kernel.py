@@ -24,7 +24,7 @@ from multihead.errors import ArgumentError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
 from multihead.kernels.native import kernel, library
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.probes import PROBES
 from tests import oracle
 from tests.agreeing import assert_within_budget
@@ -389,7 +389,7 @@ def test_it_says_why_it_refuses() -> None:
         attention(q, q, q, kernel="native")
     assert str(refusal.value) == (
         "Kernel 'native' refuses: it computes float32, bfloat16 and float16, and the tensors are float64. "
-        "Leave kernel out to have one chosen."
+        "Leave kernel out to use the fastest kernel that supports the call."
     )
     q = torch.zeros(1, 2, 4, 8, device="meta")
     request = request_of(q, q, q)

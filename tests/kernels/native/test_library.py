@@ -207,7 +207,7 @@ class TestAbsence:
             with pytest.raises(ArgumentError) as refusal:
                 refused()
             assert str(refusal.value) == (
-                "The native kernel cannot run: its library was not built. Leave kernel out to have another one chosen."
+                "The native kernel cannot run: its library was not built. Leave kernel out to use another kernel."
             )
 
     def test_attention_and_layers_run_without_a_library(self) -> None:

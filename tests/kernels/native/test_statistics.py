@@ -24,7 +24,7 @@ from multihead.kernels.native.statistics import (
 )
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks.place import TilePositions
+from multihead.masks.positions import TilePositions
 from multihead.probes import PROBES
 from tests import oracle
 from tests.drawing import Drawn, calls

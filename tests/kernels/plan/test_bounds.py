@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from multihead import masks
-from multihead.kernels.plan.bounds import PlanCache, key_bounds, share_within_bounds
+from multihead.kernels.plan.bounds import PlanCache, fraction_within_bounds, key_bounds
 from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
 from multihead.masks.base import KeyBounds
 from multihead.masks.leading_keys import LeadingKeys
@@ -187,7 +187,7 @@ def test_where_all_keys_are_those_in_front_every_query_sees_them(mask: Mask) -> 
 
 
 def test_the_seen_share_counts_the_cells_within_the_bounds() -> None:
-    assert share_within_bounds(key_bounds(masks.Full(), queries=3, keys=5), keys=5) == 1
-    assert share_within_bounds(key_bounds(masks.Causal(), queries=4, keys=4), keys=4) == 10 / 16
-    assert share_within_bounds(key_bounds(masks.Lengths((1, 4)), queries=4, keys=4), keys=4) == 5 / 8
-    assert share_within_bounds(key_bounds(masks.Full(), queries=0, keys=4), keys=4) == 0
+    assert fraction_within_bounds(key_bounds(masks.Full(), queries=3, keys=5), keys=5) == 1
+    assert fraction_within_bounds(key_bounds(masks.Causal(), queries=4, keys=4), keys=4) == 10 / 16
+    assert fraction_within_bounds(key_bounds(masks.Lengths((1, 4)), queries=4, keys=4), keys=4) == 5 / 8
+    assert fraction_within_bounds(key_bounds(masks.Full(), queries=0, keys=4), keys=4) == 0

@@ -79,7 +79,7 @@ def stepwise(text: Text, cache: KeyValueCache, mask: masks.Mask, chunks: Sequenc
     for count in chunks:
         rows = slice(first, first + count)
         part, first = text.part(rows), first + count
-        cache.check_remembered(mask)
+        cache.check_window_fits_mask(mask)
         held = cache.extend(part.k, part.v)
         outputs.append(looked(part.q, held, of_rows(mask, rows, first)))
     return torch.cat(outputs, 2)

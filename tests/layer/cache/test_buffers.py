@@ -206,7 +206,7 @@ class TestWrite:
         buffer = torch.zeros(2, 1, 5, 1)
         real = torch.tensor([[True, False], [False, False]])
         slots = torch.tensor([[3, 4], [0, 1]])
-        write_slots(buffer, rows([1, torch.nan], [torch.inf, torch.nan]), slots, real=real, copy=False)
+        write_slots(buffer, rows([1, torch.nan], [torch.inf, torch.nan]), slots, is_token=real, copy=False)
         assert shown(buffer) == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
 
     def test_where_gradients_flow_the_buffer_is_copied(self) -> None:

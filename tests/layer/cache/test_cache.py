@@ -86,7 +86,7 @@ class TestProperties:
         assert k.grad is not None
         assert k.grad.eq(1).all()
         other = KeyValueCache()
-        other.remember(k * 2, tokens(5, dim=5))
+        other.store_memory(k * 2, tokens(5, dim=5))
         memory = copy.deepcopy(other).memory
         assert memory is not None
         assert torch.autograd.grad(memory.k.sum(), k)[0].eq(2).all()
@@ -111,7 +111,7 @@ class TestProperties:
             then = cache.last_call_position
 
     def test_queries_of_a_cross_attention_have_a_position(self, cache: KeyValueCache) -> None:
-        cache.remember(tokens(7), tokens(7, dim=5))
+        cache.store_memory(tokens(7), tokens(7, dim=5))
         cache.advance(5)
         cache.advance(1)
         assert cache.last_call_position is not None
@@ -255,8 +255,8 @@ class TestReorder:
         ("index", "sentence"),
         [
             ((0, 2), "index is [0, 2], and there are 2 samples. Give numbers from 0 to 1."),
-            ((0.0, 1.0), "index is (0.0, 1.0). Give integers, the old sample of each new one."),
-            ([[0], [1]], "index is [[0], [1]]. Give integers, the old sample of each new one."),
+            ((0.0, 1.0), "index is (0.0, 1.0). Give integers: for each new sample, the index of the old sample."),
+            ([[0], [1]], "index is [[0], [1]]. Give integers: for each new sample, the index of the old sample."),
         ],
     )
     def test_invalid_indices_are_rejected(self, index: Any, sentence: str) -> None:
@@ -276,7 +276,7 @@ class TestMemory:
     def test_it_is_stored_and_reordered(self) -> None:
         cache, k, v = KeyValueCache(), tokens(7), tokens(7, dim=5)
         assert cache.memory is None
-        memory = cache.remember(k, v, torch.tensor([7, 4]))
+        memory = cache.store_memory(k, v, torch.tensor([7, 4]))
         assert cache.memory is memory
         assert memory.k.equal(k)
         assert memory.lengths is not None
@@ -289,7 +289,7 @@ class TestMemory:
         assert cache.to("meta").memory is not None
 
     def test_queries_without_new_keys_are_counted(self, cache: KeyValueCache) -> None:
-        cache.remember(tokens(7), tokens(7, dim=5))
+        cache.store_memory(tokens(7), tokens(7, dim=5))
         assert [cache.advance(5), cache.advance(1), cache.query_start] == [0, 5, 6]
         cache.crop(4)
         start = cache.advance(2, lengths=(2, 1))
@@ -299,7 +299,7 @@ class TestMemory:
     def test_a_memory_of_another_length_is_rejected(self) -> None:
         cache = KeyValueCache()
         cache.check_same_memory(torch.zeros(2, 9, 16))
-        cache.remember(tokens(7), tokens(7, dim=5))
+        cache.store_memory(tokens(7), tokens(7, dim=5))
         cache.check_same_memory(torch.zeros(2, 7, 16))
         with pytest.raises(ShapeError) as refused:
             cache.check_same_memory(torch.zeros(2, 9, 16))
@@ -310,7 +310,7 @@ class TestMemory:
 
     def test_a_cache_serves_one_attention(self) -> None:
         cache = KeyValueCache()
-        cache.remember(tokens(7), tokens(7, dim=5))
+        cache.store_memory(tokens(7), tokens(7, dim=5))
         with pytest.raises(ArgumentError) as refused:
             step(cache)
         assert str(refused.value) == (
@@ -320,7 +320,7 @@ class TestMemory:
         cache.reset()
         step(cache)
         with pytest.raises(ArgumentError) as refused:
-            cache.remember(tokens(7), tokens(7, dim=5))
+            cache.store_memory(tokens(7), tokens(7, dim=5))
         assert str(refused.value) == (
             "The cache is in use. Use a separate cache for each attention, or call cache.reset() to start over."
         )
@@ -350,7 +350,7 @@ class TestRefusals:
     def test_keys_without_values(self) -> None:
         with pytest.raises(ShapeError) as refused:
             KeyValueCache().extend(tokens(2), tokens(1, dim=5))
-        assert str(refused.value) == "k has 2 new tokens and v has 1. Give every key its one value."
+        assert str(refused.value) == "k has 2 new tokens and v has 1. Give one value per key."
 
     def test_another_batch_than_before_until_it_is_reset(self, cache: KeyValueCache) -> None:
         step(cache)
@@ -374,21 +374,21 @@ class TestMasksWithAWindow:
         ids=str,
     )
     def test_masks_within_the_window_are_accepted(self, mask: masks.Mask) -> None:
-        KeyValueCache(window=4).check_remembered(mask)
+        KeyValueCache(window=4).check_window_fits_mask(mask)
 
     @pytest.mark.parametrize("mask", [masks.Full(), masks.Causal(), masks.Causal() | masks.Window(4)], ids=str)
     def test_masks_with_unbounded_lookback_are_rejected(self, mask: masks.Mask) -> None:
         with pytest.raises(MaskError) as refused:
-            KeyValueCache(window=4).check_remembered(mask)
+            KeyValueCache(window=4).check_window_fits_mask(mask)
         assert str(refused.value) == (
             f"{mask!r} shows all earlier keys, and the cache keeps a window of 4 keys. "
             "Combine it with & masks.Window(4), or use KeyValueCache(), which keeps all keys."
         )
-        KeyValueCache().check_remembered(mask)
+        KeyValueCache().check_window_fits_mask(mask)
 
     def test_a_lookback_beyond_the_window_is_rejected(self) -> None:
         with pytest.raises(MaskError) as refused:
-            KeyValueCache(window=4).check_remembered(masks.Window(5))
+            KeyValueCache(window=4).check_window_fits_mask(masks.Window(5))
         assert str(refused.value) == (
             "Window(5) shows the last 5 keys, and the cache keeps a window of 4 keys. "
             "Combine it with & masks.Window(4), or use KeyValueCache(), which keeps all keys."
@@ -397,7 +397,7 @@ class TestMasksWithAWindow:
     def test_a_column_per_key_is_rejected(self) -> None:
         mask = masks.Window(4) & masks.Drop(torch.zeros(9, dtype=torch.bool), "keys")
         with pytest.raises(MaskError) as refused:
-            KeyValueCache(window=4).check_remembered(mask)
+            KeyValueCache(window=4).check_window_fits_mask(mask)
         assert str(refused.value) == (
             "Window(4) & Drop(<bool tensor (9,)>, 'keys') has a column per key, and a cache with a window drops keys. "
             "Use KeyValueCache(), which keeps all keys."
@@ -440,7 +440,7 @@ class TestInt8:
 
     def test_a_memory_is_stored_in_int8(self) -> None:
         cache = KeyValueCache(dtype="int8")
-        memory = cache.remember(tokens(7), tokens(7, dim=5))
+        memory = cache.store_memory(tokens(7), tokens(7, dim=5))
         assert memory.k.dtype == torch.int8
         assert memory.scales is not None
         assert cache.nbytes == 7 * 2 * 3 * (4 + 5 + 4 + 4)
@@ -469,7 +469,7 @@ class TestInt8:
         assert str(refused.value) == sentence
         assert cache.length == 3
         with pytest.raises(ArgumentError) as refused:
-            KeyValueCache(dtype="int8").remember(tokens(1), tokens(1, dim=5).requires_grad_())
+            KeyValueCache(dtype="int8").store_memory(tokens(1), tokens(1, dim=5).requires_grad_())
         assert str(refused.value) == sentence
         with torch.no_grad():
             cache.extend(tokens(1).requires_grad_(), tokens(1, dim=5))

@@ -1,4 +1,4 @@
-"""Drop-ins for the attention of torch.nn, their installation in whole models, and conversions both ways."""
+"""Drop-ins for nn.MultiheadAttention, their installation in whole models, and conversions both ways."""
 
 from torch.nn import TransformerDecoder
 

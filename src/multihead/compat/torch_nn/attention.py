@@ -1,4 +1,4 @@
-"""Drop-in for nn.MultiheadAttention: same arguments and state_dict, with the contract of multihead."""
+"""Drop-in for nn.MultiheadAttention: same arguments and state_dict, faster with masks, no NaN for hidden keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multihead.compat.torch_nn.masks import (
     convert_masks,
     nested_like,
     padding_of_nested,
-    real_queries,
+    unpadded_queries,
 )
 from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError
@@ -28,39 +28,40 @@ from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
 from multihead.tensors.tracing import can_read_values
 
-_HOOK_KEY = -1  # torch numbers its hooks from 0, so that this key is free
+_HOOK_KEY = -1  # torch numbers hooks from 0, so it never uses this key
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention, faster with any mask, and recorded by `observe`.
+    """Drop-in for nn.MultiheadAttention that is faster with any mask, and that `observe` can record.
 
     The arguments, the parameters and their initial values for a seed, the state_dict, the outputs, weights and
-    gradients are the original's. Where the original returns NaN, this layer keeps the contract of multihead:
+    gradients are the original's. The differences from the original:
 
     - a query that sees no key has weights of 0, and the output projection's bias as its output;
-    - NaN in a token that `key_padding_mask` hides has no effect, on no parameter's gradient either;
-    - `need_weights` does not change a bit of the output without dropout; nor does `is_causal` with a causal mask, after
-      which the original hides added keys too.
+    - NaN in a token that `key_padding_mask` hides has no effect on outputs or gradients;
+    - `need_weights` does not change a bit of the output without dropout;
+    - `is_causal` with a causal mask does not change the output; the original then hides added keys too.
 
     It is a subclass of nn.MultiheadAttention. In eval without gradients `nn.TransformerEncoderLayer` reads the
     original's weights and bypasses its forward; a forward pre-hook that does nothing keeps the encoder layer off this
-    fused path, so that it calls the forward of this class. Hooks on `out_proj` fire.
+    fused path, so that it calls the forward of this class. Forward hooks on `out_proj` run, unlike in the original.
 
     Args:
-        embed_dim: width of queries and output, features.
+        embed_dim: number of features of the queries and of the output.
         num_heads: number of heads, a divisor of embed_dim.
-        dropout: share of the weights dropped in training, 0 to 1.
+        dropout: fraction of the attention weights dropped in training, 0 to 1.
         bias: whether the projections add a bias.
         add_bias_kv: whether a learned key and value are added that every query sees.
         add_zero_attn: whether a key and value of 0 are added that every query sees.
-        kdim: width of the keys' inputs; embed_dim if None.
-        vdim: width of the values' inputs; embed_dim if None.
+        kdim: number of features of the key inputs; embed_dim if None.
+        vdim: number of features of the value inputs; embed_dim if None.
         batch_first: whether batched inputs are (batch, length, features), and not (length, batch, features).
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Raises:
-        ArgumentError: a size or share that does not fit; the message lists those that do.
+        ArgumentError: num_heads does not divide embed_dim (the message lists the divisors), or dropout is not from 0 to
+            1.
 
     >>> layer = MultiheadAttention(512, 8, batch_first=True)
     >>> x = torch.randn(2, 10, 512)
@@ -93,7 +94,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         disable_fused_path(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle a layer, also one that was saved with `_qkv_same_embed_dim` set to False by an older drop-in."""
+        """Unpickle a layer; a layer pickled by an older version has `_qkv_same_embed_dim` False, which is corrected."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         disable_fused_path(self)
@@ -111,8 +112,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention from query to key and value.
 
-        Shapes are those of `batch_first=True`; without it batched inputs and outputs have length and batch
-        exchanged, and masks and weights have the same shapes. Unbatched inputs, masks and outputs have no batch.
+        The shapes below are for `batch_first=True`. With `batch_first=False`, batched inputs and outputs are (length,
+        batch, features), and masks and weights keep their shapes. Unbatched inputs, masks and outputs lack the batch
+        dimension.
 
         Args:
             query: (batch, queries, embed_dim), or a nested tensor of samples (queries, embed_dim).
@@ -123,18 +125,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: (queries, keys) or (batch * heads, queries, keys), bool, True = hidden; or floats added to
                 the scores, which may require a gradient.
             average_attn_weights: whether the returned weights are averaged over the heads.
-            is_causal: whether attn_mask is the causal mask. This is checked where it needs no device synchronisation;
-                without attn_mask the causal mask itself is applied, which the original rejects.
+            is_causal: whether attn_mask is the causal mask. This is checked if reading the mask needs no device
+                synchronisation. Without attn_mask, True applies the causal mask, where the original raises an error.
 
         Returns:
             the output (batch, queries, embed_dim); and the weights (batch, queries, keys), or with
-            `average_attn_weights=False` (batch, heads, queries, keys), or None. In training they are those after
-            dropout, as the original's are. Added keys (bias, then zero) are their last columns. For nested inputs the
-            output is nested, and the weights are padded with 0.
+            `average_attn_weights=False` (batch, heads, queries, keys), or None. In training the weights are after
+            dropout, as in the original. The last columns of the weights are the added keys: `add_bias_kv`, then
+            `add_zero_attn`. For nested inputs the output is nested, and the weights are padded with 0.
 
         Raises:
-            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the layer or the others; raised
-                before anything is computed.
+            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the layer or another argument;
+                raised before anything is computed.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             self._check_nested_inputs(query, key, value, attn_mask, key_padding_mask)
@@ -157,12 +159,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v = q[None], k[None], v[None]
         extra = (self.bias_k is not None) + bool(self.add_zero_attn)
         sizes = CallSizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
-        shown = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
+        visible = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._prepend_added_keys(k, v)
         origin = CallOrigin(self, crosses=False if within else None)
         if within and listeners():
-            origin = replace(origin, real=real_queries(key_padding_mask))
-        merged, weights = self._attend(q, k, v, shown, origin, need_weights=need_weights, average=average_attn_weights)
+            origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
+        merged, weights = self._attend(
+            q, k, v, visible, origin, need_weights=need_weights, average=average_attn_weights
+        )
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
@@ -190,7 +194,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (projected[0], *projected[1].chunk(2, -1)) if key is value else tuple(projected)
 
     def _prepend_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepend the learned key and the key of 0, where the layer has them."""
+        """Prepend the keys of `add_bias_kv` and `add_zero_attn` to k, and their values to v, if the layer has them."""
         if self.bias_k is not None and self.bias_v is not None:
             size = (k.shape[0], 1, self.embed_dim)
             k_added, v_added = [self.bias_k.to(k.dtype).expand(size)], [self.bias_v.to(v.dtype).expand(size)]
@@ -206,16 +210,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        shown: VisibleKeys,
+        visible: VisibleKeys,
         origin: CallOrigin,
         *,
         need_weights: bool,
         average: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
+        """Split q, k and v into heads, attend and merge: (batch, queries, embed_dim), and the weights if needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        terms = (shown.mask, shown.bias, None, None, None, dropout, shown.query_start)
+        terms = (visible.mask, visible.bias, None, None, None, dropout, visible.query_start)
         request = request_of(q, k, v, *terms, origin=origin)
         if is_computed_per_head(request, need_weights=need_weights):
             output, weights = attend_per_head(request, need_weights=need_weights, average=average)
@@ -226,20 +230,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         return merge_heads(attend(request).output), None
 
     def _attend_nested(self, query: Tensor) -> Tensor:
-        """Compute self-attention of a nested tensor, whose samples are packed into one row of documents."""
+        """Compute self-attention of a nested tensor: its samples become the documents of one sequence."""
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        shown = VisibleKeys(Documents(lengths), None, 0)
+        visible = VisibleKeys(Documents(lengths), None, 0)
         q, k, v = self._project(tokens, tokens, tokens)
         origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
-        merged, _ = self._attend(q, k, v, shown, origin, need_weights=False, average=False)
+        merged, _ = self._attend(q, k, v, visible, origin, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _attend_nested_padded(
         self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention of nested tensors by padding them; the weights of padding are 0, as the original's are."""
+        """Compute attention of nested tensors by padding them; the weights of padding are 0, as in the original."""
         rows, columns = padding_of_nested(query), padding_of_nested(key)  # (batch, length) each
         unique = {id(nested): nested for nested in (query, key, value)}
         padded = {
@@ -257,7 +261,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check_nested_inputs(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> None:
-        """Reject inputs of which only some are nested, or which do not fit each other."""
+        """Reject inputs if only some are nested, or if their numbers of samples or sizes do not fit."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ArgumentError(
                 "query is a nested tensor, whose lengths torch.jit.trace would record as constants.",
@@ -351,7 +355,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _zero_nonfinite_where(hidden: Tensor, x: Tensor) -> Tensor:
-    """Replace hidden tokens that are not finite by 0; finite ones are kept, because they may be queries too."""
+    """Replace NaN and inf in hidden tokens by 0; finite hidden tokens are kept, because they may be queries too."""
     return x.masked_fill((hidden & ~x.isfinite().all(-1))[..., None], 0)
 
 
@@ -372,7 +376,7 @@ def enable_fused_path(module: nn.MultiheadAttention) -> None:
 
 
 def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Leave the inputs of a module as they are (a forward pre-hook)."""
+    """Do nothing: a forward pre-hook that keeps the inputs."""
 
 
 def _to_batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     Device, dtype, mode and requires_grad are kept.
 
     Args:
-        module: the original, or its drop-in.
+        module: an nn.MultiheadAttention or its drop-in.
 
     >>> original = nn.MultiheadAttention(16, 2, batch_first=True)
     >>> x = torch.randn(3, 5, 16)
@@ -59,7 +59,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
 def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.MultiheadAttention:
     """Convert our layer to an nn.MultiheadAttention, with equal outputs and copies of the parameters.
 
-    Device, dtype and mode are kept, and so is requires_grad: a packed parameter requires a gradient if one of its parts
+    Device, dtype and mode are kept, and so is requires_grad: in_proj_weight requires a gradient if that of q, k or v
     does.
 
     Args:
@@ -107,18 +107,18 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.Multi
 
 
 def _split_into_projections(packed: Tensor, name: str) -> dict[str, Tensor]:
-    """Split a packed in_proj parameter into those of q_proj, k_proj and v_proj, by name."""
+    """Split in_proj_weight or in_proj_bias into the parameters of q_proj, k_proj and v_proj, by name."""
     parts = (part.requires_grad_(packed.requires_grad) for part in packed.detach().chunk(3))
     return {f"{projection}.{name}": part for projection, part in zip(_PROJECTIONS, parts, strict=True)}
 
 
 def _pack_projections(parts: list[Tensor]) -> Tensor:
-    """Concatenate the parameters of q_proj, k_proj and v_proj to one of in_proj."""
+    """Concatenate the weights or biases of q_proj, k_proj and v_proj to in_proj_weight or in_proj_bias."""
     return torch.cat([part.detach() for part in parts]).requires_grad_(any(part.requires_grad for part in parts))
 
 
 def _fill_with_copies(module: _Made, sources: dict[str, Tensor]) -> _Made:
-    """Set the parameters of a module on the meta device to copies of tensors, with the same requires_grad."""
+    """Set the parameters of a module on the meta device to copies of `sources`, with their requires_grad."""
     for name, source in sources.items():
         owner, _, attribute = name.rpartition(".")
         parameter = nn.Parameter(source.detach().clone(), requires_grad=source.requires_grad)

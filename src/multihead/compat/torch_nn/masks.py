@@ -30,13 +30,13 @@ class VisibleKeys:
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The sizes of a call; `extra` counts keys without a token, which come first and which every query sees."""
+    """The sizes of a call; `added_keys` counts the keys of add_bias_kv and add_zero_attn, which come first."""
 
     batch: int
     heads: int
     queries: int
     keys: int
-    extra: int
+    added_keys: int
 
 
 def convert_masks(
@@ -44,19 +44,20 @@ def convert_masks(
 ) -> VisibleKeys:
     """Convert masks of nn.MultiheadAttention: True hides a key, floats are added to the scores.
 
-    A float mask of 0 and -inf becomes a boolean one. Where values cannot be read without
-    synchronisation (an accelerator, a compiled graph), float masks stay biases, and `is_causal` is trusted, as in
-    nn.MultiheadAttention.
+    A float mask of 0 and -inf becomes a boolean one. On an accelerator or in a compiled graph, where values cannot be
+    read without synchronisation, float masks stay biases, and `is_causal` is trusted, as in nn.MultiheadAttention.
 
     Args:
         attn_mask: (queries, keys) or (batch * heads, queries, keys).
         key_padding_mask: (batch, keys).
-        sizes: sizes of the call; the masks do not cover the extra keys.
+        sizes: sizes of the call; the masks do not cover the added keys.
         is_causal: whether attn_mask is known to be the causal mask; without attn_mask the causal mask is applied.
 
     >>> hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
     >>> padding = torch.tensor([[False, False, True], [False, False, False]])
-    >>> convert_masks(hidden, padding, CallSizes(batch=2, heads=1, queries=3, keys=3, extra=0), is_causal=False).mask
+    >>> convert_masks(
+    ...     hidden, padding, CallSizes(batch=2, heads=1, queries=3, keys=3, added_keys=0), is_causal=False
+    ... ).mask
     Causal() & Lengths(<int64 tensor (2,)>)
     """
     _check_mask_shapes(attn_mask, key_padding_mask, sizes)
@@ -66,9 +67,9 @@ def convert_masks(
         bias = bias + key_bias  # (batch, heads or 1, queries, keys)
     elif bias is None:
         bias = key_bias
-    if bias is not None and sizes.extra:
-        bias = pad(bias, (sizes.extra, 0))
-    return VisibleKeys(by_query & by_key, bias, sizes.extra)
+    if bias is not None and sizes.added_keys:
+        bias = pad(bias, (sizes.added_keys, 0))
+    return VisibleKeys(by_query & by_key, bias, sizes.added_keys)
 
 
 def _convert_attn_mask(attn_mask: Tensor | None, sizes: CallSizes, *, is_causal: bool) -> tuple[Mask, Tensor | None]:
@@ -83,13 +84,13 @@ def _convert_attn_mask(attn_mask: Tensor | None, sizes: CallSizes, *, is_causal:
     if hidden.dim() == 2:
         if can_read_values(hidden.device) and _is_causal(hidden):
             return Causal(), None
-        return Drop(pad(hidden, (sizes.extra, 0)), "queries keys"), None
+        return Drop(pad(hidden, (sizes.added_keys, 0)), "queries keys"), None
     by_head = hidden.view(sizes.batch, sizes.heads, sizes.queries, sizes.keys)
-    return Drop(pad(by_head, (sizes.extra, 0))), None
+    return Drop(pad(by_head, (sizes.added_keys, 0))), None
 
 
-def real_queries(key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return which queries of a self-attention are no padding, (batch, queries) bool; None if that is unknown."""
+def unpadded_queries(key_padding_mask: Tensor | None) -> Tensor | None:
+    """Return which queries of a self-attention are not padding, (batch, queries) bool; None if unknown."""
     hidden = None if key_padding_mask is None else _hidden_cells(key_padding_mask)
     return None if hidden is None else ~hidden
 
@@ -107,22 +108,22 @@ def _convert_key_padding_mask(key_padding_mask: Tensor | None, sizes: CallSizes)
             return Full(), None
         past_end = torch.arange(sizes.keys) >= lengths[:, None]  # (batch, keys)
         if torch.equal(past_end, hidden):
-            return Lengths(lengths + sizes.extra), None
-    return Drop(pad(hidden, (sizes.extra, 0)), "batch keys"), None
+            return Lengths(lengths + sizes.added_keys), None
+    return Drop(pad(hidden, (sizes.added_keys, 0)), "batch keys"), None
 
 
 def _hidden_cells(mask: Tensor) -> Tensor | None:
-    """Return the hidden cells of a mask, bool of its shape, or None where the mask is a bias."""
+    """Return where a mask hides a key, bool of its shape; None if it is a bias."""
     if mask.dtype == torch.bool:
         return mask
     if mask.requires_grad or not can_read_values(mask.device):
         return None
     hidden = mask == -torch.inf
-    return hidden if int(hidden.sum()) == int(mask.count_nonzero()) else None  # every other cell is 0
+    return hidden if int(hidden.sum()) == int(mask.count_nonzero()) else None  # all others are 0
 
 
 def _is_causal(hidden: Tensor) -> bool:
-    """Whether (queries, keys) hides exactly the keys after each query's own position."""
+    """Whether a mask (queries, keys), True = hidden, hides exactly the keys after each query's position."""
     queries, keys = hidden.shape
     if not keys or bool(hidden[-1, 0]) or (keys > 1 and not bool(hidden[0, -1])):
         return False
@@ -153,7 +154,7 @@ def _check_mask_shapes(attn_mask: Tensor | None, key_padding_mask: Tensor | None
 
 
 def padding_of_nested(nested: Tensor) -> Tensor:
-    """Return where the padded form of a nested tensor is padding: (batch, length), bool.
+    """Return which tokens are padding once a nested tensor is padded: (batch, length), bool.
 
     >>> padding_of_nested(torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged))
     tensor([[False,  True,  True],
@@ -164,7 +165,7 @@ def padding_of_nested(nested: Tensor) -> Tensor:
 
 
 def nested_like(nested: Tensor, samples: list[Tensor]) -> Tensor:
-    """Build a nested tensor of samples (length, features) with the lengths of another, so that the two can be added.
+    """Build a nested tensor from samples (length, features) that can be added to `nested`.
 
     >>> x = torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged)
     >>> (x + nested_like(x, [torch.ones(1, 4), torch.ones(3, 4)])).is_nested

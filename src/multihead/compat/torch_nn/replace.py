@@ -1,4 +1,4 @@
-"""Replace every nn.MultiheadAttention of a model by the drop-in, and make PyTorch's transformers with it."""
+"""Replace every nn.MultiheadAttention of a model by the drop-in, and subclass PyTorch's transformers to use it."""
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
     """Replace every nn.MultiheadAttention of a model, the model itself included, by the drop-in.
 
     The parameters are the same objects, so an optimizer that holds them keeps working; hooks, device, dtype, mode and
-    requires_grad are kept. Subclasses and modules whose forward was overridden are not replaced, and are listed.
+    requires_grad are kept. Subclasses and modules whose forward was overridden are not replaced; the result lists them
+    as `left`.
 
     Args:
         model: any model.
-        inplace: whether the model itself is changed. Otherwise a copy is, which shares its parameters and buffers.
+        inplace: whether to change the model itself, or a copy that shares its parameters and buffers.
 
     Returns:
         the model and the names of the replaced modules.
@@ -116,7 +117,7 @@ def _enable_fused_path_again(module: nn.MultiheadAttention) -> None:
 
 
 def _set_class(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
-    """Set the class of a module in place, and add or remove the hook that keeps the drop-in from being bypassed."""
+    """Set the class of a module in place, and add or remove the hook that keeps encoder layers off their fused path."""
     module.__class__ = kind
     assert isinstance(module, nn.MultiheadAttention)
     if kind is MultiheadAttention:
@@ -126,7 +127,7 @@ def _set_class(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
 
 
 class _AttentionReplacedOnInit(nn.Module):
-    """A mixin that replaces the attention of a PyTorch module when it is created."""
+    """Mixin for a PyTorch transformer: replaces the nn.MultiheadAttention in it on creation."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -155,8 +156,8 @@ class TransformerDecoderLayer(_AttentionReplacedOnInit, nn.TransformerDecoderLay
 class TransformerEncoder(_AttentionReplacedOnInit, nn.TransformerEncoder):
     """nn.TransformerEncoder with the drop-in as its attention, and the same arguments.
 
-    In eval without gradients a padded batch is packed before the first layer, as by the original: padding is not
-    computed, and its outputs are 0.
+    In eval without gradients padding tokens are removed before the first layer, as in the original, and their outputs
+    are 0.
 
     >>> import torch
     >>> layer = TransformerEncoderLayer(16, 2, batch_first=True)

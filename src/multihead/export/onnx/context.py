@@ -13,7 +13,7 @@ from multihead.layer import MultiHeadAttention
 
 
 class ExportContext:
-    """A graph, its inputs, and the names of values that several parts of it use, each computed once.
+    """A graph under construction, its inputs, and names of values that several nodes use, each added once.
 
     Args:
         graph: an empty graph.
@@ -54,44 +54,44 @@ class ExportContext:
 
     @cached_property
     def batch_size(self) -> str:
-        """The number of samples, a list of one integer."""
+        """Name of the value with the number of samples, int64 (1,)."""
         return self.graph.size_of_axis("x", 0)
 
     @cached_property
     def query_count(self) -> str:
-        """The number of queries, a list of one integer."""
+        """Name of the value with the number of queries, int64 (1,)."""
         return self.graph.size_of_axis("x", 1)
 
     @cached_property
     def key_count(self) -> str:
-        """The number of keys, a list of one integer; keys that the layer adds are not counted."""
+        """Name of the value with the number of keys, int64 (1,), without keys that the layer adds."""
         if self.spec.has_past:
             return self.graph.add_node("Add", self.graph.size_of_axis("past_key", 2), self.query_count)
         return self.graph.size_of_axis("memory", 1) if self.spec.is_cross_attention else self.query_count
 
     @cached_property
     def position_values(self) -> PositionValues:
-        """The values in the graph with the positions of queries and keys."""
+        """The graph values with the positions of queries and keys."""
         return PositionValues.of(self.graph, self.query_count, self.key_count, self.spec.start)
 
     @cached_property
     def zero(self) -> str:
-        """The number 0, in the layer's dtype."""
+        """Name of the constant 0, in the layer's dtype."""
         return self.graph.add_constant(torch.zeros((), dtype=self.dtype), name="nothing")
 
     @cached_property
     def hidden_bias(self) -> str:
-        """The bias of a hidden key, -inf, in the layer's dtype."""
+        """Name of the constant -inf, the bias of a hidden key, in the layer's dtype."""
         return self.graph.add_constant(torch.tensor(-torch.inf, dtype=self.dtype), name="hidden")
 
     @property
     def key_lengths(self) -> str | None:
-        """The name of the input that counts the keys of each sample without padding; None if there is none."""
+        """Name of the input with each sample's number of keys, without padding; None if there is no such input."""
         name = "memory_lengths" if self.spec.is_cross_attention else "lengths"
         return name if name in self.inputs else None
 
     def token_mask(self, lengths: str) -> str:
-        """Return which positions hold tokens, and not padding: (batch, length, 1), bool."""
+        """Add nodes that compute which positions are not padding: (batch, length, 1), bool."""
         size = self.query_count if lengths == "lengths" else self.key_count
         tokens = self.graph.add_node("Reshape", self.graph.range_up_to(size), self.graph.add_integers(1, -1, 1))
         counts = self.graph.add_node("Reshape", lengths, self.graph.add_integers(-1, 1, 1))

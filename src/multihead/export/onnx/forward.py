@@ -18,7 +18,7 @@ def add_layer_nodes(context: ExportContext) -> None:
     graph, layer, spec = context.graph, context.layer, context.spec
     x, memory, values = _zero_padding_of_inputs(context)
     folded = _scale_needs_float64(context) and layer.qk_norm is None
-    q = _project(context, "q_proj", x, times=_scale_of_layer(context) if folded else 1.0)
+    q = _project(context, "q_proj", x, factor=_scale_of_layer(context) if folded else 1.0)
     k = _project(context, "k_proj", memory)  # (batch, keys, kv_heads * head_dim)
     v = _project(context, "v_proj", values)  # (batch, keys, kv_heads * value_head_dim)
     q, k = rotate_heads(context, *normalise_heads(context, q, k))
@@ -39,7 +39,7 @@ def add_layer_nodes(context: ExportContext) -> None:
 
 
 def _zero_padding_of_inputs(context: ExportContext) -> tuple[str, str, str]:
-    """Set padding to 0 before the projections, so that NaN in it has no effect: x, memory and values."""
+    """Set the padding of x, memory and values to 0 before the projections, so that NaN in padding has no effect."""
 
     def zero_padding(name: str, lengths: str) -> str:
         if lengths not in context.inputs:
@@ -54,7 +54,7 @@ def _zero_padding_of_inputs(context: ExportContext) -> tuple[str, str, str]:
 
 
 def _scale_needs_float64(context: ExportContext) -> bool:
-    """Whether q must be multiplied by the scale, because the attribute `scale` is only float32."""
+    """Whether q must be multiplied by the scale, because the attribute `scale` of Attention is float32."""
     return context.dtype == torch.float64
 
 
@@ -63,21 +63,21 @@ def _scale_of_layer(context: ExportContext) -> float:
     return layer.head_dim**-0.5 if layer.scale is None else layer.scale
 
 
-def _project(context: ExportContext, name: str, x: str, *, times: float = 1.0) -> str:
+def _project(context: ExportContext, name: str, x: str, *, factor: float = 1.0) -> str:
     graph, projection = context.graph, getattr(context.layer, name)
-    product = graph.add_node("MatMul", x, graph.add_constant(projection.weight.T * times, name=f"{name}.weight.T"))
+    product = graph.add_node("MatMul", x, graph.add_constant(projection.weight.T * factor, name=f"{name}.weight.T"))
     if projection.bias is None:
         return product
-    return graph.add_node("Add", product, graph.add_constant(projection.bias * times, name=f"{name}.bias"), name=name)
+    return graph.add_node("Add", product, graph.add_constant(projection.bias * factor, name=f"{name}.bias"), name=name)
 
 
 def _prepend_added_keys(context: ExportContext, k: str, v: str) -> tuple[str, str]:
-    """Prepend the keys that the layer adds to k and v: its learned key, and before that a key of 0 for sinks."""
+    """Prepend the layer's added keys to k and v: a key of 0 for sinks, then the learned key."""
     layer = context.layer
     if layer.bias_k is not None and layer.bias_v is not None:
         k, v = _prepend_row(context, layer.bias_k, k), _prepend_row(context, layer.bias_v, v)
     if layer.sinks is not None or layer.add_zero_attn:
-        # A sink is a key of 0 with a value of 0. Its score is 0, and the bias of its column is the logit.
+        # A sink is exported as a key of 0 with a value of 0: its score is 0, and the bias of its column is its logit.
         width, value_width = layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * layer.value_head_dim
         k = _prepend_row(context, torch.zeros(width, dtype=context.dtype), k)
         v = _prepend_row(context, torch.zeros(value_width, dtype=context.dtype), v)
@@ -85,7 +85,7 @@ def _prepend_added_keys(context: ExportContext, k: str, v: str) -> tuple[str, st
 
 
 def _prepend_row(context: ExportContext, row: Tensor, x: str) -> str:
-    """Prepend one row to each sample: (batch, 1 + keys, features)."""
+    """Prepend the same row (features,) to each sample of x: (batch, 1 + keys, features)."""
     graph = context.graph
     sizes = graph.add_node("Concat", context.batch_size, graph.add_integers(1, row.numel()), axis=0)
     rows = graph.add_node("Expand", graph.add_constant(row.reshape(1, 1, -1), name="added"), sizes)
@@ -93,7 +93,7 @@ def _prepend_row(context: ExportContext, row: Tensor, x: str) -> str:
 
 
 def _add_attention(context: ExportContext, q: str, k: str, v: str, mask: MaskInputs) -> str:
-    """Add the operator Attention: (batch, queries, heads * value_head_dim)."""
+    """Add the node Attention and return its output: (batch, queries, heads * value_head_dim)."""
     layer = context.layer
     past = ("past_key", "past_value") if context.spec.has_past else ("", "")
     inputs = [q, k, v, mask.table, *past, mask.lengths]
@@ -109,7 +109,7 @@ def _add_attention(context: ExportContext, q: str, k: str, v: str, mask: MaskInp
         softcap=layer.softcap or 0.0,
         is_causal=int(mask.is_causal),
     )
-    return _zero_queries_without_keys(context, attended, mask.some) if mask.some else attended
+    return _zero_queries_without_keys(context, attended, mask.queries_with_keys) if mask.queries_with_keys else attended
 
 
 def _split_heads(context: ExportContext, merged: str) -> str:
@@ -128,9 +128,11 @@ def _concatenate_heads(context: ExportContext, split: str) -> str:
     )
 
 
-def _zero_queries_without_keys(context: ExportContext, attended: str, some: str) -> str:
+def _zero_queries_without_keys(context: ExportContext, attended: str, queries_with_keys: str) -> str:
     """Set the output of queries that see no key to 0, because not every runtime does that."""
-    rows = context.graph.add_node("Transpose", some, perm=[0, 2, 1, 3])  # (batch or 1, queries or 1, heads or 1, 1)
+    rows = context.graph.add_node(
+        "Transpose", queries_with_keys, perm=[0, 2, 1, 3]
+    )  # (batch or 1, queries or 1, heads or 1, 1)
     return _concatenate_heads(
         context, context.graph.add_node("Where", rows, _split_heads(context, attended), context.zero)
     )
@@ -173,7 +175,8 @@ def normalise_heads(context: ExportContext, q: str, k: str) -> tuple[str, str]:
     options = norms.qk_norm
     ones = torch.ones(layer.head_dim, dtype=torch.float64)
     if options.kind == "l2":
-        # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim); the layer's scale cancels the last.
+        # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim); the layer's scale cancels
+        # sqrt(head_dim).
         scale = torch.tensor(options.initial_scale) if norms.scale is None else norms.scale.detach().cpu()
         each = scale.double().reshape(-1, 1).expand(layer.num_heads, 1)
         q = _divide_by_root_mean_square(context, q, layer.num_heads, ones, options.eps / layer.head_dim, factors=each)
@@ -190,19 +193,20 @@ def normalise_heads(context: ExportContext, q: str, k: str) -> tuple[str, str]:
 
 
 def _divide_by_root_mean_square(
-    context: ExportContext, x: str, parts: int, weight: Tensor, eps: float, *, factors: Tensor | None = None
+    context: ExportContext, x: str, groups: int, weight: Tensor, eps: float, *, factors: Tensor | None = None
 ) -> str:
-    """Split the features into equal parts, divide each by its root mean square, and multiply it by the weight.
+    """Add an RMS norm over `groups` equal groups of features, each multiplied by the weight.
 
-    x is (batch, length, features), weight (features / parts,), and factors, one more per part, (parts, 1) or None.
+    x is (batch, length, features), weight (features / groups,), and factors, which multiply each group, (groups, 1) or
+    None.
     """
     graph = context.graph
     dtype = torch.float64 if context.dtype == torch.float64 else torch.float32
     x = x if dtype == context.dtype else graph.add_cast(x, dtype)
     width = weight.numel()
-    if parts > 1:
-        # x becomes (batch, length, parts, features / parts).
-        x = graph.add_node("Reshape", x, graph.add_integers(0, 0, parts, width))
+    if groups > 1:
+        # x becomes (batch, length, groups, features / groups).
+        x = graph.add_node("Reshape", x, graph.add_integers(0, 0, groups, width))
     if dtype == torch.float64:  # some runtimes compute RMSNormalization of float64 in float32
         x = _rms_norm_in_float64(context, x, weight, eps)
     else:
@@ -210,10 +214,10 @@ def _divide_by_root_mean_square(
         x = graph.add_node("RMSNormalization", x, scale, axis=-1, epsilon=eps, name="normed")
     if factors is not None:
         x = graph.add_node(
-            "Mul", x, graph.add_constant((factors if parts > 1 else factors[0]).to(dtype), name="norm.scale")
+            "Mul", x, graph.add_constant((factors if groups > 1 else factors[0]).to(dtype), name="norm.scale")
         )
-    if parts > 1:
-        x = graph.add_node("Reshape", x, graph.add_integers(0, 0, parts * width))
+    if groups > 1:
+        x = graph.add_node("Reshape", x, graph.add_integers(0, 0, groups * width))
     return x if dtype == context.dtype else graph.add_cast(x, context.dtype)
 
 
@@ -229,7 +233,7 @@ def _rms_norm_in_float64(context: ExportContext, x: str, weight: Tensor, eps: fl
 
 
 def rotate_heads(context: ExportContext, q: str, k: str) -> tuple[str, str]:
-    """Rotate q and k, (batch, length, heads * head_dim), by the layer's `rotary`; the operator rejects float64."""
+    """Rotate q and k, (batch, length, heads * head_dim), by the layer's `rotary`; a float64 layer is rejected."""
     layer, spec = context.layer, context.spec
     if layer.rotary is None:
         return q, k
@@ -238,10 +242,10 @@ def rotate_heads(context: ExportContext, q: str, k: str) -> tuple[str, str]:
             "The layer is float64 and has a rotary, and the operator RotaryEmbedding does not support float64.",
             "Convert it first: layer.float().",
         )
-    of_queries = _cosines_and_sines(context, context.position_values.positions)
+    of_queries = _cosines_and_sines(context, context.position_values.queries)
     # Queries and keys have equal positions if both start at 0, or after the keys of earlier calls.
     same = spec.has_past or (not spec.is_cross_attention and spec.starts_at_zero)
-    of_keys = of_queries if same else _cosines_and_sines(context, context.position_values.columns)
+    of_keys = of_queries if same else _cosines_and_sines(context, context.position_values.keys)
     return _rotate_by_angles(context, q, of_queries, layer.num_heads), _rotate_by_angles(
         context, k, of_keys, layer.num_kv_heads
     )
@@ -269,7 +273,7 @@ def _cosines_and_sines(context: ExportContext, positions: str) -> tuple[str, str
     return cosine_or_sine("Cos"), cosine_or_sine("Sin")
 
 
-def _rotate_by_angles(context: ExportContext, x: str, waves: tuple[str, str], heads: int) -> str:
+def _rotate_by_angles(context: ExportContext, x: str, cosines_and_sines: tuple[str, str], heads: int) -> str:
     """Rotate x, (batch, length, heads * head_dim), by cosines and sines, in float32 as the layer does."""
     graph, rotary = context.graph, context.layer.rotary
     assert rotary is not None
@@ -277,7 +281,7 @@ def _rotate_by_angles(context: ExportContext, x: str, waves: tuple[str, str], he
     rotated_x = graph.add_node(
         "RotaryEmbedding",
         x if exact else graph.add_cast(x, torch.float32),
-        *waves,
+        *cosines_and_sines,
         num_heads=heads,
         interleaved=int(rotary.interleaved),
         rotary_embedding_dim=0 if rotary.dim in (None, context.layer.head_dim) else rotary.dim,

@@ -55,7 +55,7 @@ class Graph:
         self._ranges: dict[str, str] = {}
 
     def add_input(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> str:
-        """Declare an input; each size is a number, the name of a size that may change, or None."""
+        """Declare an input; each size is a number, the name of a dynamic size, or None."""
         self._inputs.append(self._value_info(self._unique_name(name), dtype, sizes))
         return name
 
@@ -70,7 +70,7 @@ class Graph:
         self._outputs.append(self._value_info(value, dtype, sizes))
 
     def add_constant(self, value: Tensor, *, name: str = "constant") -> str:
-        """Add a tensor of any dtype and device as a constant, bit by bit, and return its name."""
+        """Add a tensor of any dtype and device as a constant with the same bits, and return its name."""
         name = self._unique_name(name)
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         constant = self._onnx.helper.make_tensor(
@@ -86,39 +86,41 @@ class Graph:
         return self._lists[values]
 
     def add_node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        """Add a node with one output; an unused input is an empty name."""
+        """Add a node with one output and return the output's name; an omitted input is ""."""
         output = self._unique_name(name or operator.lower())
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
         return output
 
     def add_multi_output_node(self, operator: str, *inputs: str, names: Sequence[str], **attributes: Any) -> list[str]:
-        """Add a node with one output per name."""
+        """Add a node with several outputs, which have these names."""
         outputs = [self._unique_name(name) for name in names]
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), outputs, **attributes))
         return outputs
 
     def add_cast(self, value: str, dtype: torch.dtype) -> str:
-        """Convert a value to a dtype."""
+        """Add a node that converts a value to a dtype."""
         return self.add_node("Cast", value, to=self._tensor_type(dtype))
 
     def size_of_axis(self, value: str, axis: int) -> str:
-        """Add a node that reads the size of one axis of a value, as a list of one integer."""
+        """Add a node that returns the size of one axis of a value, int64 (1,)."""
         return self.add_node("Shape", value, start=axis, end=axis + 1, name="size")
 
     def range_up_to(self, count: str) -> str:
-        """Add a node that counts 0, 1, 2, ... count - 1, where count is a list of one integer."""
+        """Add a node that returns 0, 1, 2, ... count - 1, where count is int64 (1,)."""
         if count not in self._ranges:
-            self._ranges[count] = self.add_node("Range", self._zero, self.add_node("Squeeze", count), self._one)
+            self._ranges[count] = self.add_node(
+                "Range", self._constant_zero, self.add_node("Squeeze", count), self._constant_one
+            )
         return self._ranges[count]
 
     def build_model(
         self, *, opset: int, name: str, metadata: Mapping[str, str] | None = None, version: str = ""
     ) -> ModelProto:
-        """Build a model from the graph; `version` is that of the package that builds it."""
+        """Build a model from the graph; `version` is the version of this package."""
         helper = self._onnx.helper
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._constants)
         opsets = [helper.make_opsetid("", opset)]
-        # Of the file formats with these operators the oldest, so that older runtimes can read the model.
+        # The oldest file format with these operators, so that older runtimes can read the model.
         oldest = helper.find_min_ir_version_for(opsets)
         model: ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=oldest)
         model.producer_name, model.producer_version = "multihead", version
@@ -126,11 +128,11 @@ class Graph:
         return model
 
     @cached_property
-    def _zero(self) -> str:
+    def _constant_zero(self) -> str:
         return self.add_constant(torch.tensor(0), name="zero")
 
     @cached_property
-    def _one(self) -> str:
+    def _constant_one(self) -> str:
         return self.add_constant(torch.tensor(1), name="one")
 
     def _value_info(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> ValueInfoProto:
@@ -141,7 +143,7 @@ class Graph:
         return int(getattr(self._onnx.TensorProto, _TYPES[dtype]))
 
     def _unique_name(self, name: str) -> str:
-        """Return the name itself, or if the graph has it already, the name with a number."""
+        """Return `name`, with a number appended if the graph already has a value of that name."""
         own, number = name, 1
         while own in self._taken:
             number += 1

@@ -1,4 +1,4 @@
-"""The mask and the bias of the operator Attention: none, an attribute, lengths or a table, with the position bias."""
+"""Choose the mask inputs of the operator Attention: none, `is_causal`, lengths, or a tensor of mask and biases."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias, distanc
 
 @dataclass(frozen=True)
 class MaskInputs:
-    """The mask inputs of the operator; an empty name is an input that is not used.
+    """The mask inputs of the operator Attention; "" is an input that is not used.
 
     Attributes:
-        is_causal: the attribute is_causal.
+        is_causal: the value of the attribute is_causal of Attention.
         table: the input attn_mask, (batch or 1, heads or 1, queries, keys), bool or added to the scores.
         lengths: the input nonpad_kv_seqlen, (batch,).
-        some: which queries see a key, (batch or 1, heads or 1, queries or 1, 1), bool; "" if every query does.
+        queries_with_keys: which queries see a key, (batch or 1, heads or 1, queries or 1, 1), bool; "" if all do.
     """
 
     is_causal: bool = False
     table: str = ""
     lengths: str = ""
-    some: str = ""
+    queries_with_keys: str = ""
 
 
 def choose_mask_inputs(context: ExportContext) -> MaskInputs:
-    """Choose the cheapest mask inputs: none, the attribute, lengths, or a table."""
+    """Choose the cheapest mask inputs of Attention: none, the attribute `is_causal`, lengths, or a mask tensor."""
     layer, mask, spec, lengths = context.layer, context.spec.mask, context.spec, context.key_lengths
     bias = _sum_of_biases(context)
     added = layer.bias_k is not None
@@ -47,23 +47,24 @@ def choose_mask_inputs(context: ExportContext) -> MaskInputs:
     if plain and not added and lengths is not None and isinstance(mask, Full) and spec.opset >= 24:
         counts = context.graph.add_node("Min", lengths, context.key_count)
         return MaskInputs(
-            lengths=counts, some=_which_lengths_are_positive(context, counts) if spec.is_cross_attention else ""
+            lengths=counts,
+            queries_with_keys=_which_lengths_are_positive(context, counts) if spec.is_cross_attention else "",
         )
     table, boolean = _mask_or_bias_table(context, _visible_cells(context), bias)
     # Whether some query may see no key. In a padded sample each token sees itself or the first key, and results of
-    # padding are discarded. Keys that the layer adds are visible to every query, and so are sinks.
+    # padding are discarded. Every query sees added keys and sinks.
     hides = may_bias_hide_keys(context) or "bias" in context.inputs or "keep" in context.inputs
     all_see = (
         not hides
-        and every_query_sees_key(mask, own=spec.has_own_keys)
+        and every_query_sees_key(mask, own_keys=spec.has_own_keys)
         and not (lengths is not None and spec.is_cross_attention)
     )
-    some = "" if all_see or added or sinks else _which_see_some_key(context, table, boolean=boolean)
+    queries_with_keys = "" if all_see or added or sinks else _queries_seeing_a_key(context, table, boolean=boolean)
     if added:
         table = _prepend_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
     if sinks:
         table = _prepend_column(context, _bias_of_bool_table(context, table, boolean=boolean), sink_logits(context))
-    return MaskInputs(table=table, some=some)
+    return MaskInputs(table=table, queries_with_keys=queries_with_keys)
 
 
 def sink_logits(context: ExportContext) -> torch.Tensor:
@@ -88,20 +89,20 @@ def _visible_cells(context: ExportContext) -> str | None:
     parts = [] if isinstance(mask, Full) else [export_mask(graph, mask, context.position_values)]
     if context.key_lengths is not None:
         counts = graph.add_node("Reshape", context.key_lengths, graph.add_integers(-1, 1, 1, 1))
-        parts.append(graph.add_node("Less", context.position_values.columns, counts, name="real"))
+        parts.append(graph.add_node("Less", context.position_values.keys, counts, name="real"))
     parts += ["keep"] if "keep" in context.inputs else []
     return reduce(lambda one, other: graph.add_node("And", one, other), parts) if parts else None
 
 
 def _mask_or_bias_table(context: ExportContext, seen: str | None, bias: str | None) -> tuple[str, bool]:
-    """Join visible keys and bias to one table, (batch or 1, heads or 1, queries, keys); and whether it is bool."""
+    """Merge mask and bias to one tensor, (batch or 1, heads or 1, queries, keys), and return whether it is bool."""
     graph = context.graph
     if seen is None and bias is None:
         seen = graph.add_constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
     table = (
         str(bias or seen) if seen is None or bias is None else graph.add_node("Where", seen, bias, context.hidden_bias)
     )
-    # Runtimes broadcast a mask over batch and heads only, so that queries and keys are expanded.
+    # Runtimes broadcast a mask over batch and heads only, so queries and keys are expanded here.
     sizes = graph.add_node("Concat", graph.add_integers(1, 1), context.query_count, context.key_count, axis=0)
     return graph.add_node("Expand", table, sizes, name="table"), bias is None
 
@@ -111,9 +112,9 @@ def _bias_of_bool_table(context: ExportContext, table: str, *, boolean: bool) ->
 
 
 def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) -> str:
-    """Prepend the column of an added key to a mask or a bias; it has one value, or one per head (1, heads, 1, 1)."""
+    """Prepend the column of an added key to a mask or a bias; the column is one value, or (1, heads, 1, 1)."""
     graph = context.graph
-    if column.dim():  # the column differs between heads, and so must the table
+    if column.dim():  # the added column differs between heads, so the table gets a head axis
         table = graph.add_node("Expand", table, graph.add_integers(*column.shape))
     sizes = graph.add_node("Concat", graph.add_node("Shape", table, start=0, end=3), graph.add_integers(1), axis=0)
     column = column if column.dtype == torch.bool else column.to(context.dtype)
@@ -121,7 +122,7 @@ def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) ->
     return graph.add_node("Concat", first, table, axis=-1, name="table")
 
 
-def _which_see_some_key(context: ExportContext, table: str, *, boolean: bool) -> str:
+def _queries_seeing_a_key(context: ExportContext, table: str, *, boolean: bool) -> str:
     graph = context.graph
     best = graph.add_node("ReduceMax", table, graph.add_integers(-1), keepdims=1)
     return best if boolean else graph.add_node("Not", graph.add_node("Equal", best, context.hidden_bias), name="some")
@@ -149,7 +150,7 @@ def position_bias(context: ExportContext) -> str | None:
             return _t5_bias(context, module)
         if type(module) is LearnedBias:
             return _learned_bias(context, module)
-        return _stored_bias(context, module)
+        return _constant_bias(context, module)
 
 
 def may_bias_hide_keys(context: ExportContext) -> bool:
@@ -159,9 +160,7 @@ def may_bias_hide_keys(context: ExportContext) -> bool:
 
 def _distance_to_keys(context: ExportContext) -> str:
     """Subtract the query's position from the key's: (batch or 1, 1, queries, keys), int64."""
-    return context.graph.add_node(
-        "Sub", context.position_values.columns, context.position_values.positions, name="distance"
-    )
+    return context.graph.add_node("Sub", context.position_values.keys, context.position_values.queries, name="distance")
 
 
 def _alibi_bias(context: ExportContext, module: ALiBi) -> str:
@@ -172,7 +171,7 @@ def _alibi_bias(context: ExportContext, module: ALiBi) -> str:
 
 
 def _t5_bias(context: ExportContext, module: T5Bias) -> str:
-    """Look the bias of each distance up in a table, which ends where all larger distances share one bucket."""
+    """Look up the bias of each distance in a table up to 2 * max_distance, where larger distances share one bucket."""
     graph, reach = context.graph, 2 * module.max_distance
     buckets = distance_buckets(
         torch.arange(-reach, reach + 1),
@@ -191,21 +190,24 @@ def _t5_bias(context: ExportContext, module: T5Bias) -> str:
 
 def _learned_bias(context: ExportContext, module: LearnedBias) -> str:
     graph = context.graph
-    table = graph.add_constant(module.weight.to(context.dtype), name="learned")  # (heads, places, key places)
+    table = graph.add_constant(
+        module.weight.to(context.dtype), name="learned"
+    )  # (heads, query positions, key positions)
     # rows are (batch or 1, queries).
-    rows = graph.add_node("Squeeze", context.position_values.positions, graph.add_integers(1, 3))
+    rows = graph.add_node("Squeeze", context.position_values.queries, graph.add_integers(1, 3))
     start = context.spec.start
     if isinstance(start, Tensor) or start == "query_start":
-        # Positions past the table take its last row, because such queries may be padding; otherwise they are an error.
+        # Queries past the learned positions use the last row here, because they may be padding; for a fixed start they
+        # are an error.
         rows = graph.add_node("Min", rows, graph.add_integers(module.queries - 1))
     if not isinstance(start, int):  # a query before the first key takes the first row
         rows = graph.add_node("Max", rows, graph.add_integers(0))
-    bias = graph.add_node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key places)
+    bias = graph.add_node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key positions)
     bias = graph.add_node("Slice", bias, graph.add_integers(0), context.key_count, graph.add_integers(3))
     return graph.add_node("Transpose", bias, perm=[1, 0, 2, 3], name="learned_bias")
 
 
-def _stored_bias(context: ExportContext, module: torch.nn.Module) -> str:
+def _constant_bias(context: ExportContext, module: torch.nn.Module) -> str:
     spec = context.spec
     queries, keys, start = spec.queries, spec.keys, spec.start
     if not isinstance(queries, int) or not isinstance(keys, int) or start == "query_start":

@@ -23,26 +23,29 @@ Start: TypeAlias = 'int | Tensor | Literal["end", "query_start"]'
 
 @dataclass(frozen=True)
 class PositionValues:
-    """The names of the int64 values in a graph that hold the positions of queries and keys.
+    """Names of the int64 graph values that hold the positions of queries and keys.
 
     Attributes:
-        positions: (batch or 1, 1, queries, 1), the position of each query, as the index of the key there.
-        columns: (1, 1, 1, keys), the key indices.
-        before: number of leading keys before the key with index 0.
+        queries: (batch or 1, 1, queries, 1), the position of each query among the keys.
+        keys: (1, 1, 1, keys), the key indices.
+        leading_keys: number of keys before the key with index 0 (see `LeadingKeys`).
     """
 
-    positions: str
-    columns: str
-    before: int = 0
+    queries: str
+    keys: str
+    leading_keys: int = 0
 
     @staticmethod
-    def of(graph: Graph, queries: str, keys: str, start: Start) -> PositionValues:
-        """Add the nodes of the positions to a graph, given the numbers of queries and keys as lists of one integer.
+    def of(graph: Graph, num_queries: str, num_keys: str, start: Start) -> PositionValues:
+        """Add nodes that compute the positions; `num_queries` and `num_keys` are names of int64 values (1,).
 
-        The position of the first query is an int, a tensor (batch,), "end", or "query_start", an input (batch,).
+        `start` is the position of the first query: an int, a tensor (batch,), "end", or "query_start", an input
+        (batch,).
         """
-        rows = graph.add_node("Reshape", graph.range_up_to(queries), graph.add_integers(1, 1, -1, 1), name="rows")
-        columns = graph.add_node("Reshape", graph.range_up_to(keys), graph.add_integers(1, 1, 1, -1), name="columns")
+        rows = graph.add_node("Reshape", graph.range_up_to(num_queries), graph.add_integers(1, 1, -1, 1), name="rows")
+        columns = graph.add_node(
+            "Reshape", graph.range_up_to(num_keys), graph.add_integers(1, 1, 1, -1), name="columns"
+        )
         if isinstance(start, int) and not start:
             return PositionValues(rows, columns)
         if isinstance(start, Tensor):
@@ -50,70 +53,70 @@ class PositionValues:
         elif isinstance(start, int):
             first = graph.add_integers(start)
         elif start == "end":
-            first = graph.add_node("Sub", keys, queries, name="query_start")
+            first = graph.add_node("Sub", num_keys, num_queries, name="query_start")
         else:
             first = graph.add_node("Reshape", start, graph.add_integers(-1, 1, 1, 1))
         return PositionValues(graph.add_node("Add", rows, first, name="positions"), columns)
 
 
-def export_mask(graph: Graph, mask: Mask, place: PositionValues) -> str:
+def export_mask(graph: Graph, mask: Mask, positions: PositionValues) -> str:
     """Add nodes that compute a mask: bool, broadcasting to (batch, heads, queries, keys), True = visible."""
     if isinstance(mask, And):
         return reduce(
-            lambda one, other: graph.add_node("And", one, other), (export_mask(graph, p, place) for p in mask.parts)
+            lambda one, other: graph.add_node("And", one, other), (export_mask(graph, p, positions) for p in mask.parts)
         )
     if isinstance(mask, Or):
         return reduce(
-            lambda one, other: graph.add_node("Or", one, other), (export_mask(graph, p, place) for p in mask.parts)
+            lambda one, other: graph.add_node("Or", one, other), (export_mask(graph, p, positions) for p in mask.parts)
         )
     if isinstance(mask, LeadingKeys):
-        return _after_leading_keys(graph, mask, place)
+        return _after_leading_keys(graph, mask, positions)
     if isinstance(mask, (Keep, Drop)):
         tensor = mask.kept()
         if tensor.shape[3] > 1:
-            tensor = F.pad(tensor, (place.before, 0))  # the columns of leading keys are never used
+            tensor = F.pad(tensor, (positions.leading_keys, 0))  # the values of leading keys are never used
         return graph.add_constant(tensor, name="keep")
     if isinstance(mask, Full):
         return graph.add_constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
     if isinstance(mask, Causal):
-        return graph.add_node("LessOrEqual", place.columns, place.positions, name="causal")
+        return graph.add_node("LessOrEqual", positions.keys, positions.queries, name="causal")
     if isinstance(mask, Window):
-        low = graph.add_node("Sub", place.positions, graph.add_integers(mask.size))
-        high = graph.add_node("Add", place.positions, graph.add_integers(mask.after))
+        low = graph.add_node("Sub", positions.queries, graph.add_integers(mask.size))
+        high = graph.add_node("Add", positions.queries, graph.add_integers(mask.after))
         after, before = (
-            graph.add_node("Greater", place.columns, low),
-            graph.add_node("LessOrEqual", place.columns, high),
+            graph.add_node("Greater", positions.keys, low),
+            graph.add_node("LessOrEqual", positions.keys, high),
         )
         return graph.add_node("And", after, before, name="window")
     if isinstance(mask, (Lengths, Prefix)):
         counts = torch.as_tensor(mask.lengths if isinstance(mask, Lengths) else mask.length, dtype=torch.int64)
         shape = (counts.shape[0], 1, -1, 1) if counts.dim() == 2 else (-1, 1, 1, 1)
-        return graph.add_node("Less", place.columns, graph.add_constant(counts.reshape(shape), name="lengths"))
+        return graph.add_node("Less", positions.keys, graph.add_constant(counts.reshape(shape), name="lengths"))
     if isinstance(mask, Documents):
-        return _same_document(graph, mask, place)
+        return _same_document(graph, mask, positions)
     raise MaskError(
         f"{mask!r} cannot be exported to ONNX.",
         "Use the masks of multihead.masks, or masks.Keep with a tensor of the exported sizes.",
     )
 
 
-def _after_leading_keys(graph: Graph, mask: LeadingKeys, place: PositionValues) -> str:
-    """Shift the inner mask past the leading keys, which every query sees."""
+def _after_leading_keys(graph: Graph, mask: LeadingKeys, positions: PositionValues) -> str:
+    """Add nodes for a LeadingKeys: every query sees the leading keys; the inner mask covers the others."""
     if not mask.count:
-        return export_mask(graph, mask.mask, place)
+        return export_mask(graph, mask.mask, positions)
     count = graph.add_integers(mask.count)
     inner = PositionValues(
-        graph.add_node("Sub", place.positions, count, name="positions"),
-        graph.add_node("Sub", place.columns, count, name="columns"),
-        place.before + mask.count,
+        graph.add_node("Sub", positions.queries, count, name="positions"),
+        graph.add_node("Sub", positions.keys, count, name="columns"),
+        positions.leading_keys + mask.count,
     )
-    before = graph.add_node("Less", place.columns, count)
+    before = graph.add_node("Less", positions.keys, count)
     after = graph.add_node("And", export_mask(graph, mask.mask, inner), graph.add_node("Not", before))
     return graph.add_node("Or", before, after, name="leading_keys")
 
 
-def _same_document(graph: Graph, mask: Documents, place: PositionValues) -> str:
-    """Compare the documents of queries and keys; a document's index is the number of ends at or before a position."""
+def _same_document(graph: Graph, mask: Documents, positions: PositionValues) -> str:
+    """Add nodes that compare the document indices (the number of ends at or before a position) of queries and keys."""
     ends = torch.as_tensor(mask.lengths, dtype=torch.int64).cumsum(-1)
     count = ends.shape[-1]
     if not count:
@@ -124,19 +127,19 @@ def _same_document(graph: Graph, mask: Documents, place: PositionValues) -> str:
         passed = graph.add_cast(graph.add_node("GreaterOrEqual", positions, table), torch.int64)
         return graph.add_node("ReduceSum", passed, graph.add_integers(-1), keepdims=1, name="document")
 
-    of_query = document_of(place.positions)
-    columns = graph.add_node("Reshape", place.columns, graph.add_integers(1, 1, -1, 1))
+    of_query = document_of(positions.queries)
+    columns = graph.add_node("Reshape", positions.keys, graph.add_integers(1, 1, -1, 1))
     of_key = graph.add_node("Transpose", document_of(columns), perm=[0, 1, 3, 2])
     inside = graph.add_node(
         "And",
         graph.add_node("Less", of_query, graph.add_integers(count)),
-        graph.add_node("GreaterOrEqual", place.positions, graph.add_integers(0)),
+        graph.add_node("GreaterOrEqual", positions.queries, graph.add_integers(0)),
     )
     return graph.add_node("And", graph.add_node("Equal", of_query, of_key), inside, name="same_document")
 
 
 def fixed_sizes(mask: Mask) -> dict[str, int]:
-    """Return the sizes of the tensors and lists in a mask, by axis; raise a MaskError where two of them differ.
+    """Return the sizes of the tensors and lists in a mask, by axis; raise a MaskError if two sizes of one axis differ.
 
     >>> fixed_sizes(Causal() & Lengths((5, 3)))
     {'batch': 2}
@@ -151,17 +154,17 @@ def fixed_sizes(mask: Mask) -> dict[str, int]:
     return sizes
 
 
-def _sizes_fixed_by(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
+def _sizes_fixed_by(mask: Mask, leading_keys: int = 0) -> Iterator[tuple[str, int]]:
     """Yield the axes and sizes of the tensors and lists in a mask, except those of size 1, which broadcast."""
     if isinstance(mask, (And, Or)):
         for part in mask.parts:
-            yield from _sizes_fixed_by(part, before)
+            yield from _sizes_fixed_by(part, leading_keys)
     elif isinstance(mask, LeadingKeys):
-        yield from _sizes_fixed_by(mask.mask, before + mask.count)
+        yield from _sizes_fixed_by(mask.mask, leading_keys + mask.count)
     elif isinstance(mask, (Keep, Drop)):
         for axis, size in zip(AXES, mask.four_dimensional().shape, strict=True):
             if size != 1:
-                yield axis, size + (before if axis == "keys" else 0)
+                yield axis, size + (leading_keys if axis == "keys" else 0)
     elif isinstance(mask, (Lengths, Prefix, Documents)):
         shape = torch.as_tensor(mask.length if isinstance(mask, Prefix) else mask.lengths).shape
         axes = ("batch", "queries") if len(shape) == 2 or not isinstance(mask, Documents) else ()
@@ -170,18 +173,18 @@ def _sizes_fixed_by(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
                 yield axis, size
 
 
-def every_query_sees_key(mask: Mask, *, own: bool) -> bool:
-    """Return whether every query sees a key, for all sizes; `own` = there is a key at each query's own position.
+def every_query_sees_key(mask: Mask, *, own_keys: bool) -> bool:
+    """Whether every query sees a key at all sizes; `own_keys`: whether there is a key at each query's own position.
 
-    >>> every_query_sees_key(Causal() & Window(3), own=True), every_query_sees_key(Lengths((5, 0)), own=True)
+    >>> every_query_sees_key(Causal() & Window(3), own_keys=True), every_query_sees_key(Lengths((5, 0)), own_keys=True)
     (True, False)
     """
-    if isinstance(mask, And):  # the query's own key is visible if every part shows it
-        return own and all(isinstance(part, (Full, Causal, Window)) for part in mask.parts)
+    if isinstance(mask, And):  # the key at the query's position is visible if every combined mask shows it
+        return own_keys and all(isinstance(part, (Full, Causal, Window)) for part in mask.parts)
     if isinstance(mask, Or):
-        return any(every_query_sees_key(part, own=own) for part in mask.parts)
+        return any(every_query_sees_key(part, own_keys=own_keys) for part in mask.parts)
     if isinstance(mask, LeadingKeys):
-        return mask.count > 0 or every_query_sees_key(mask.mask, own=own)
+        return mask.count > 0 or every_query_sees_key(mask.mask, own_keys=own_keys)
     if isinstance(mask, Prefix) and isinstance(mask.length, int):
         return mask.length > 0
-    return isinstance(mask, Full) or (own and isinstance(mask, (Causal, Window)))
+    return isinstance(mask, Full) or (own_keys and isinstance(mask, (Causal, Window)))

@@ -34,7 +34,7 @@ def to_model(
     queries: int | None = None,
     keys: int | None = None,
 ) -> ModelProto:
-    """Build an ONNX model whose output is that of the layer in eval mode.
+    """Build an ONNX model that computes the output of a layer in eval mode.
 
     The mask is computed in the graph from the sizes of its inputs, so batch and lengths may change from call to call,
     unless the mask itself contains lists or tensors of fixed sizes.
@@ -44,15 +44,15 @@ def to_model(
         inputs: inputs of the model, named as in the layer's call: "x" (batch, queries, embed_dim), "memory",
             "values"; "lengths", "memory_lengths" (padding on the right) and "query_start" (batch,) int64; "head_gates"
             (batch or 1, heads or 1, queries or 1); "bias" (batch or 1, heads or 1, queries or 1, keys or 1), added to
-            the scores. In addition, "keep" of that shape, bool, True = visible; and "past" for decoding: the inputs
+            the scores. "keep" is a bool mask of the same shape, True = visible; "past" is for decoding: the inputs
             "past_key" and "past_value" (batch, kv_heads, past, dim) precede the new keys, and the outputs "present_key"
             and "present_value" are the "past" of the next call.
         mask: which keys each query may see.
         query_start: position of the first query among the keys, see `multihead.attention`.
         opset: 23, 24 or 25, the version of the standard operators.
-        batch: the number of samples, if it never changes.
-        queries: the number of queries, if it never changes.
-        keys: the number of keys, if it never changes.
+        batch: the number of samples if it is fixed; None = any.
+        queries: the number of queries if it is fixed; None = any.
+        keys: the number of keys if it is fixed; None = any.
 
     Returns:
         the model; its output "output" is (batch, queries, output_dim).
@@ -62,7 +62,7 @@ def to_model(
         ArgumentError: the layer has options that the operators do not support.
         MaskError: the mask does not fit the layer or the sizes.
 
-    As in the layer, a query that sees no key results in 0, and padding that lengths describe is never read. Not
+    As in the layer, the attention of a query that sees no key is 0, and padding given by lengths has no effect. Not
     guaranteed: in most runtimes NaN in a key that a mask hides reaches the output; onnxruntime 1.31 rejects a batch,
     queries or keys of 0, and has no bfloat16 on the CPU. The operator takes any mask except `Full` and `Causal` as a
     table of queries x keys, and biases and sinks as one table per head, which the runtime holds in memory; lengths with
@@ -94,10 +94,10 @@ def save(
     queries: int | None = None,
     keys: int | None = None,
 ) -> None:
-    """Export a layer to a file; the other arguments are those of `to_model`.
+    """Export a layer to an ONNX file; see `to_model` for the other arguments.
 
     Raises:
-        ArgumentError, MaskError: as `to_model`.
+        ArgumentError, MaskError: see `to_model`.
         InputError: the file cannot be written.
 
     >>> import tempfile

@@ -36,12 +36,12 @@ class ModelSpec:
 
     @property
     def is_cross_attention(self) -> bool:
-        """Whether keys are computed from a memory, and not from x."""
+        """Whether the keys are computed from the input `memory`, not from x."""
         return "memory" in self.inputs
 
     @property
     def has_past(self) -> bool:
-        """Whether the model takes keys and values of earlier calls, before those of x."""
+        """Whether the model has inputs with the keys and values of earlier calls."""
         return "past" in self.inputs
 
     @property
@@ -78,7 +78,7 @@ def checked_spec(
 
 
 def _checked_layer(layer: object) -> MultiHeadAttention:
-    """Reject a layer whose forward or projections were replaced, or that is in training mode with dropout."""
+    """Return the layer; raise if its forward or projections were replaced, or if it has dropout in training mode."""
     if not isinstance(layer, MultiHeadAttention):
         raise ArgumentError(
             f"layer is a {type(layer).__name__}, not a multihead.MultiHeadAttention.",
@@ -129,18 +129,18 @@ def _check_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
 
 
 def _check_past(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
-    """Reject inputs and options that the operator does not support together with keys and values of earlier calls."""
+    """Reject inputs and options that the operator Attention does not support together with past keys and values."""
     others = [name for name in ("memory", "lengths", "query_start") if name in inputs]
     if others:
         raise ArgumentError(
             f"past and {others[0]} are both inputs.",
-            "Remove one of them: with past, the keys are those of past followed by those of x, without padding.",
+            "Remove one of them: with past, the keys are the past keys followed by the keys of x, without padding.",
         )
     if layer.bias_k is not None or layer.sinks is not None or layer.add_zero_attn:
         raise ArgumentError(
             "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which the "
-            "operator would place after those of past.",
-            "Give a layer without one, or remove past.",
+            "operator would place after the past keys.",
+            "Give a layer without added keys, or remove past.",
         )
 
 
@@ -187,7 +187,7 @@ def _query_start_input(
 def _symbolic_sizes(
     layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, start: Start, given: dict[str, int | None]
 ) -> tuple[int | str, int | str, int | str]:
-    """Return batch, queries and keys: numbers that are `given` or that the mask fixes, else names of free sizes."""
+    """Return batch, queries and keys: numbers that are given or fixed by the mask, else names of dynamic sizes."""
     fixed = fixed_sizes(mask)
     if fixed.get("heads", layer.num_heads) != layer.num_heads:
         raise MaskError(

@@ -1,1 +1,1 @@
-"""The native CPU kernel: the library of `csrc/`, and the Python modules that call it."""
+"""The native CPU kernel: Python modules that load and call the C++ library built from `csrc/`."""

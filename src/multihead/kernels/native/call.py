@@ -1,4 +1,4 @@
-"""Call the operators of the native kernel with a request and its plan; a dense mask is passed in blocks of queries."""
+"""Call the native operators with a request and its key bounds; a dense mask is passed in blocks of queries."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multihead.kernels.call import AttentionRequest, DropoutPlace
+from multihead.kernels.call import AttentionRequest, DropoutOffset
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
-from multihead.masks.place import TilePositions
-from multihead.scores.bias import Bias, RelativeBias, part_of_bias, values_of, with_values
+from multihead.masks.positions import TilePositions
+from multihead.scores.bias import Bias, RelativeBias, slice_bias, values_of, with_values
 
-# A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
+# Size of a block (queries x keys) in which a mask that is not one interval per query is materialised.
 DENSE_BYTES = 8 << 20
 WHOLE = slice(None)
-WHOLE_CALL = DropoutPlace()
+WHOLE_CALL = DropoutOffset()
 
 
 def _function_of_operator(name: str) -> Any:
-    """Return the function to which `OpOverload.__call__` only passes its arguments on."""
+    """Return the function that `OpOverload.__call__` calls, which is faster than calling the overload."""
     return None if library.reason_of_absence() else getattr(torch.ops.multihead, name).default._op  # noqa: SLF001
 
 
 _attention, _backward, key_sums = map(_function_of_operator, ("attention", "attention_backward", "key_sums"))
-# Calls an operator without its autograd: `kernel.py` records the gradients itself, in half of the time.
+# Skips the operator's autograd: `kernel.py` records the gradients itself, in half of the time.
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has no public name for it
 
 
 class QueryBlock(NamedTuple):
     """Consecutive queries of a call, and the keys that they see.
 
-    The part of the mask that is not an interval is `visible`, (batch or 1, heads or 1, rows, keys or 1) bool, or None.
+    Key j is visible if it is within `bounds`, and `visible`, (batch or 1, heads or 1, rows, keys or 1) bool or None, is
+    True.
     """
 
     rows: slice
@@ -42,12 +43,12 @@ class QueryBlock(NamedTuple):
     visible: Tensor | None
 
     def slice_queries(self, tensor: Tensor) -> Tensor:
-        """Slice these queries from a tensor (batch, heads, queries, ...); all queries return the tensor itself."""
+        """Slice these queries from a tensor (batch, heads, queries, ...); return the tensor itself for all queries."""
         return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
 
 
 def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[QueryBlock]:
-    """Yield all queries at once, or blocks of them (from multiples of `step` on) where the mask must be dense."""
+    """Yield one block of all queries, or if the mask must be dense, blocks that start at multiples of `step`."""
     queries = request.shape.query_length
     if not queries or bounds.remainder is None:
         yield QueryBlock(WHOLE, bounds, None)
@@ -67,7 +68,7 @@ def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: 
 
 
 def queries_per_block(request: AttentionRequest, bounds: KeyBounds) -> int:
-    """Return the number of queries of a block of a dense mask."""
+    """Return the number of queries per block, so that the block's dense mask takes about DENSE_BYTES."""
     shape = request.shape
     row = shape.key_length
     if bounds.remainder is not None and bounds.remainder.holds_tensors:
@@ -78,21 +79,21 @@ def queries_per_block(request: AttentionRequest, bounds: KeyBounds) -> int:
 
 
 class OperatorCall(NamedTuple):
-    """A call of the native operators: request, plan, and dropout by a seed, () int64 (None: none), and a place."""
+    """Inputs of the native operators: request, key bounds, dropout seed (() int64; None: no dropout) and offset."""
 
     request: AttentionRequest
     bounds: KeyBounds
     seed: Tensor | None = None
-    place: DropoutPlace = WHOLE_CALL
+    dropout_offset: DropoutOffset = WHOLE_CALL
     with_values: bool = True
 
 
 def operator_arguments(job: OperatorCall, rows: QueryBlock) -> tuple[Any, ...]:
-    """Return the arguments of the operators from `q` to `key_start`, for some queries."""
-    request, place = job.request, job.place
+    """Return the operators' arguments from `q` to `key_start`, for one block of queries."""
+    request, offset = job.request, job.dropout_offset
     bias = None if request.bias is None else _slice_bias(request.bias, rows, request)
     if rows.rows.start:
-        place = place._replace(query_start=place.query_start + rows.rows.start)
+        offset = offset._replace(query_start=offset.query_start + rows.rows.start)
     return (
         rows.slice_queries(request.q),
         request.k,
@@ -107,22 +108,22 @@ def operator_arguments(job: OperatorCall, rows: QueryBlock) -> tuple[Any, ...]:
         request.softcap,
         0.0 if job.seed is None else request.dropout,
         job.seed,
-        *place,
+        *offset,
     )
 
 
 def _slice_bias(bias: Bias, rows: QueryBlock, request: AttentionRequest) -> Bias:
-    """Slice the bias of some queries."""
+    """Slice a bias to the queries of a block."""
     if rows.rows.stop is None:  # all rows; a compiler may copy WHOLE, so `is` would fail
         return bias
     queries, keys = request.shape.query_length, request.shape.key_length
-    return part_of_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
+    return slice_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
 
 
 def forward(job: OperatorCall, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute a call without gradients.
+    """Run the forward operator without recording gradients.
 
-    `statistics` are the operator's arguments after `v_scales`; empty measures none.
+    `statistics` are the operator's arguments after `v_scales`; () measures no statistics.
 
     Returns:
         Output (batch, heads, queries, value_dim), logsumexp (batch, heads, queries), the wanted statistics
@@ -148,11 +149,11 @@ def forward(job: OperatorCall, statistics: tuple[Any, ...] = ()) -> tuple[Tensor
     return whole  # type: ignore[return-value]
 
 
-_QUERIES = (-2, -1, -1, -1)  # the axis of the queries in each result of `attention`
+_QUERIES = (-2, -1, -1, -1)  # the query axis of each result of the operator `attention`
 
 
 def _allocate_for_all_queries(part: Tensor, axis: int, queries: int) -> Tensor:
-    """Allocate a result for all queries, given that of some; an unwanted result, of shape (0), is returned."""
+    """Allocate a result for all queries, shaped like a block's result `part`; a `part` of shape (0) is returned."""
     if part.dim() == 1:
         return part
     sizes = list(part.shape)
@@ -173,7 +174,7 @@ def backward(
     *,
     bias_wanted: bool,
 ) -> Gradients:
-    """Compute the gradients of q, k, v, the values of the bias, and the sinks, from the results of a call."""
+    """Run the backward operator: the gradients of q, k, v, bias values and sinks, in the dtypes of these tensors."""
     request = job.request
     totals: tuple[Tensor, ...] = ()
     for rows in iterate_query_blocks(request, job.bounds):

@@ -1,8 +1,8 @@
-"""Call the native kernel without a plan: for plain tensors or int8 keys, a mask with a `band`, and no bias or sinks.
+"""Fast path to the native kernel: plain tensors or int8 keys, a mask with a `band`, and no bias or sinks.
 
-Most calls are of this kind. They go at once to a registered operator, which checks its arguments itself, because for
-few queries every step in Python takes longer than the attention. All other calls are left to `functional`, which plans
-the mask and chooses a kernel, or raises an error.
+Most calls are of this kind. They call a registered operator directly, which checks its arguments itself, because for
+few queries each step in Python takes longer than the attention. For other calls the functions return None, and
+`functional` plans the mask and chooses a kernel, or raises an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, active
-from multihead.kernels.choose import LOST
+from multihead.kernels.choose import PYTORCH_SPEEDUPS
 from multihead.kernels.native import library
 from multihead.kernels.native.call import OperatorCall
 from multihead.kernels.native.kernel import INT8_QUERIES, gradients
@@ -28,22 +28,23 @@ from multihead.masks.base import Band
 from multihead.tensors.shapes import FURTHEST, AttentionShape
 from multihead.tensors.tracing import is_intercepted
 
-# `OpOverload.__call__` only passes its arguments on to this function.
+# The function that `OpOverload.__call__` calls; calling it directly is faster.
 _operator = None if library.reason_of_absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
-_LOST = frozenset(name for name, _ in LOST)  # instruction sets with which some calls are slower than PyTorch's kernel
+_SETS_SLOWER_THAN_PYTORCH = frozenset(
+    name for name, _ in PYTORCH_SPEEDUPS
+)  # instruction sets with which some calls are slower than PyTorch's kernel
 
 MEASURED = statistics_of_one_pass(ONE_PASS - {SPECIAL_KEYS})
-"""The quantities that `statistics` measures: all of one pass except the weight on special keys."""
+"""The statistics that `statistics` measures: all of `ONE_PASS` except the weight on special keys."""
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments, scales: Scales | None = None
 ) -> tuple[Tensor, ...] | None:
-    """Compute a call, or return None where it needs a plan, an observer or an error.
+    """Compute a call on the fast path; None if the call needs a plan, has listeners, or is invalid.
 
-    The arguments are those of `functional.attention`, and nothing about them has been checked; `scales` are the factors
-    of k and v where these are int8.
+    The arguments are those of `functional.attention`, unchecked; `scales` are the factors of int8 k and v.
 
     Returns:
         the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), nats, and unused results.
@@ -54,23 +55,23 @@ def attend(
     _, _, softcap, _, scale, _, _ = terms
     differentiable = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if scales is not None and (differentiable or q.shape[2] > INT8_QUERIES):
-        return None  # a planned call converts int8 keys and values once
+        return None  # dequantising k and v once, which a planned call does, is faster
     try:
         if differentiable:
             return _DifferentiableOperator.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
         int8 = () if scales is None else (0, *scales)  # 0: no statistics
         return _operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[misc, no-any-return]
-    except RuntimeError:  # an argument does not fit: `functional` checks it and raises the error
+    except RuntimeError:  # invalid argument: `functional` raises an error that explains it
         return None
 
 
 def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor, dict[Part, Tensor]] | None:
-    """Measure `MEASURED` by a forward pass without values, or return None where that needs a plan or an error.
+    """Measure the statistics of `MEASURED` on the fast path; None if the call needs a plan, a listener or an error.
 
-    The arguments are those of `functional.statistics`, and nothing about them has been checked.
+    The arguments are those of `functional.statistics`, unchecked.
 
     Returns:
-        the logsumexp and the parts, (batch, heads, queries) each, without gradients.
+        the logsumexp and the statistics, (batch, heads, queries) each, without gradients.
     """
     band = _band_and_query_start(q, k, k, terms)
     if band is None:
@@ -88,10 +89,10 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
 def _band_and_query_start(
     q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
 ) -> tuple[Tensor | None, int, int, int] | None:
-    """Return the keys that each query of a call sees, as the operators take them, or None if they do not take the call.
+    """Return the mask and query start as arguments of the operator `eager`; None if it does not support the call.
 
     Returns:
-        lengths, keys before and after the position of a query, and the position of the first query; see `Mask.band`.
+        lengths (batch,) or None; how many keys before and after its position a query sees (-1: all); query_start.
     """
     mask, bias, softcap, sinks, scale, dropout, query_start = terms
     if (
@@ -108,22 +109,22 @@ def _band_and_query_start(
         or q.dtype not in DTYPES
         or (softcap is not None and not (type(softcap) is float and 0 < softcap < torch.inf))
         or (scale is not None and type(scale) is not float)
-        or library.chosen_instruction_set().name in _LOST
+        or library.chosen_instruction_set().name in _SETS_SLOWER_THAN_PYTORCH
     ):
         return None
-    band = getattr(mask, "band", None)  # anything may be given as a mask
+    band = getattr(mask, "band", None)  # `mask` is unchecked, so it may be any object
     if band is None:
         return None
     lengths, before, after = band
     if query_start is None:
-        query_start = 0 if before < 0 and after < 0 else -1  # -1: the operator wants as many queries as keys
+        query_start = 0 if before < 0 and after < 0 else -1  # -1: the operator requires as many queries as keys
     elif type(query_start) is not int or not 0 <= query_start <= FURTHEST:
         return None
     return lengths, before, after, query_start
 
 
 class _DifferentiableOperator(torch.autograd.Function):
-    """The operator as a function that autograd can differentiate."""
+    """Autograd function of the operator `eager`."""
 
     @staticmethod
     def forward(
@@ -142,7 +143,7 @@ class _DifferentiableOperator(torch.autograd.Function):
         output, logsumexp = found[:2]
         ctx.save_for_backward(q, k, v, output, logsumexp)
         if lengths is not None:
-            lengths = lengths.clone()  # the caller may write to them before the backward pass
+            lengths = lengths.clone()  # the caller may modify them before the backward pass
         ctx.call = Band(lengths, before, after), max(query_start, 0), scale, softcap
         ctx.set_materialize_grads(False)
         return output, logsumexp
@@ -160,7 +161,7 @@ class _DifferentiableOperator(torch.autograd.Function):
 
 
 def _mask_of_band(band: Band) -> Mask:
-    """Return the mask that is equal to a band."""
+    """Return the mask that shows the same keys as a band."""
     mask: Mask = Full()
     if band.before < 0 and band.after == 0:
         mask = Causal()

@@ -29,13 +29,13 @@ from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.tracing import has_tracer_or_mode, is_intercepted, is_traced, is_transformed
 
-HANDLES_NONFINITE = True  # inside the library, key by key
+HANDLES_NONFINITE = True  # the library skips hidden keys one by one
 INT8_QUERIES = 4
 _CPU = torch.device("cpu")
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
-    """Return why this kernel does not support a request, in one sentence, or None."""
+    """Return why this kernel does not support a request, in one sentence; None if it does."""
     shape = request.shape
     if shape.device != _CPU:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
@@ -53,7 +53,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 
 def _has_plain_tensors_only(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether a call has no bias and no sinks, and only plain tensors: a fast check, which most calls pass."""
+    """Whether a call has no bias and no sinks, and only plain tensors (not fake or subclassed)."""
     if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
         return False
     return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
@@ -66,20 +66,20 @@ def _tensors_read_by(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tens
         read += (values_of(request.bias),)
     if request.sinks is not None:
         read += (request.sinks,)
-    if isinstance(request.query_start, Tensor):  # read by the statistics of distances
+    if isinstance(request.query_start, Tensor):  # the distance statistics read it
         read += (request.query_start,)
     return read
 
 
 def reads_int8(request: AttentionRequest) -> bool:
-    """Whether the queries are so few that reading int8 keys and values directly is faster than converting them once."""
+    """Whether there are so few queries that reading int8 k and v directly is faster than dequantising them first."""
     if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or has_tracer_or_mode():
         return False
     return not (torch.is_grad_enabled() and request.requires_grad)
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
-    """Compute a call and its wanted statistics in one pass over the keys."""
+    """Compute a request and its wanted statistics in one pass over the keys."""
     job = call_with_dropout_seed(request, bounds)
     if has_tracer_or_mode():
         return _attend_in_graph(job)
@@ -92,13 +92,15 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
 
 def call_with_dropout_seed(request: AttentionRequest, bounds: KeyBounds) -> OperatorCall:
     """Return the operator call of a request; its dropout seed is drawn from torch's generator (torch.manual_seed)."""
-    if request.part is not None:
-        return OperatorCall(request, bounds, torch.tensor(request.part.seed, device="cpu"), request.part.place)
+    if request.dropout_slice is not None:
+        return OperatorCall(
+            request, bounds, torch.tensor(request.dropout_slice.seed, device="cpu"), request.dropout_slice.offset
+        )
     return OperatorCall(request, bounds, torch.randint(1 << 62, (), device="cpu") if request.dropout else None)
 
 
 def _attend_without_gradients(job: OperatorCall) -> AttentionResult:
-    """Compute a call and its wanted statistics without gradients."""
+    """Compute a call and its wanted statistics without recording gradients."""
     if not job.request.wanted:
         return AttentionResult(*forward(job)[:2])
     found, arguments = select_wanted_statistics(job.request, job.bounds, job.request.wanted)
@@ -121,9 +123,9 @@ def _attend_in_graph(job: OperatorCall) -> AttentionResult:
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
-    """Return the number of cells in visible register tiles, and the bytes that the call allocates."""
+    """Return the number of scores in register tiles with a visible key, and the bytes that the call allocates."""
     shape = request.shape
-    # Where the queries are the columns of the tiles, about as many cells are computed.
+    # Approximate if the kernel uses tiles with queries as columns.
     height, width = library.chosen_instruction_set().tile
     missing = -shape.query_length % height  # padding rows of the last tile, which see no key
     start = bounds.start.masked_fill(bounds.sees_nothing, shape.key_length)
@@ -146,12 +148,12 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
 
 
 def _bias_values(request: AttentionRequest) -> Tensor | None:
-    """Return the tensor that holds the bias."""
+    """Return the tensor of the bias (the values of a RelativeBias), or None."""
     return None if request.bias is None else values_of(request.bias)
 
 
 class _DifferentiableKernel(torch.autograd.Function):
-    """The kernel as a function that autograd can differentiate once."""
+    """Autograd function of the native kernel, without second derivatives."""
 
     @staticmethod
     def forward(

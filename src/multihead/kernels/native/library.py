@@ -1,7 +1,7 @@
 """Load the native kernel's library, which defines the operators, and choose its instruction set.
 
-This module imports torch only in functions: the operators are registered as soon as torch is imported, see
-`multihead/__init__.py`.
+This module imports torch only in functions, because it runs while torch itself is being imported (see
+`multihead/__init__.py`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ENVIRONMENT = "MULTIHEAD_CPU"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One compiled form of the native kernel.
+    """One build of the native kernel, for one instruction set.
 
     Attributes:
-        name: its name in MULTIHEAD_CPU.
+        name: its name, a value of the environment variable MULTIHEAD_CPU.
         index: its number in the library.
         compiled: whether this build of the library contains it.
         runs: whether it is compiled and this CPU can run it.
-        for_tests: whether it emulates another set for tests: it is slow, and chosen only by name.
-        tile: rows and columns of its register tiles, of which it computes all cells or none; (0, 0) if not compiled.
+        for_tests: whether it is a slow emulation for tests, used only if chosen by name.
+        tile: rows and columns of its register tiles, each computed whole or skipped; (0, 0) if not compiled.
     """
 
     name: str
@@ -64,7 +64,7 @@ _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 
 def reason_of_absence() -> str | None:
-    """Return why the native library is missing, as the end of a sentence, or None where it is loaded."""
+    """Return why the native library is missing, as the end of a sentence; None if it is loaded."""
     found = _library_or_reason()
     return found if isinstance(found, str) else None
 
@@ -74,19 +74,19 @@ reason_of_absence._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 
 
 def path_of_library() -> Path | None:
-    """Return the path of the loaded library, or None where it is missing."""
+    """Return the path of the loaded library; None if it is missing."""
     found = _library_or_reason()
     return None if isinstance(found, str) else found.path
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Return the instruction sets, the widest last except for the one for tests; empty where the library is missing."""
+    """Return the instruction sets from narrowest to widest, then the one for tests; () if the library is missing."""
     found = _library_or_reason()
     return () if isinstance(found, str) else found.sets
 
 
 def missing_faster_instruction_set() -> str | None:
-    """Return a warning that this build lacks a faster instruction set of this CPU, or None where it lacks none."""
+    """Return a warning if this CPU has a faster instruction set that this build lacks; else None."""
     found = _library_or_reason()
     if isinstance(found, str) or found.fastest == found.fastest_of_cpu:
         return None
@@ -98,17 +98,17 @@ def missing_faster_instruction_set() -> str | None:
 
 
 def chosen_instruction_set() -> InstructionSet:
-    """Return the instruction set: that of `using_instruction_set`, else of MULTIHEAD_CPU, else the fastest.
+    """Return the instruction set in use: of `using_instruction_set`, else of MULTIHEAD_CPU, else the fastest.
 
-    The environment variable is read when it is first needed. Raises an ArgumentError if the library is missing, or the
-    variable names a set that does not run here.
+    The environment variable is read at the first use. Raises an ArgumentError if the library is missing, or if the
+    variable names an instruction set that does not run here.
     """
     return _forced.get() or _default_instruction_set()
 
 
 @contextmanager
 def using_instruction_set(name: str) -> Iterator[InstructionSet]:
-    """Use one instruction set in this context, and in no other thread; an ArgumentError where it does not run."""
+    """Use an instruction set in this context and thread; raise an ArgumentError if it does not run here."""
     before, forced = _forced.get(), _runnable_instruction_set(name, f"using received {name!r}")
     choose = _library().choose_in_thread  # the operators cannot read a ContextVar
     token = _forced.set(forced)
@@ -125,16 +125,16 @@ def add_to_histograms(
 ) -> None:
     """Add the values of a statistic to sums, counts and histograms per head, in place.
 
-    A value's bin is the exponent and the first 6 bits of the mantissa of its floating-point number, less `first_bin`,
-    or the nearest one that exists; NaN is in the last bin.
+    A value's bin is its exponent and the first 6 bits of its mantissa, as an integer, minus `first_bin`, clamped to the
+    existing bins; NaN is in the last bin.
 
     Args:
         values: ([batch,] heads, queries), float32.
         counted: the same shape, bool, True for the values to add.
         first_bin: number of the first bin.
         totals: (heads,) float64, the sums.
-        counts: (heads,) float64, how many were added.
-        bins: (heads, bins) int64, how many values lie in each bin.
+        counts: (heads,) float64, the numbers of values added.
+        bins: (heads, bins) int64, the number of values in each bin.
     """
     import torch
 
@@ -148,7 +148,7 @@ def add_to_histograms(
 def _library() -> _Library:
     found = _library_or_reason()
     if isinstance(found, str):
-        raise ArgumentError(f"The native kernel cannot run: {found}.", "Leave kernel out to have another one chosen.")
+        raise ArgumentError(f"The native kernel cannot run: {found}.", "Leave kernel out to use another kernel.")
     return found
 
 
@@ -159,7 +159,7 @@ def _library_or_reason() -> _Library | str:
 
 
 _text, _number, _pointer = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
-# The C functions of the library: their arguments and what they return.
+# C function of the library -> its argument types and its return type.
 _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "instruction_set": ((_number,), _text),
     "compiled": ((_number,), _number),
@@ -178,8 +178,8 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 def _load_library(path: Path) -> _Library | str:
-    # torch must be loaded before the library: then the library uses torch's OpenMP runtime and threads, and not a
-    # second runtime in the same process.
+    # torch must be loaded before the library, so that the library uses torch's OpenMP runtime and threads and does not
+    # start a second runtime.
     import torch
 
     if not path.is_file():
@@ -209,7 +209,7 @@ def _load_library(path: Path) -> _Library | str:
         tile = call["tile_rows"](index), call["tile_columns"](index)
         sets.append(InstructionSet(name, index, compiled, runs, name.startswith("emulated"), tile))
         if runs and name == os.environ.get(ENVIRONMENT):
-            call["choose"](index)  # for a program that calls the operators before `chosen_instruction_set`
+            call["choose"](index)  # in case a program calls the operators before `chosen_instruction_set`
     return _Library(
         path=path,
         summarise=call["summarise"],
@@ -222,7 +222,7 @@ def _load_library(path: Path) -> _Library | str:
 
 
 def _addresses_of_torch_functions(package: Path, names: list[str]) -> list[int | None]:
-    """Return the addresses of functions in torch's own library, which is loaded already."""
+    """Return the addresses of functions in torch's shared library, None for a missing function."""
     file = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
     loaded = ctypes.CDLL(str(package / "lib" / file))
     return [ctypes.cast(getattr(loaded, name), _pointer).value for name in names]
@@ -230,7 +230,7 @@ def _addresses_of_torch_functions(package: Path, names: list[str]) -> list[int |
 
 @cache
 def _default_instruction_set() -> InstructionSet:
-    """Choose the instruction set of this process, once."""
+    """Return the instruction set of this process: of MULTIHEAD_CPU, else the fastest."""
     library = _library()
     name = os.environ.get(ENVIRONMENT)
     if not name and (finding := missing_faster_instruction_set()) is not None:

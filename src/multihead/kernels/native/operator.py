@@ -1,14 +1,14 @@
-"""The native kernel as registered operators of PyTorch, `torch.ops.multihead.*`, defined in `csrc/operator.cpp`.
+"""Fake results and derivatives of the native operators, `torch.ops.multihead.*`, defined in `csrc/operator.cpp`.
 
-All calls of the kernel go through them: eager ones, and those of compiled and exported graphs. This module adds what
-graphs need, the fake results and the derivatives; it imports nothing of the library that imports torch, because it is
-imported as soon as torch is, see `multihead/__init__.py`. `schemas.txt` has the schemas. They are a file format:
-exported programs contain them, so new arguments come last, with defaults.
+All calls of the kernel go through these operators: eager calls, and calls of compiled and exported graphs. This module
+imports no module of this package that imports torch, because it is imported as soon as torch is (see
+`multihead/__init__.py`). `schemas.txt` has the operators' schemas. The schemas are a file format: exported programs
+contain them, so new arguments come last, with defaults.
 
-- `attention`: the forward pass. Its overload `eager` takes only masks that are arithmetic, for calls without a graph.
-- `attention_backward`: its gradients.
-- `key_sums`: the sums of the weights that each key, or each cell of a map, receives.
-- `workspace`: the bytes of memory that `attention` takes besides its results.
+- `attention`: the forward pass. Its overload `eager` takes a mask as a `Mask.band`, for calls without a graph.
+- `attention_backward`: the gradients of `attention`.
+- `key_sums`: the sum of the weights over queries, per key and per cell of a coarse map.
+- `workspace`: the bytes of memory that `attention` allocates besides its results.
 
 `places`, which finds the tokens of a padded batch, is defined here, because a graph needs it as one operator.
 
@@ -16,29 +16,31 @@ Arguments of `attention`, in this order or by name:
 
 - q: (batch, heads, queries, head_dim), float32, bfloat16 or float16, on the CPU
 - k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads
-- v: (batch, kv_heads, keys, value_dim), or None, which leaves the output without features
+- v: (batch, kv_heads, keys, value_dim), or None for an output of 0 features
 - start: (batch or 1, queries) int64, the first key that a query sees
-- stop: (batch or 1, queries) int64, the key after the last one; equal to start where a query sees no key
+- stop: (batch or 1, queries) int64, one past the last key that a query sees; equal to start if it sees no key
 - visible: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible, or None
 - bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None; -inf hides a key
 - relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.RelativeBias`, or None
-- sinks: (heads,), a logit per head that takes weight and has no value, or None
+- sinks: (heads,), a logit per head that takes part in the softmax and has no value, or None
 - scale: factor of q . k
 - softcap: c of c * tanh(scores / c), before the bias, or None
-- dropout: share of the weights that is dropped, 0 to 1
+- dropout: fraction of the attention weights dropped, 0 to 1
 - seed: () int64, from which the dropped weights are drawn; None without dropout
-- batch_start, head_start, query_start, key_start: where a part of a call lies in the whole call, and total_heads: the
-  heads of the whole call (0 for those of the part). The part drops the weights that the whole call would drop.
-- k_scales, v_scales: (batch, kv_heads, keys) float32, the factors of the rows of k and v, which are int8 then; or None
-- statistics: which ones to measure, a sum of 1 entropy, 2 largest weight, 4 mean distance, 8 its spread, 16 weights at
+- batch_start, head_start, query_start, key_start: start of these tensors in a larger call, so that the same weights are
+dropped as in the larger call; total_heads: number of heads of the larger call, 0 = heads
+- k_scales, v_scales: (batch, kv_heads, keys) float32, the factors of the rows of int8 k and v; or None
+- statistics: the sum of flags: 1 entropy, 2 largest weight, 4 mean distance, 8 standard deviation of the distance, 16
+weights at
   the offsets 0, -1 and 1, 32 weight on the target key, 64 weight on the special keys, 128 largest key
-- positions: (batch,) int64, the position of the query whose `query_start` is 0, for distances; or None for 0
-- target_keys: (batch,) int64, -1 for none; special_keys: (batch, keys) bool; or None
+- positions: (batch,) int64, the position among the keys of query 0 of the (larger) call, for distances; None = 0
+- target_keys: (batch,) int64, the target key per sample, -1 for none; special_keys: (batch, keys) bool; or None
 
 Returns the output (batch, heads, queries, value_dim) in the dtype of q; the logsumexp (batch, heads, queries) in
-float32, nats, -inf where a query sees no key; the statistics in their order (number, batch, heads, queries), float32;
-and the largest key (batch, heads, queries), int64, or (0) where it is not wanted. The first two have first derivatives
-with respect to q, k, v, bias, relative and sinks. Raises RuntimeError where the arguments do not fit together.
+float32, nats, -inf where a query sees no key; the statistics in the order of their flags (number, batch, heads,
+queries), float32; and the largest key (batch, heads, queries), int64, or (0) if it is not measured. Output and
+logsumexp have first derivatives with respect to q, k, v, bias, relative and sinks. Raises a RuntimeError if the
+arguments do not fit each other.
 
 Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
 
@@ -65,7 +67,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})  # `enum clas
 
 
 def _make_features_contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor with the layout that the kernel reads: stride 1 in its last dimension."""
+    """Return the tensor, or a copy if the stride of its last dimension is not 1."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
@@ -163,16 +165,16 @@ if library.reason_of_absence() is None:  # the library is loaded, so the operato
 
 
 def indices_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
-    """Return the indices, (tokens,) int64, of the tokens of a padded batch when its (batch, length) are flattened.
+    """Return the indices, (tokens,) int64, of the tokens that are not padding in a flattened (batch, length).
 
-    Sample i has `lengths[i]` tokens; `left` means that the padding comes before them.
+    Sample i has `lengths[i]` tokens; `left` means that padding comes before tokens.
     """
     column = torch.arange(length, device=lengths.device)
     inside = column >= (length - lengths)[:, None] if left else column < lengths[:, None]  # (batch, length)
     return inside.flatten().nonzero().flatten()
 
 
-# The number of tokens is known only when the lengths are read: a graph contains the search as one operator.
+# One operator, because the number of tokens depends on the values of the lengths, which a graph cannot know.
 _SCHEMA = "(Tensor lengths, SymInt length, bool left) -> Tensor"
 _places = torch.library.custom_op("multihead::places", indices_of_tokens, mutates_args=(), schema=_SCHEMA)
 

@@ -28,36 +28,36 @@ from multihead.tensors.tracing import is_intercepted
 FIRST_KEY: Part = ("first_keys_mass", 1)
 SPECIAL_KEYS: Part = ("tokens_mass", "special")
 OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
-# Each statistic of the operator, in the order of STATISTICS in csrc/operator.cpp, and the parts that its rows hold.
-_ROWS: dict[str, tuple[Part, ...]] = {
+# Statistic of the operator, in the order of STATISTICS in csrc/operator.cpp -> the parts in its rows of the result.
+_PARTS_OF_STATISTICS: dict[str, tuple[Part, ...]] = {
     **{name: (name,) for name in ("entropy", "largest_weight", "mean_distance", "distance_spread")},
     "offset_weights": tuple(OFFSETS),
     "target_key_weight": (FIRST_KEY,),
     "special_keys_weight": (SPECIAL_KEYS,),
     "largest_key": ("largest_key",),
 }
-_AT_TARGET, _AT_SPECIAL = 32, 64
-ONE_PASS: frozenset[Part] = frozenset(part for parts in _ROWS.values() for part in parts)
+_TARGET_FLAG, _SPECIAL_FLAG = 32, 64
+ONE_PASS: frozenset[Part] = frozenset(part for parts in _PARTS_OF_STATISTICS.values() for part in parts)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
-# For each cached plan: the lengths of the packed samples, and the marks of their first keys.
+# Key bounds -> lengths of the packed samples, and the marks of their first keys.
 _FIRST_KEYS_OF_PACKED: WeakKeyDictionary[KeyBounds, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
 
 class OperatorStatistics(NamedTuple):
-    """The statistics that one call of an operator measures.
+    """The statistics that one call of the operator `attention` measures.
 
     Attributes:
-        statistics: the sum of their flags (powers of 2), an argument of the operators.
-        parts: the quantity in each row of the result, or None for a row that is not wanted; the largest key is last.
+        statistics: the sum of the statistics' flags (powers of 2), an argument of the operator.
+        parts: the statistic in each row of the result, None for an unwanted row; the largest key comes last.
     """
 
     statistics: int
     parts: tuple[Part | None, ...]
 
     def results(self, measured: Tensor, largest_key: Tensor) -> dict[Part, Tensor]:
-        """Name the last two results of an operator: quantity -> (batch, heads, queries)."""
+        """Convert the last two results of the operator to a dict: statistic -> (batch, heads, queries)."""
         found: dict[Any, Tensor] = dict(zip(self.parts, (*measured.unbind(), largest_key), strict=False))
         found.pop(None, None)
         return found
@@ -67,15 +67,15 @@ class OperatorStatistics(NamedTuple):
 def statistics_of_one_pass(
     wanted: frozenset[Part], *, special: bool = False, packed: bool = False
 ) -> OperatorStatistics:
-    """Select the wanted quantities that one pass measures.
+    """Return the wanted statistics that the operator measures in one pass.
 
     Args:
-        wanted: any quantities of `parts.PARTS`; others than those of ONE_PASS are left out.
-        special: whether special keys are known.
-        packed: whether each packed sample has a first key of its own. These keys are passed as special keys, of which
-            each query sees only that of its own sample.
+        wanted: statistics of `parts.PARTS`; statistics outside ONE_PASS are ignored.
+        special: whether special keys are given.
+        packed: whether samples are packed into one row, each with its own first key; these first keys are passed as
+            special keys, of which a query sees only that of its sample.
     """
-    rows = dict(_ROWS)
+    rows = dict(_PARTS_OF_STATISTICS)
     if packed:
         rows |= {"target_key_weight": (), "special_keys_weight": (FIRST_KEY,)}
     elif not special:
@@ -91,9 +91,9 @@ def statistics_of_one_pass(
 def select_wanted_statistics(
     request: AttentionRequest, bounds: KeyBounds, wanted: Collection[Part], special_keys: Tensor | None = None
 ) -> tuple[OperatorStatistics, tuple[Any, ...]]:
-    """Select the wanted quantities that one pass measures; return them and the operator's arguments after `v_scales`.
+    """Return the wanted statistics that one pass measures, and the operator's arguments after `v_scales`.
 
-    Where special_keys, (batch, keys) bool, is None, the weight on special keys is left out.
+    The weight on special keys is ignored if special_keys, (batch, keys) bool, is None.
     """
     batch = request.shape.batch
     packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY in wanted
@@ -102,17 +102,17 @@ def select_wanted_statistics(
     if isinstance(start, int):
         start = torch.full((batch,), start, device="cpu") if start else None
     first = None
-    if found.statistics & _AT_TARGET:
+    if found.statistics & _TARGET_FLAG:
         first = first_key_of_samples(request, bounds)
         first = first if len(first) == batch else first.repeat(batch)
     special = _first_keys_of_samples(request, bounds) if packed else special_keys
-    return found, (found.statistics, start, first, special if found.statistics & _AT_SPECIAL else None)
+    return found, (found.statistics, start, first, special if found.statistics & _SPECIAL_FLAG else None)
 
 
 def _first_keys_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
-    """Return marks of the first key that some query of each packed sample sees: (1, keys) bool."""
+    """Mark the first key that some query sees, per packed sample: (1, keys) bool."""
     assert request.packed_lengths is not None
-    # The cache holds plans, which do not depend on a bias.
+    # The cache is per KeyBounds, which do not depend on a bias.
     found = _FIRST_KEYS_OF_PACKED.get(bounds) if request.bias is None else None
     if found is not None and torch.equal(found[0], request.packed_lengths):
         return found[1]
@@ -123,10 +123,12 @@ def _first_keys_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tens
 
 
 def _mark_first_keys(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor:
-    """Mark the first key of each sample, (1, keys) bool, given that of each query, (queries,)."""
+    """Mark the first visible key of each packed sample, (1, keys) bool, from the first key of each query (queries,)."""
     lengths = packed_lengths.cpu().numpy()  # NumPy starts faster than torch
     begin = (lengths.cumsum() - lengths)[lengths > 0]
-    marks = np.zeros((1, keys + 1), dtype=bool)  # the last column is for samples that see no key, and is cut off
+    marks = np.zeros(
+        (1, keys + 1), dtype=bool
+    )  # the last column, which is cut off, is for samples whose queries see no key
     if len(begin):
         marks[0, np.minimum.reduceat(first.cpu().numpy(), begin)] = True
     return torch.from_numpy(marks[:, :keys])
@@ -135,7 +137,7 @@ def _mark_first_keys(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor
 def measure_in_one_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], special_keys: Tensor | None
 ) -> tuple[Tensor, dict[Part, Tensor]]:
-    """Measure quantities of ONE_PASS and the logsumexp, (batch, heads, queries) each, in a forward pass without values.
+    """Measure statistics of ONE_PASS and the logsumexp, (batch, heads, queries) each, in a forward pass without v.
 
     The dropout of the request is ignored; special_keys is (batch, keys) bool, or None.
     """
@@ -147,10 +149,10 @@ def measure_in_one_pass(
 def sum_weights_per_key(
     request: AttentionRequest, bounds: KeyBounds, logsumexp: Tensor, *, cell: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the sums of the weights that each key, and each cell of a map, receives from all queries.
+    """Sum the attention weights over queries, per key and per cell of a coarse map.
 
-    The dropout of the request is ignored. Rows whose logsumexp, (batch, heads, queries) float32, is -inf or NaN count
-    as 0. `cell` is the size of one cell of the map, (queries, keys); None computes no map.
+    The dropout of the request is ignored. Queries whose logsumexp, (batch, heads, queries) float32, is -inf or NaN
+    count as 0. `cell` is the (queries, keys) size of a cell of the map; None computes no map.
 
     Returns:
         The sums per key (batch, heads, keys), and per cell (batch, heads, row cells, key cells) or None.

@@ -1,1 +1,1 @@
-"""Plans: convert a mask to intervals and rectangles that a kernel computes."""
+"""Convert masks to key intervals and rectangles for kernels."""

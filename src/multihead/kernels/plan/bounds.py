@@ -13,17 +13,17 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
-from multihead.masks.place import CallPositions
+from multihead.masks.positions import CallPositions
 from multihead.tensors.tracing import can_read_values, is_intercepted, is_traced
 
-# Cached plans may take this many bytes together: 16 for each query that has bounds of its own.
+# Maximum size of all cached plans; each query takes 16 bytes.
 CACHE_BYTES = 32 << 20
 
 V = TypeVar("V")
 
 
 class PlanCache(Generic[V]):
-    """A cache of plans by the key of their call, up to a number of bytes; the oldest plans are dropped first."""
+    """A cache of plans, limited to `max_bytes`; the oldest plans are removed first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
@@ -32,12 +32,12 @@ class PlanCache(Generic[V]):
         self._lock = Lock()
 
     def add(self, key: object, value: V, bounds: KeyBounds) -> None:
-        """Add a value, and count the memory of its bounds."""
-        # Not cached under a mode of torch that replaces new tensors: later calls must not get its tensors.
+        """Add a plan, counting the memory of its bounds."""
+        # Not cached under a torch mode that makes special tensors (FakeTensorMode): later calls must not get them.
         if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor:
             return
         edges = (bounds.start, bounds.stop)
-        # 1024: about what an entry takes besides its tensors.
+        # 1024: the approximate size of an entry without its tensors.
         size = sum(edge.untyped_storage().nbytes() for edge in edges) + 1024
         with self._lock:
             if size > self.max_bytes or key in self.entries:
@@ -53,7 +53,7 @@ class PlanCache(Generic[V]):
 
     @contextmanager
     def drop_added_at_end(self) -> Iterator[None]:
-        """Drop at the end of this context what was added in it."""
+        """Context manager that removes, at its end, the plans added in it."""
         before = set(self.entries)
         try:
             yield
@@ -86,9 +86,9 @@ def key_bounds(
     query_start: int | Tensor = 0,
     device: torch.device | str = "cpu",
 ) -> KeyBounds:
-    """Plan a mask: O(queries) memory for every mask whose rows are intervals.
+    """Compute the interval of keys visible to each query, and the remainder of a mask that is not intervals.
 
-    `query_start` is the position of the first query among the keys; a tensor (batch,) has one per sample.
+    `query_start` is the position of the first query among the keys, an int or (batch,).
 
     >>> from multihead import masks
     >>> bounds = key_bounds(masks.Causal() & masks.Window(2), queries=4, keys=4)
@@ -98,7 +98,7 @@ def key_bounds(
     device = torch.device(device)
     if isinstance(query_start, Tensor) or is_intercepted():
         return _compute_bounds(mask, queries, keys, query_start, device)
-    if queries == 1:  # not cached: each decoding step has other sizes, and its bounds are two numbers
+    if queries == 1:  # not cached: each decoding step has another number of keys, and its bounds are two numbers
         interval = mask.interval_at(query_start, keys)
         if interval is not None:
             start, stop = max(interval[0], 0), min(interval[1], keys)
@@ -114,22 +114,22 @@ def key_bounds(
     return bounds
 
 
-def share_within_bounds(bounds: KeyBounds, *, keys: int) -> float:
-    """Return the share of the score matrix within the bounds, 0 to 1."""
+def fraction_within_bounds(bounds: KeyBounds, *, keys: int) -> float:
+    """Return the fraction of the score matrix that lies within the bounds, 0 to 1."""
     cells = bounds.start.numel() * keys
     return float((bounds.stop - bounds.start).sum()) / cells if cells else 0.0
 
 
 @lru_cache(maxsize=256)
 def _bounds_of_one_query(start: int, stop: int, device: torch.device) -> KeyBounds:
-    """Return the interval [start, stop) of one query as bounds, (1, 1) each."""
+    """Return the key interval [start, stop) of a single query as KeyBounds with tensors (1, 1)."""
     positions = _range_of_positions(1 << stop.bit_length(), device)
     return KeyBounds(positions[:, start : start + 1], positions[:, stop : stop + 1])
 
 
 @lru_cache(maxsize=32)
 def _range_of_positions(count: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ..., count - 1 as (1, count); a decoding step slices it instead of making tensors."""
+    """Return 0, 1, ..., count - 1 as (1, count) int64, cached so that decoding steps only slice it."""
     return torch.arange(count, device=device)[None]
 
 

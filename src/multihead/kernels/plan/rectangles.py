@@ -1,4 +1,4 @@
-"""Cover the visible cells by few rectangles that a fused kernel computes whole."""
+"""Cover the visible (query, key) pairs with few rectangles, each computed by one call of a fused kernel."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ Rule = Literal["constant", "growing", "any"]
 _STAY, _GROW, _SLIDE, _JUMP = range(4)
 _NAMES: tuple[Rule, ...] = ("constant", "growing", "any", "any")
 
-# Rows per block where every row's interval differs (a window): small blocks compute fewer hidden cells,
-# large ones need fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
+# Rows per block if the interval differs in each row (a window): small blocks compute fewer hidden scores, large blocks
+# need fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
 BLOCK_ROWS = 128
-# The fixed cost of a fused call, in cells of the score matrix of one head: about 15 microseconds.
-CALL_CELLS = 1024
-# A masked cell costs more than an unmasked one: the mask is built and read.
-MASKED_CELL = 1.5
+# The fixed cost of a fused call (about 15 microseconds), in scores of one head computed in that time.
+CALL_COST = 1024
+# Cost of a masked score relative to an unmasked one: the mask is built and read.
+MASKED_COST = 1.5
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Some rows of some keys, to be computed by one call.
+    """A rectangle of queries x keys, computed by one call of a fused kernel.
 
     Attributes:
-        sample: index of its sample, or None where one rectangle covers all samples.
+        sample: index of the sample, or None for all samples.
         rows: first query and one past the last.
         columns: first key and one past the last.
-        kind: "full": every cell is seen; "causal": its row i sees its first i + 1 keys; "partial": it needs a mask.
+        kind: "full": all its keys are visible; "causal": row i sees the first i + 1 columns; "partial": it needs a
+            mask.
     """
 
     sample: int | None
@@ -43,13 +44,13 @@ class Rectangle:
 
     @property
     def cells(self) -> int:
-        """The number of cells of the score matrix in the rectangle, per head and sample."""
+        """The number of scores in the rectangle, per head and sample."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """Consecutive rows whose intervals are constant, grow by one key per row, or follow no rule."""
+    """Consecutive queries whose key intervals are constant, grow by one key per query, or follow no rule ("any")."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -60,18 +61,18 @@ class _RowGroup:
     def cost(self) -> float:
         height, width = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         if self.rule == "growing":
-            return CALL_CELLS + height * (width - height / 2)
-        return CALL_CELLS + height * width * (MASKED_CELL if self.rule == "any" else 1)
+            return CALL_COST + height * (width - height / 2)
+        return CALL_COST + height * width * (MASKED_COST if self.rule == "any" else 1)
 
 
-# The rectangles of each plan in use, with a bias (True) and without; plans are compared by identity.
-_COVERS: WeakKeyDictionary[KeyBounds, dict[bool, tuple[Rectangle, ...]]] = WeakKeyDictionary()
+# Key bounds (compared by identity) -> `biased` -> rectangles.
+_RECTANGLES_OF_BOUNDS: WeakKeyDictionary[KeyBounds, dict[bool, tuple[Rectangle, ...]]] = WeakKeyDictionary()
 
 
 def cover_with_rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
-    """Cover the bounds by rectangles; the results of those that share rows are merged by their logsumexp.
+    """Cover the key bounds with rectangles; results of rectangles with the same queries are merged by their logsumexp.
 
-    Where a bias is added to each cell (`biased`), every rectangle needs a mask.
+    If a bias is added to the scores (`biased`), every rectangle needs a mask.
 
     >>> from multihead import masks
     >>> from multihead.kernels.plan.bounds import key_bounds
@@ -80,7 +81,7 @@ def cover_with_rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[R
     Rectangle(sample=None, rows=(0, 300), columns=(0, 300), kind='full')
     Rectangle(sample=None, rows=(300, 500), columns=(300, 500), kind='full')
     """
-    known = _COVERS.setdefault(bounds, {})
+    known = _RECTANGLES_OF_BOUNDS.setdefault(bounds, {})
     if biased not in known:
         known[biased] = _cover_bounds(bounds, biased=biased)
     return known[biased]
@@ -91,7 +92,7 @@ def _cover_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
     for sample in range(bounds.start.shape[0]):
         owner = None if bounds.shared else sample
         for group in _merge_cheap_groups(_group_rows(bounds.start[sample], bounds.stop[sample])):
-            # Under a remainder or a bias every cell is masked: blocks of rows keep the mask small.
+            # With a remainder or a bias every score is masked: blocks of rows keep the mask small.
             if bounds.remainder is not None or biased:
                 covered += _masked_blocks_of_group(group, owner)
             else:
@@ -100,7 +101,7 @@ def _cover_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
 
 
 def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
-    """Split the rows of one sample, (queries,), into groups, where the rule of their intervals changes."""
+    """Split the queries of one sample into groups whose intervals [start, stop), (queries,) each, follow one rule."""
     queries = start.shape[0]
     steps = _rules_between_rows(start, stop)
     changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), queries - 1]
@@ -124,7 +125,7 @@ def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
 
 
 def _rules_between_rows(start: Tensor, stop: Tensor) -> Tensor:
-    """Return the rule by which the interval moves from each row to the next: (queries - 1,)."""
+    """Return how the interval changes from each query to the next, a code such as _STAY: (queries - 1,)."""
     start_step, stop_step = start.diff(), stop.diff()
     steps = torch.full_like(start_step, _JUMP)
     steps[(start_step == 0) & (stop_step == 0)] = _STAY
@@ -136,7 +137,7 @@ def _rules_between_rows(start: Tensor, stop: Tensor) -> Tensor:
 
 
 def _merge_cheap_groups(groups: list[_RowGroup]) -> list[_RowGroup]:
-    """Merge adjacent groups where one masked call over both costs less than two calls."""
+    """Merge adjacent groups if one masked call over both costs less than two calls."""
     kept: list[_RowGroup] = []
     for group in groups:
         newest = group
@@ -153,7 +154,7 @@ def _merge_cheap_groups(groups: list[_RowGroup]) -> list[_RowGroup]:
 
 
 def _rectangles_of_group(group: _RowGroup, sample: int | None) -> list[Rectangle]:
-    """Return the rectangles that cover a group of rows: one, or two where the intervals grow."""
+    """Return the rectangles that cover a group: one, or a full and a causal one if the intervals grow."""
     if group.rule != "growing":
         return [Rectangle(sample, group.rows, group.columns, "full" if group.rule == "constant" else "partial")]
     # Rows that see s, s + 1, ... keys: a full rectangle of the keys before the diagonal, and a causal triangle.
@@ -165,7 +166,7 @@ def _rectangles_of_group(group: _RowGroup, sample: int | None) -> list[Rectangle
 
 
 def _masked_blocks_of_group(group: _RowGroup, sample: int | None) -> list[Rectangle]:
-    """Split a group whose cells are all masked into blocks of rows, each with the keys that its rows may see."""
+    """Split a group that needs a mask into blocks of rows, each with the keys that its rows may see."""
     blocks = []
     for row in range(group.rows[0], group.rows[1], BLOCK_ROWS):
         last = min(row + BLOCK_ROWS, group.rows[1])

@@ -1,4 +1,4 @@
-"""The key/value cache of one attention layer, for decoding step by step."""
+"""The key/value cache of an attention layer, for autoregressive decoding."""
 
 from multihead.layer.cache.cache import KeyValueCache
 

@@ -18,15 +18,15 @@ from multihead.tensors.tracing import is_in_backward_pass, is_traced
 # A buffer is (batch, kv_heads, slots + 1, dim): padding is written as zeros to the last slot, which is never read.
 
 
-def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
+def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, is_token: Tensor | None = None, copy: bool) -> Tensor:
     """Write new tokens (batch, kv_heads, new, dim) to slots (batch, new) of a buffer (batch, kv_heads, slots + 1, dim).
 
-    The buffer is written in place; with `copy` a new tensor is returned, as gradients through the buffer need it.
-    Tokens where `real`, (batch, new) bool, is False are padding; None = all are real.
+    The buffer is written in place; with `copy` a new tensor is returned, so that gradients flow through the buffer.
+    Tokens where `is_token`, (batch, new) bool, is False are padding; None = no padding.
     """
-    if real is not None:
-        new = new.masked_fill(~real[:, None, :, None], 0)
-        slots = slots.where(real, buffer.shape[2] - 1)
+    if is_token is not None:
+        new = new.masked_fill(~is_token[:, None, :, None], 0)
+        slots = slots.where(is_token, buffer.shape[2] - 1)
     index = slots[:, None, :, None].expand(new.shape)
     if copy:
         return buffer.scatter(2, index, new)
@@ -38,8 +38,8 @@ def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | No
 def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots: int) -> Tensor:
     """Copy the slots [first, stop) of a buffer to the beginning of a new one, and fill the remaining slots with 0.
 
-    `first` and `stop` are ints, or (batch,). Both buffers are (batch, kv_heads, slots + 1, dim): the last slot is for
-    padding, and `slots` does not count it.
+    `first` and `stop` are ints, or (batch,). Both buffers are (batch, kv_heads, slots + 1, dim), with a last slot for
+    padding.
 
     >>> buffer = torch.arange(4.0).view(1, 1, 4, 1)
     >>> copy_slots(buffer, 1, 3, slots=3).flatten()
@@ -62,9 +62,9 @@ def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots
 def check_token_counts(
     counts: Sequence[int] | Tensor, *, batch: int, limit: int, device: torch.device, name: str = "lengths"
 ) -> Tensor:
-    """Check token counts per sample, of at most `limit`, and return them as int64 (batch,).
+    """Check that token counts per sample are from 0 to `limit`, and return them as int64 (batch,).
 
-    Raises an ArgumentError or a ShapeError about the argument `name`.
+    `name` is the argument's name in the ArgumentError or ShapeError.
     """
     checked = numbers_per_sample(name, counts, batch).to(device)
     if is_traced() or not batch:
@@ -86,15 +86,15 @@ SPARE = 64
 
 
 class CachedKeyValues(NamedTuple):
-    """The keys and values that the queries of one call may attend to.
+    """The keys and values that a cache returns for the queries of one call.
 
     Attributes:
-        k: (batch, kv_heads, keys, head_dim), cached keys and those of the new tokens.
+        k: (batch, kv_heads, keys, head_dim), the cached keys and then the new keys.
         v: (batch, kv_heads, keys, value_dim).
-        query_start: position of the first new token among these keys; a tensor (batch,) has one per sample.
-        lengths: (batch,), number of these keys that are real; None = all.
-        key_start: number of keys of the sequence before these that were dropped, an int or (batch,).
-        scales: the factors of k and v, which are int8 then; None = they have the dtype of the new tokens.
+        query_start: position of the first new token among these keys, an int or (batch,).
+        lengths: (batch,), number of keys per sample that are not padding; None = all.
+        key_start: number of earlier keys of the sequence that were dropped, an int or (batch,).
+        scales: the dequantisation factors of int8 k and v; None = k and v have the dtype of the new tokens.
     """
 
     k: Tensor
@@ -106,17 +106,18 @@ class CachedKeyValues(NamedTuple):
 
 
 class KeyValueBuffers:
-    """Keys and values in consecutive slots, and the number of slots in use.
+    """Buffers of keys and values, one slot per token, and the number of slots in use.
 
     Args:
-        k: the first keys, (batch, kv_heads, new tokens, head_dim), whose sizes, dtype and device all others must have.
+        k: the first keys, (batch, kv_heads, new tokens, head_dim); later keys must have the same sizes, dtype and
+            device.
         v: the first values, (batch, kv_heads, new tokens, value_dim).
-        capacity: fixed number of slots; None = as many as needed.
-        window: number of keys that a query sees at most; older ones are dropped. None = keep all.
-        int8: whether they are stored in int8, with a scale per token and head.
+        capacity: fixed number of slots; None = growing.
+        window: maximum number of keys that a query sees; older keys are dropped. None = keep all keys.
+        int8: whether keys and values are stored in int8, with a scale per token and head.
 
     Attributes:
-        tensors: (batch, kv_heads, slots + 1, dim) each: keys, values, and with int8 the scales of both. Padding goes to
+        tensors: keys, values, and with int8 their scales: (batch, kv_heads, slots + 1, dim) each. Padding is written to
             the last slot, see `write_slots`.
         dtype: the dtype of new tokens.
 
@@ -129,50 +130,52 @@ class KeyValueBuffers:
         self.dtype, self.int8 = k.dtype, int8
         self.capacity, self.window = capacity, window
         self.progress = SlotCounts(len(k), k.device, in_graphs=capacity is not None)
-        self._checked: tuple[object, ...] | None = None  # shapes, dtypes and devices that `check` accepted last
+        self._checked: tuple[object, ...] | None = (
+            None  # shapes, dtypes and devices of the last k and v that `check` accepted
+        )
         self.tensors = tuple(
             each.new_zeros(*each.shape[:2], (capacity or 0) + 1, each.shape[3])
             for each in self._to_stored_dtype(k[:, :, :0], v[:, :, :0])
         )
 
     def _to_stored_dtype(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors to store for new k and v: k and v, or with int8 quantised k and v and their scales."""
+        """Return the tensors to store: k and v, or with int8 quantised k and v and their scales."""
         if not self.int8:
             return k, v
         (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
         return k, v, k_scales, v_scales
 
     def __deepcopy__(self, memo: dict[int, object]) -> KeyValueBuffers:
-        """Copy the buffers with their autograd graph, which deepcopy of a tensor rejects."""
+        """Copy the buffers by clone, because deepcopy rejects tensors with an autograd graph."""
         copied = KeyValueBuffers.__new__(KeyValueBuffers)
         copied.__dict__.update(self.__dict__, progress=deepcopy(self.progress, memo))
         copied.map_tensors(torch.clone)
         return copied
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Reject new keys and values that do not fit each other, or differ from those held in size, dtype or device."""
+        """Reject new keys and values that do not fit each other, or the buffers in sizes, dtype and device."""
         form = None
-        if not torch.compiler.is_compiling():  # in a graph, the shapes of the last step would be constants
+        if not torch.compiler.is_compiling():  # in a graph, the previous shapes would be constants
             form = k.shape, v.shape, k.dtype, v.dtype, k.device, v.device
             if form == self._checked:  # usually true: decoding steps have equal shapes
                 return
         check_fits_cached("k", k, self.tensors[0], self.dtype)
         check_fits_cached("v", v, self.tensors[1], self.dtype)
         if v.shape[2] != k.shape[2]:
-            raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
+            raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give one value per key.")
         self._checked = form
 
-    def extend(self, k: Tensor, v: Tensor, real: Tensor | None) -> CachedKeyValues:
-        """Append new tokens and return the keys and values that their queries may attend to.
+    def extend(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeyValues:
+        """Append keys and values of new tokens, and return those that the new queries may attend to.
 
         Args:
             k: (batch, kv_heads, new tokens, head_dim).
             v: (batch, kv_heads, new tokens, value_dim).
-            real: (batch,), number of new tokens of each sample that are not padding; None = all.
+            lengths: (batch,), number of new tokens of each sample that are not padding; None = all.
 
         Raises:
-            ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity or
-                through a call that is recomputed.
+            ArgumentError: the capacity is exceeded, a gradient would flow through a cache with a capacity, or the call
+                is recomputed in a backward pass.
         """
         compiling = torch.compiler.is_compiling()
         in_graph = compiling and self.capacity is not None
@@ -181,7 +184,7 @@ class KeyValueBuffers:
         if self.int8:
             reject_int8_gradient(k, v)
         copy = not in_graph and (needs_grad or is_traced())
-        if real is None and self.progress.is_uniform and not (copy or in_graph):
+        if lengths is None and self.progress.is_uniform and not (copy or in_graph):
             return self._append(k, v)
         if copy and not compiling and is_in_backward_pass():
             raise ArgumentError(
@@ -191,24 +194,24 @@ class KeyValueBuffers:
             )
         new, stored = k.shape[2], self._to_stored_dtype(k, v)
         if not in_graph:
-            self._ensure_slots(new, real, copy=copy)
-        start = self.progress.add_tokens(new, real)
+            self._ensure_slots(new, lengths, copy=copy)
+        start = self.progress.add_tokens(new, lengths)
         if not isinstance(start, Tensor):
             kept = (tensor.narrow(2, 0, start) for tensor in self.tensors)
             self.tensors = tuple(torch.cat(pair, 2) for pair in zip(kept, stored, strict=True))
             return self._slots_attended_to(start, start + new)
-        slots, inside = _slots_of_tokens(start, new, real)
+        slots, inside = _slots_of_tokens(start, new, lengths)
         if in_graph:
             self._assert_capacity(slots, inside)
         stop = self.capacity if in_graph and self.capacity is not None else self.progress.longest
         self.tensors = tuple(
-            write_slots(tensor, each, slots, real=inside, copy=copy)
+            write_slots(tensor, each, slots, is_token=inside, copy=copy)
             for tensor, each in zip(self.tensors, stored, strict=True)
         )
         return self._slots_attended_to(start, stop, self.progress.counts)
 
     def _append(self, k: Tensor, v: Tensor) -> CachedKeyValues:
-        """Write new tokens in place, equally many for each sample: the usual step, which should take microseconds."""
+        """Write new tokens in place, the same number for each sample: the fast path of a decoding step."""
         tensors, new, start = self.tensors, k.shape[2], self.progress.longest
         if tensors[0].is_inference() or start + new >= tensors[0].shape[2]:
             self._ensure_slots(new, None, copy=False)
@@ -223,30 +226,30 @@ class KeyValueBuffers:
         return CachedKeyValues(tensors[0][:, :, :stop], tensors[1][:, :, :stop], start)
 
     def crop(self, count: int | Tensor) -> None:
-        """Keep the first `count` slots: an int for all samples, or (batch,).
+        """Keep the first `count` slots, an int or (batch,).
 
-        The slots are copied to new buffers, because callers may still hold views of those that later steps overwrite.
+        The slots are copied to new buffers, because callers may still hold views of slots that later steps overwrite.
         """
         self.progress.set_counts(count)
         slots = self.tensors[0].shape[2] - 1
         self.map_tensors(lambda tensor: copy_slots(tensor, 0, count, slots=slots))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to all buffers and replace them by the results."""
+        """Replace each buffer by the result of a function of it."""
         self._checked = None
         self.tensors = tuple(function(tensor) for tensor in self.tensors)
 
-    def _assert_capacity(self, slots: Tensor, real: Tensor | None) -> None:
-        """Add a check to a compiled graph that rejects tokens beyond the capacity when the graph runs."""
+    def _assert_capacity(self, slots: Tensor, is_token: Tensor | None) -> None:
+        """Add an assertion to a compiled graph: `slots` of tokens, (batch, new), are below the capacity."""
         capacity = self.capacity or 0
-        fits = slots < capacity if real is None else (slots < capacity) | ~real
+        fits = slots < capacity if is_token is None else (slots < capacity) | ~is_token
         # The message contains no number, because the capacity may be symbolic in the graph.
         torch._assert_async(  # noqa: SLF001 - torch has no public function for a check inside a graph
             fits.all(), "The cache has no room for these tokens. Give it a larger capacity, or call cache.reset()."
         )
 
     def _slots_attended_to(self, start: int | Tensor, stop: int, lengths: Tensor | None = None) -> CachedKeyValues:
-        """Return views of the slots before `stop` that the queries from slot `start` on may attend to."""
+        """Return views of the slots up to `stop` that queries at `start` and later may attend to."""
         first = 0 if self.window is None or isinstance(start, Tensor) else max(0, start + 1 - self.window)
         k, v = self.tensors[0][:, :, first:stop], self.tensors[1][:, :, first:stop]
         factors = None
@@ -256,11 +259,11 @@ class KeyValueBuffers:
             return CachedKeyValues(k, v, start, lengths, 0, factors)
         held = CachedKeyValues(k, v, start - first, lengths, self.progress.dropped + first, factors)
         if self.tensors[0].shape[2] > self._default_slots() + 1 and not k.requires_grad:
-            self._reallocate(0, at_least=self._default_slots())  # release a prompt longer than the window
+            self._reallocate(0, at_least=self._default_slots())  # frees the memory of a prompt longer than the window
         return held
 
-    def _ensure_slots(self, new: int, real: Tensor | None, *, copy: bool) -> None:
-        """Reallocate the buffers where new tokens do not fit, or reject the tokens."""
+    def _ensure_slots(self, new: int, lengths: Tensor | None, *, copy: bool) -> None:
+        """Reallocate the buffers if new tokens do not fit; raise an ArgumentError if they exceed the capacity."""
         # Tensors created in inference mode cannot be written outside of it.
         locked = not copy and self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
         stop = self.progress.longest + new
@@ -271,8 +274,8 @@ class KeyValueBuffers:
                     "Run it under torch.no_grad(), or use KeyValueCache(), which concatenates keys where gradients "
                     "flow.",
                 )
-            if real is not None:
-                stop = int((self.progress.counts + real).max()) if len(real) else 0
+            if lengths is not None:
+                stop = int((self.progress.counts + lengths).max()) if len(lengths) else 0
             if stop > self.capacity:
                 raise ArgumentError(
                     f"The cache has a capacity of {self.capacity} tokens, and this call needs {stop}.",
@@ -280,17 +283,17 @@ class KeyValueBuffers:
                 )
             if locked:
                 self._reallocate(0, at_least=self.capacity)
-        elif copy and (self.window is not None or real is not None or not self.progress.is_uniform):
+        elif copy and (self.window is not None or lengths is not None or not self.progress.is_uniform):
             self._reallocate(new)
         elif not copy and (locked or stop >= self.tensors[0].shape[2]):
             self._reallocate(new, at_least=self._default_slots())
 
     def _default_slots(self) -> int:
-        """Return the number of slots to allocate: twice the present number, or with a window twice what it needs."""
+        """Return the number of slots to allocate: twice the current number, or twice (window + SPARE)."""
         return max(MIN_SLOTS, 2 * (self.tensors[0].shape[2] - 1)) if self.window is None else 2 * (self.window + SPARE)
 
     def _reallocate(self, new: int, *, at_least: int = 0) -> None:
-        """Copy the slots in use to new buffers with slots for new tokens, without keys that no later query sees."""
+        """Copy the slots in use to larger buffers, without keys outside the window of later queries."""
         stop: int | Tensor = self.progress.next_slot
         first: int | Tensor = 0
         if self.window is not None:
@@ -302,17 +305,17 @@ class KeyValueBuffers:
         self.map_tensors(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
 
 
-def _slots_of_tokens(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the slot of each new token, and whether it is real (None = all are): (batch, new) each."""
+def _slots_of_tokens(start: Tensor, new: int, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the slot of each new token, and where tokens are not padding (None = everywhere): (batch, new) each."""
     slots = start[:, None]
-    if new == 1 and real is None:
+    if new == 1 and lengths is None:
         return slots, None
     token = torch.arange(new, device=start.device)
-    return slots + token, None if real is None else token < real[:, None]
+    return slots + token, None if lengths is None else token < lengths[:, None]
 
 
 def check_fits_cached(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
-    """Reject keys or values whose sizes, dtype or device differ from those in the cache."""
+    """Reject new keys or values whose sizes, dtype or device differ from the cached tensor `held`."""
     shape, size = new.shape, held.shape
     if len(shape) != 4 or shape[0] != size[0] or shape[1] != size[1] or shape[3] != size[3]:
         raise ShapeError(
@@ -328,7 +331,7 @@ def check_fits_cached(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) 
 
 
 def reject_int8_gradient(k: Tensor, v: Tensor) -> None:
-    """Reject keys and values in int8 where a gradient would flow."""
+    """Raise an ArgumentError if k or v requires a gradient, which int8 storage cannot pass on."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise ArgumentError(
             'A gradient flows through a cache with dtype="int8", which rounds keys and values.',

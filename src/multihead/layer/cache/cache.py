@@ -1,4 +1,4 @@
-"""The key-value cache of one attention layer."""
+"""The key/value cache of one attention layer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
 
 class ProjectedMemory(NamedTuple):
-    """The keys and values of another sequence, projected once for all steps of a cross-attention.
+    """Projected keys and values of the memory, reused in all steps of a cross-attention.
 
     Attributes:
         k: (batch, kv_heads, keys, head_dim).
         v: (batch, kv_heads, keys, value_dim).
-        lengths: (batch,), number of these keys that are real; None = all.
-        scales: the factors of k and v if these are int8; None = k and v are stored as they were projected.
+        lengths: (batch,), number of keys per sample that are not padding; None = all.
+        scales: the dequantisation factors of int8 k and v; None = k and v have the dtype of the projections.
     """
 
     k: Tensor
@@ -43,13 +43,13 @@ class ProjectedMemory(NamedTuple):
     scales: Scales | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ProjectedMemory:
-        """Apply a function to each tensor."""
+        """Return a copy in which a function is applied to each tensor."""
         scales = None if self.scales is None else Scales(*map(function, self.scales))
         lengths = None if self.lengths is None else function(self.lengths)
         return ProjectedMemory(function(self.k), function(self.v), lengths, scales)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProjectedMemory:
-        """Copy the tensors with their autograd graph, which deepcopy of a tensor rejects."""
+        """Copy the tensors by clone, because deepcopy rejects tensors with an autograd graph."""
         return self.map(torch.clone)
 
 
@@ -66,21 +66,21 @@ _State: TypeAlias = tuple[
 class KeyValueCache:
     """The keys and values of the tokens that one attention layer has processed (KV cache).
 
-    Without options the buffers grow, doubling when they are full. Returned keys never change: later tokens are
-    written after them, and slots are copied before they would be overwritten. Where gradients flow, keys are
-    concatenated in new tensors instead, so that gradients are exact through all steps.
+    Without options the buffers grow, doubling when they are full. Keys that a call has returned never change: later
+    tokens are written to other slots, or to a new buffer. If gradients are required, keys are concatenated to new
+    tensors instead, so that gradients are exact through all steps.
 
     Args:
-        capacity: maximum number of tokens, allocated once; more are rejected. Under `torch.compile` a step with such
-            a cache compiles once: it returns all slots, with a tensor of lengths.
-        window: number of keys that a query sees at most, its own included, as in `masks.Window`; older keys are
+        capacity: maximum number of tokens, allocated at once; further tokens raise an error. Under `torch.compile` a
+            step with such a cache compiles once: it returns all slots, with a tensor of lengths.
+        window: maximum number of keys that a query sees, its own included, as in `masks.Window`; older keys are
             dropped.
         dtype: "int8" stores keys and values in int8, with one scale per token and head: half the memory of bfloat16.
-            Each element is rounded by at most 1/254 of the largest one of its token and head. Gradients are rejected.
-            None stores them as they are.
+            The rounding error is at most 1/254 of the largest element of the token and head. Gradients are rejected.
+            None keeps the dtype.
 
     Raises:
-        ArgumentError: capacity and window are both given, one is not a positive integer, or there is no such dtype.
+        ArgumentError: capacity and window are both given, one of them is not a positive integer, or dtype is invalid.
 
     >>> cache = KeyValueCache()
     >>> held = cache.extend(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))  # a prompt of five tokens
@@ -110,37 +110,37 @@ class KeyValueCache:
         self.reset()
 
     def reset(self) -> None:
-        """Remove everything, the memory included; the next call starts a new sequence."""
+        """Empty the cache, including the memory of a cross-attention; the next call starts a new sequence."""
         self.memory: ProjectedMemory | None = None
         self._buffers: KeyValueBuffers | None = None
-        self._progress: SlotCounts | None = None  # counts the cached tokens, or in cross-attention the queries
+        self._progress: SlotCounts | None = None  # counts cached tokens, or in cross-attention queries
         self._begin_sequence()
 
     def _begin_sequence(self) -> None:
-        """Start a new sequence for listeners: later calls do not continue the earlier ones."""
+        """Start a new sequence, so that listeners do not treat later calls as a continuation of earlier calls."""
         self._sequence = object()
         self._continued: PositionInSequence | None = None
 
     @property
     def query_start(self) -> int | Tensor:
-        """The position of the next token; a tensor (batch,) where samples differ, and in a compiled graph."""
+        """The position of the next token: an int, or (batch,) if samples differ or in a compiled graph."""
         return 0 if self._progress is None else self._progress.next_position
 
     @property
     def length(self) -> int:
-        """Number of tokens of the longest sample, dropped ones included."""
+        """Number of tokens of the longest sample, including dropped tokens."""
         start = self.query_start
         return int(start.max()) if isinstance(start, Tensor) else start
 
     @property
     def lengths(self) -> Tensor:
-        """(batch,), int64: number of tokens of each sample, dropped ones included."""
+        """(batch,), int64: number of tokens of each sample, including dropped tokens."""
         progress = self._progress
         return torch.zeros(0, dtype=torch.int64) if progress is None else progress.counts + progress.dropped
 
     @property
     def last_call_position(self) -> PositionInSequence | None:
-        """Position of the last call in its sequence, for listeners; None before any call, and in a compiled graph."""
+        """Position of the last call in its sequence, for listeners; None before a call and in a compiled graph."""
         return None if torch.compiler.is_compiling() else self._continued
 
     @property
@@ -162,20 +162,20 @@ class KeyValueCache:
         return f"KeyValueCache({option}): {content}, {batch} sample{'s' if batch != 1 else ''}, {self.nbytes:,} bytes"
 
     def extend(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> CachedKeyValues:
-        """Append the keys and values of new tokens, and return all that their queries may attend to.
+        """Append the keys and values of new tokens, and return all keys and values that the new queries may attend to.
 
         Args:
             k: (batch, kv_heads, new tokens, head_dim).
             v: (batch, kv_heads, new tokens, value_dim).
-            lengths: (batch,), number of new tokens of each sample that are real; those after them are padding and are
-                not stored, whatever they contain. None = all.
+            lengths: (batch,), number of new tokens of each sample; further entries are padding, which is not stored.
+                None = all.
 
         Returns:
             `CachedKeyValues`, with the keys and values, and the position of the new tokens among them.
 
         Raises:
-            ShapeError: the sizes of k and v do not match, or differ from those in the cache.
-            DtypeError: the dtype or device differs from that in the cache.
+            ShapeError: the sizes of k and v do not match, or differ from those of the cached keys and values.
+            DtypeError: the dtype or device differs from that of the cached keys and values.
             ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity or
                 with int8.
         """
@@ -194,12 +194,14 @@ class KeyValueCache:
             )
             self._progress = buffers.progress
         buffers.check(k, v)
-        real = None if lengths is None else check_token_counts(lengths, batch=len(k), limit=k.shape[2], device=k.device)
-        if real is not None and not is_traced() and bool((real == k.shape[2]).all()):
-            real = None  # without padding one int counts the tokens of all samples
-        held = buffers.extend(k, v, real)
+        counts = (
+            None if lengths is None else check_token_counts(lengths, batch=len(k), limit=k.shape[2], device=k.device)
+        )
+        if counts is not None and not is_traced() and bool((counts == k.shape[2]).all()):
+            counts = None  # without padding one int suffices for all samples
+        held = buffers.extend(k, v, counts)
         if not torch.compiler.is_compiling():
-            self._continued = PositionInSequence(self._sequence, held.key_start, real)
+            self._continued = PositionInSequence(self._sequence, held.key_start, counts)
         return held
 
     def rollback_on_error(self) -> AbstractContextManager[object]:
@@ -209,7 +211,7 @@ class KeyValueCache:
         return _RestoreOnError(self)
 
     def _snapshot(self) -> _State:
-        """Return the state of the cache, from which `_restore` restores it."""
+        """Return the state of the cache, for `_restore`."""
         progress, buffers = self._progress, self._buffers
         counted = None if progress is None else progress.snapshot
         stored = None if buffers is None else buffers.tensors
@@ -225,16 +227,16 @@ class KeyValueCache:
             buffers.crop(buffers.progress.next_slot)  # removes tokens that were written in place
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
-        """Keep the first tokens and remove the others, such as those that speculative decoding rejects.
+        """Keep the first `length` tokens and remove later tokens, for example tokens that speculative decoding rejects.
 
         Args:
-            length: number of tokens to keep; integers (batch,) give one per sample. A sample that has fewer keeps all.
+            length: number of tokens to keep, an int or (batch,); a sample with fewer tokens keeps all.
 
         Raises:
             ArgumentError: a length is negative or larger than the number of tokens, or the next query would see keys
-                that a window has dropped.
+                that were dropped by the window.
         """
-        progress, total = self._progress_or_raise("Crop"), self.length
+        progress, total = self._slot_counts_or_raise("Crop"), self.length
         if isinstance(length, int):
             check_integer("length", length, least=0)
             if length > total:
@@ -266,17 +268,21 @@ class KeyValueCache:
         """Select samples, as beam search does: new sample i continues old sample `index[i]`.
 
         Args:
-            index: integers (new batch,), from 0 to the old batch - 1; samples may be repeated or left out.
+            index: integers (new batch,), from 0 to the old batch - 1; samples may be repeated or omitted.
 
         Raises:
             ArgumentError: an index is out of range or not an integer, or the cache is empty.
         """
-        progress = self._progress_or_raise("Reorder")
+        progress = self._slot_counts_or_raise("Reorder")
         if isinstance(index, str):
-            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
+            raise ArgumentError(
+                f"index is {index!r}.", "Give integers: for each new sample, the index of the old sample."
+            )
         batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
         if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
-            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
+            raise ArgumentError(
+                f"index is {index!r}.", "Give integers: for each new sample, the index of the old sample."
+            )
         if can_read_values(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
             raise ArgumentError(
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
@@ -298,13 +304,13 @@ class KeyValueCache:
             self.memory = self.memory.map(lambda tensor: tensor.to(device))
         return self
 
-    def remember(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> ProjectedMemory:
-        """Store the projected keys and values of another sequence for all steps of a cross-attention.
+    def store_memory(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> ProjectedMemory:
+        """Store the projected keys and values of the memory for all steps of a cross-attention.
 
         Args:
             k: (batch, kv_heads, keys, head_dim).
             v: (batch, kv_heads, keys, value_dim).
-            lengths: (batch,), number of these keys that are real; None = all.
+            lengths: (batch,), number of keys per sample that are not padding; None = all.
 
         Raises:
             ArgumentError: the cache is not empty, or a gradient would flow through int8.
@@ -323,26 +329,26 @@ class KeyValueCache:
         return self.memory
 
     def advance(self, queries: int, *, lengths: Sequence[int] | Tensor | None = None) -> int | Tensor:
-        """Count queries without new keys, as in cross-attention, and return the position of the first one.
+        """Count the queries of a cross-attention call, and return the position of its first query.
 
         Args:
             queries: number of queries of each sample.
-            lengths: (batch,), number of queries of each sample that are no padding; None = all.
+            lengths: (batch,), number of queries of each sample that are not padding; None = all.
 
         Raises:
             ArgumentError: the cache is empty.
         """
-        progress = self._progress_or_raise("Advance")
-        real = None
+        progress = self._slot_counts_or_raise("Advance")
+        counts = None
         if lengths is not None:
-            real = check_token_counts(lengths, batch=progress.batch, limit=queries, device=progress.device)
-        start = progress.add_tokens(queries, real)
+            counts = check_token_counts(lengths, batch=progress.batch, limit=queries, device=progress.device)
+        start = progress.add_tokens(queries, counts)
         if not torch.compiler.is_compiling():
-            self._continued = PositionInSequence(self._sequence, 0, real, start)
+            self._continued = PositionInSequence(self._sequence, 0, counts, start)
         return start
 
     def check_same_memory(self, memory: Tensor) -> None:
-        """Reject a memory (batch, keys, features) whose batch or number of keys differs from the stored one."""
+        """Reject a memory (batch, keys, features) whose batch or number of keys differs from the stored memory."""
         if self.memory is None or memory.shape[:2] == (len(self.memory.k), self.memory.k.shape[2]):
             return
         raise ShapeError(
@@ -351,15 +357,15 @@ class KeyValueCache:
             "Give the same memory at each step, or call cache.reset() to start over.",
         )
 
-    def check_remembered(self, mask: Mask) -> None:
-        """Reject a mask that shows keys which a cache with a window drops.
+    def check_window_fits_mask(self, mask: Mask) -> None:
+        """Reject a mask that shows keys outside the window of the cache, which are dropped.
 
         Raises:
             MaskError: the mask has no bounded lookback, its lookback exceeds the window, or it is a tensor with a
                 column per key.
 
         >>> from multihead import masks
-        >>> KeyValueCache(window=8).check_remembered(masks.Causal() & masks.Window(8))
+        >>> KeyValueCache(window=8).check_window_fits_mask(masks.Causal() & masks.Window(8))
         """
         if self.window is None:
             return
@@ -376,16 +382,16 @@ class KeyValueCache:
                 "Use KeyValueCache(), which keeps all keys.",
             )
 
-    def _progress_or_raise(self, verb: str) -> SlotCounts:
+    def _slot_counts_or_raise(self, verb: str) -> SlotCounts:
         if self._progress is None:
             raise ArgumentError("The cache is empty.", f"{verb} it after the first call.")
         return self._progress
 
 
 class _RestoreOnError:
-    """A context that restores a cache if it ends in an error."""
+    """Context manager that restores a cache if an exception leaves the context."""
 
-    # Every decoding step enters this context, and a class is faster than @contextmanager.
+    # A class, because it is faster than @contextmanager, and every decoding step enters this context.
     def __init__(self, cache: KeyValueCache) -> None:
         self.cache, self.state = cache, cache._snapshot()  # noqa: SLF001 - a part of the cache
 

@@ -1,4 +1,4 @@
-"""Count the tokens of each sample: as an int where all samples have equally many, else as a tensor."""
+"""Count the cached tokens of each sample: as an int if all samples have the same number, else as a tensor."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ Snapshot: TypeAlias = tuple[int | None, Tensor | None, bool, int | Tensor]
 
 
 class SlotCounts:
-    """Number of buffer slots that each sample has filled.
+    """The number of filled buffer slots of each sample.
 
     Args:
         batch: number of samples.
         device: device of the tensors of counts.
-        in_graphs: whether to keep the counts as a tensor besides the int, because a compiled graph would be compiled
-            again for each int.
+        in_graphs: whether to keep the counts also as a tensor, because a graph would be recompiled for each int.
 
     Attributes:
-        dropped: number of tokens before the first slot that were dropped, an int or (batch,).
+        dropped: number of dropped tokens, which were before the first slot, an int or (batch,).
 
     >>> progress = SlotCounts(2, torch.device("cpu"))
     >>> progress.add_tokens(3), progress.next_slot
@@ -43,7 +42,7 @@ class SlotCounts:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The counts as an immutable tuple, to which they can be set back."""
+        """The counts as an immutable tuple; assigning it restores them."""
         return self._longest, self._counts, self._uniform, self.dropped
 
     @snapshot.setter
@@ -52,17 +51,17 @@ class SlotCounts:
 
     @property
     def next_position(self) -> int | Tensor:
-        """Position of the next token, dropped tokens included; a tensor (batch,) where samples differ."""
+        """Position of the next token in the sequence (dropped tokens count): an int, or (batch,) if samples differ."""
         return self.next_slot + self.dropped
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all samples have equally many tokens."""
+        """Whether all samples have the same number of tokens."""
         return self._uniform
 
     @property
     def next_slot(self) -> int | Tensor:
-        """Slot of the next token; a tensor (batch,) where samples differ, and in a graph."""
+        """Slot of the next token: an int, or (batch,) if samples differ or in a graph."""
         if not self._uniform or (self._in_graphs and torch.compiler.is_compiling()):
             return self.counts
         return self.longest
@@ -81,37 +80,40 @@ class SlotCounts:
             self._longest = _largest_count(self.counts)
         return self._longest
 
-    def add_tokens(self, new: int, real: Tensor | None = None) -> int | Tensor:
-        """Count new tokens, of which `real` (batch,) are no padding, and return the slot of the first one."""
+    def add_tokens(self, new: int, lengths: Tensor | None = None) -> int | Tensor:
+        """Count `new` tokens per sample, or `lengths` (batch,) if some are padding; return the slot of the first."""
         if self._in_graphs and torch.compiler.is_compiling():
-            return self._add_in_graph(new, real)
-        if real is not None:
+            return self._add_in_graph(new, lengths)
+        if lengths is not None:
             start = self.counts
-            self.set_counts(start + real)
+            self.set_counts(start + lengths)
             return start
         if not self._uniform:
             start = self.counts
-            self._longest, self._counts = self.longest + new, start + new  # a new tensor: callers hold the old one
+            self._longest, self._counts = (
+                self.longest + new,
+                start + new,
+            )  # not in place, because callers hold the old tensor
             return start
         first = self.longest
         self._longest = first + new
         if self._in_graphs:
             self._counts = None
-            # The tensor of counts is made after a prompt, which compiled steps usually follow, and not after a decoding
-            # step, where it would take as long as copying the token; a compiled step then makes it itself.
+            # Create the tensor of counts after a prompt, which compiled steps usually follow. After a decoding step it
+            # would take as long as copying the token; a compiled step creates it if needed.
             if new > 1 or not first:
                 self._counts = self.counts
         return first
 
-    def _add_in_graph(self, new: int, real: Tensor | None) -> Tensor:
+    def _add_in_graph(self, new: int, lengths: Tensor | None) -> Tensor:
         start = self.counts
-        self._counts, self._longest = start + (new if real is None else real), None
-        if real is not None:
+        self._counts, self._longest = start + (new if lengths is None else lengths), None
+        if lengths is not None:
             self._uniform = False
         return start
 
     def set_counts(self, slots: int | Tensor) -> None:
-        """Set the number of filled slots: an int for all samples, or (batch,)."""
+        """Set the number of filled slots, an int or (batch,)."""
         if isinstance(slots, Tensor):
             self._counts, self._longest, self._uniform = slots, _largest_count(slots), False
             return
@@ -120,12 +122,12 @@ class SlotCounts:
             self._counts = torch.full((self.batch,), slots, device=self.device)
 
     def drop_slots(self, count: int | Tensor) -> None:
-        """Drop the first `count` slots: an int for all samples, or (batch,)."""
+        """Drop the first `count` slots, an int or (batch,)."""
         self.set_counts(self.next_slot - count)
         self.dropped = self.dropped + count
 
     def select_samples(self, index: Tensor) -> None:
-        """Select samples by `index`, (new batch,): the old sample of each new one."""
+        """Select samples: new sample i has the counts of old sample `index[i]`; index is (new batch,)."""
         self.batch = len(index)
         self._counts = None if self._counts is None else self._counts.index_select(0, index)
         if isinstance(self.dropped, Tensor):

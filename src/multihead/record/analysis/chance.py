@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from multihead.errors import MaskError
 from multihead.functional import measure_request
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import first_key_of_samples, seen
+from multihead.kernels.dense_tile import first_key_of_samples, visible_cells
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Documents, Mask
 from multihead.probes.context import ProbeContext
@@ -221,7 +221,7 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
     shape = shape._replace(key_length=before + shape.key_length, num_kv_heads=1, head_dim=1, value_dim=1, dtype=dtype)
     start = before + int(request.query_start)
     request = replace(request, mask=mask, shape=shape, query_start=start, bias=bias)
-    shape = shape._replace(num_heads=seen(request, slice(0, 1), slice(0, 1)).shape[1])
+    shape = shape._replace(num_heads=visible_cells(request, slice(0, 1), slice(0, 1)).shape[1])
     q = torch.zeros(shape.batch, shape.num_heads, shape.query_length, 1, dtype=dtype, device=shape.device)
     k = torch.zeros(shape.batch, 1, shape.key_length, 1, dtype=dtype, device=shape.device)
     return AttentionRequest(q, k, k, shape, mask, 1.0, start, bias)

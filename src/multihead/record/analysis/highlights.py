@@ -376,7 +376,9 @@ def findings(
             brief, sentence = (words[each].format(**values) for each in ("distance.brief", "distance.sentence"))
         else:
             names = {"first": first, "separator": separator}
-            brief, sentence = (topic.said(each, lang, value, level, **names) for each in (topic.brief, topic.sentence))
+            brief, sentence = (
+                topic.fill_sentence(each, lang, value, level, **names) for each in (topic.brief, topic.sentence)
+            )
         opening = words["place"].format(layer=profile.number, head=head)
         brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
         name = DISTANCE_TOPIC if topic is None else topic.name

@@ -1,4 +1,4 @@
-"""Cosines and sines of positions: computed in float64, rounded once, and cached between calls."""
+"""Cosines and sines of rotary embeddings: computed in float64, rounded once, and cached between calls."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Tables start at position 0 and double as they grow, up to this many positions; farther ones are cached as one range.
+# Tables start at position 0 and double as they grow, up to this many positions; larger positions are cached as one
+# range.
 MAX_POSITIONS = 65_536
 _MIN_RANGE = 1_024
 
 
 class RotationFactors(NamedTuple):
-    """Factors of a rotation: a column x becomes x * cosine + partner * sine; partner is the other column of its pair.
+    """Factors of a rotation: feature x becomes x * cosine + partner * sine; partner is the other feature of its pair.
 
     Attributes:
         cosine: (batch or none, length, 1, dim).
-        sine: (batch or none, length, 1, dim), negated for the first column of a pair.
-        from_table: whether the factors come from a table: then no trace or transform is active, and in-place operations
-            are safe.
+        sine: (batch or none, length, 1, dim), negated for the first feature of a pair.
+        from_table: whether the factors are from a table, so that no trace or transform is active and in-place
+            operations are safe.
     """
 
     cosine: Tensor
@@ -30,15 +31,14 @@ class RotationFactors(NamedTuple):
 
 
 def angle_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which angles are computed on a device: float64, or float32 where that is missing."""
+    """Return the dtype in which angles are computed on a device: float64, or float32 if it lacks float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def compute_rotation_factors(angles: Tensor, gain: float, dtype: torch.dtype, *, interleaved: bool) -> RotationFactors:
-    """Compute the factors of angles (batch or none, length, pairs), radians, as every torch transform can.
+    """Compute the factors of angles (batch or none, length, pairs), radians, with operations that transforms support.
 
-    `gain` is a factor of cosine and sine. The columns of a pair are adjacent (`interleaved`), or half of the columns
-    apart.
+    `gain` is a factor of cosine and sine. The features of a pair are adjacent (`interleaved`), or dim / 2 apart.
     """
     cosine, sine = (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)
     if interleaved:
@@ -48,25 +48,26 @@ def compute_rotation_factors(angles: Tensor, gain: float, dtype: torch.dtype, *,
     return RotationFactors(cosine[..., None, :], sine[..., None, :], from_table=False)
 
 
-def rotate_columns(x: Tensor, waves: RotationFactors | Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate every pair of columns: (batch, length, heads, dim), in the dtype of the waves, layout as x.
+def rotate_columns(x: Tensor, factors: RotationFactors | Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate all pairs of features of x: (batch, length, heads, dim), in the dtype of the factors and the layout of x.
 
-    It takes few passes over memory: one complex product for adjacent pairs, and otherwise a roll followed
-    by in-place operations.
+    To save memory passes, this is one complex product for adjacent pairs, and otherwise a roll and in-place operations.
     """
-    if isinstance(waves, Tensor):
+    if isinstance(factors, Tensor):
         pairs = torch.view_as_complex(_with_even_strides(x).unflatten(-1, (-1, 2)))  # (batch, length, heads, pairs)
-        return torch.view_as_real(pairs * waves).flatten(-2)
-    if waves.from_table and not interleaved:
+        return torch.view_as_real(pairs * factors).flatten(-2)
+    if factors.from_table and not interleaved:
         if x.requires_grad and torch.is_grad_enabled():
-            return _Rotation.apply(x, waves.cosine, waves.sine)  # type: ignore[no-any-return, no-untyped-call]
-        return _rotate_halves(x, waves.cosine, waves.sine)
+            return _Rotation.apply(x, factors.cosine, factors.sine)  # type: ignore[no-any-return, no-untyped-call]
+        return _rotate_halves(x, factors.cosine, factors.sine)
     if interleaved:
         partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         first, second = x.chunk(2, -1)
-        partner = torch.cat((second, first), -1)  # a roll branches on the number of tokens, which may be symbolic
-    return torch.addcmul(partner * waves.sine, x, waves.cosine)
+        partner = torch.cat(
+            (second, first), -1
+        )  # not torch.roll, which branches on the number of tokens, and that may be symbolic
+    return torch.addcmul(partner * factors.sine, x, factors.cosine)
 
 
 def _rotate_halves(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -74,25 +75,25 @@ def _rotate_halves(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation whose gradient is the inverse rotation: two passes over memory fewer than with autograd."""
+    """Autograd function of a rotation; its backward pass is the inverse rotation, with two memory passes fewer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.waves = cosine, sine
+        ctx.factors = cosine, sine
         return _rotate_halves(x, cosine, sine)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.waves
+        cosine, sine = ctx.factors
         return _Rotation.apply(gradient, cosine, -sine), None, None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _rotate_halves(tangent, *ctx.waves)
+        return _rotate_halves(tangent, *ctx.factors)
 
 
 def _with_even_strides(x: Tensor) -> Tensor:
-    """Return x, copied if a complex view of it is impossible: that needs even strides and offset, and last stride 1."""
+    """Return x, or a copy if it has no complex view (which needs even strides and offset, and a last stride of 1)."""
     if x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -103,7 +104,7 @@ class _PositionRange(NamedTuple):
 
     low: int
     high: int
-    waves: RotationFactors | Tensor
+    factors: RotationFactors | Tensor
 
 
 class RotationTables:
@@ -114,7 +115,7 @@ class RotationTables:
         gain: factor of cosine and sine.
         dtype: float32 or float64.
         device: device of the tables.
-        interleaved: whether the tables hold one complex number per pair; else `RotationFactors`.
+        interleaved: whether the tables contain one complex number per pair; otherwise `RotationFactors`.
 
     >>> RotationTables((1.0,), 1.0, torch.float32, torch.device("cpu"), interleaved=True).factors_between(0, 2).shape
     torch.Size([2, 1, 1])
@@ -133,22 +134,24 @@ class RotationTables:
         self._dtype, self._device, self._lock = dtype, device, Lock()
         self.frequencies = self._to_tensor(self._frequencies, angle_dtype(device))  # (pairs,)
         self._cached: _PositionRange | None = None
-        self._last: _PositionRange | None = None  # the last range: in decoding every layer requests the same positions
+        self._last: _PositionRange | None = (
+            None  # the last requested range: in decoding all layers request the same positions
+        )
 
     def factors_between(self, low: int, high: int) -> RotationFactors | Tensor:
-        """Return the factors of the positions low <= p < high: (length, 1, columns or pairs)."""
+        """Return the factors of the positions low <= p < high: (length, 1, features or pairs)."""
         last = self._last
         if last is not None and last.low == low and last.high == high:
-            return last.waves
+            return last.factors
         cached = self._range_containing(low, high)
-        waves = _select_factors(cached.waves, slice(low - cached.low, high - cached.low))
-        self._last = _PositionRange(low, high, waves)
-        return waves
+        factors = _select_factors(cached.factors, slice(low - cached.low, high - cached.low))
+        self._last = _PositionRange(low, high, factors)
+        return factors
 
     def factors_at(self, positions: Tensor) -> RotationFactors | Tensor | None:
-        """Return the factors, (batch or 1, length, 1, columns or pairs), of positions (batch or 1, length) on the CPU.
+        """Return the factors, (batch or 1, length, 1, features or pairs), of positions (batch or 1, length) on the CPU.
 
-        Return None where some positions are outside of the tables.
+        Return None if a position is outside the tables.
         """
         if not positions.numel():
             return None
@@ -157,10 +160,10 @@ class RotationTables:
             return None
         if (
             _MIN_RANGE <= 2 * positions.numel() <= high + 1
-        ):  # a rank's part of a text: a table would be that of the text
+        ):  # positions of one rank of a split sequence: the table would cover the whole sequence
             return self._compute_factors(positions.numpy())
         cached = self._range_containing(0, high + 1)
-        return _select_factors(cached.waves, positions.long() - cached.low)
+        return _select_factors(cached.factors, positions.long() - cached.low)
 
     def _range_containing(self, low: int, high: int) -> _PositionRange:
         cached = self._cached
@@ -176,7 +179,7 @@ class RotationTables:
         return cached
 
     def _compute_factors(self, positions: np.ndarray) -> RotationFactors | Tensor:
-        """Compute the factors of positions with numpy, which no active torch mode or transform intercepts."""
+        """Compute the factors of positions with numpy, because torch modes and transforms do not intercept it."""
         angles = positions[..., None, None] * self._frequencies  # (..., length, 1, pairs)
         cosine, sine = np.cos(angles) * self._gain, np.sin(angles) * self._gain
         if self._interleaved:
@@ -194,9 +197,9 @@ class RotationTables:
             return torch.from_numpy(numbers).to(self._device, dtype)
 
 
-def _select_factors(waves: RotationFactors | Tensor, index: slice | Tensor) -> RotationFactors | Tensor:
+def _select_factors(factors: RotationFactors | Tensor, index: slice | Tensor) -> RotationFactors | Tensor:
     return (
-        waves[index]
-        if isinstance(waves, Tensor)
-        else RotationFactors(waves.cosine[index], waves.sine[index], from_table=True)
+        factors[index]
+        if isinstance(factors, Tensor)
+        else RotationFactors(factors.cosine[index], factors.sine[index], from_table=True)
     )

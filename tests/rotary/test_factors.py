@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.rotary.waves import (
+from multihead.rotary.factors import (
     MAX_POSITIONS,
     RotationFactors,
     RotationTables,

@@ -1,4 +1,4 @@
-"""Positions of queries and keys at which masks are evaluated, and the sizes that masks are checked against."""
+"""Positions of queries and keys at which masks are evaluated, and sizes of calls against which masks are checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TilePositions:
-    """Positions of the queries and keys of one tile.
+    """Positions of the queries and keys of one tile of the attention map.
 
     Attributes:
         positions: (batch or 1, 1, rows, 1), int64, the position of each query among the keys.
@@ -33,31 +33,31 @@ class TilePositions:
         rows: slice = slice(None),
         columns: slice = slice(None),
     ) -> TilePositions:
-        """Return the positions of the tile `rows` x `columns` of a map of `queries` x `keys`."""
+        """Return the positions of the tile `rows` x `columns` of an attention map of `queries` x `keys`."""
         row = torch.arange(queries, device=device)[rows].view(1, 1, -1, 1)
         column = torch.arange(keys, device=device)[columns].view(1, 1, 1, -1)
         start = query_start.to(device).view(-1, 1, 1, 1) if isinstance(query_start, Tensor) else query_start
         return TilePositions(row + start, row, column)
 
     def shifted(self, offset: int | Tensor) -> TilePositions:
-        """Add an offset, one number or (batch,), to the positions of queries and keys."""
+        """Add an offset, an int or (batch,), to the positions of queries and keys."""
         if isinstance(offset, Tensor):
             offset = offset.to(self.columns.device).view(-1, 1, 1, 1)
         return TilePositions(self.positions + offset, self.rows, self.columns + offset)
 
     def everywhere(self) -> Tensor:
-        """Return True for every cell: (1, 1, rows, columns) bool."""
+        """Return a tile of True: (1, 1, rows, columns) bool."""
         return torch.ones_like(self.rows, dtype=torch.bool) & torch.ones_like(self.columns, dtype=torch.bool)
 
 
 @dataclass(frozen=True, eq=False)
 class CallPositions:
-    """The queries and keys of a call whose mask is turned into intervals.
+    """Positions of the queries and number of keys of a call, for converting a mask to intervals.
 
     Attributes:
         positions: (batch or 1, queries), int64, the position of each query among the keys.
-        keys: number of keys; a tensor (batch, 1) where it differs between samples.
-        readable: whether values may be read here without waiting for a device or breaking a graph.
+        keys: number of keys, an int or (batch, 1).
+        readable: whether values can be read without device synchronisation or a graph break.
     """
 
     positions: Tensor
@@ -67,13 +67,13 @@ class CallPositions:
 
 @dataclass(frozen=True)
 class SampleSpan:
-    """The rows and columns of one sample in a call.
+    """The queries and keys of one sample in a call with several samples.
 
     Attributes:
         sample: index in the batch.
         queries: first query and one past the last.
         keys: first key and one past the last.
-        holds_all: whether its queries see no keys outside of it, so that statistics of the whole call can be sliced.
+        holds_all: whether its queries see no keys outside the span, so that statistics of the call can be sliced.
         holds_first: whether the first key that its queries see is the key that the kernel used for `first_mass`.
     """
 
@@ -85,9 +85,9 @@ class SampleSpan:
 
 
 class CallSize(NamedTuple):
-    """The sizes that a mask must fit.
+    """The sizes of a call, which a mask must fit.
 
-    With `more_keys_later` a mask's lengths may exceed the keys, because a cache is still being filled.
+    With `more_keys_later`, lengths in a mask may exceed the keys, because later calls add keys to a cache.
     """
 
     batch: int
