@@ -99,7 +99,7 @@ class TestProperties:
         then = cache.last_call_position
         assert first is not None
         assert then is not None
-        assert then.text is first.text
+        assert then.sequence is first.sequence
         assert then.lengths is not None
         assert then.lengths.tolist() == [200, 3]
         for change in (lambda: cache.crop((204, 8)), lambda: cache.reorder((1, 0)), cache.reset):
@@ -107,7 +107,7 @@ class TestProperties:
             assert cache.last_call_position is None
             step(cache)
             assert cache.last_call_position is not None
-            assert cache.last_call_position.text is not then.text
+            assert cache.last_call_position.sequence is not then.sequence
             then = cache.last_call_position
 
     def test_queries_of_a_cross_attention_have_a_position(self, cache: KeyValueCache) -> None:
@@ -115,7 +115,7 @@ class TestProperties:
         cache.advance(5)
         cache.advance(1)
         assert cache.last_call_position is not None
-        assert cache.last_call_position.position == 5
+        assert cache.last_call_position.first_query == 5
 
     def test_it_moves_to_a_device(self, cache: KeyValueCache) -> None:
         step(cache, 5, lengths=(2, 5))

@@ -66,7 +66,7 @@ def attend(
 
 
 def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor, dict[Part, Tensor]] | None:
-    """Measure the statistics of `MEASURED` on the fast path; None if the call needs a plan, a listener or an error.
+    """Measure the statistics of `MEASURED` on the fast path; None if it does not support the call.
 
     The arguments are those of `functional.statistics`, unchecked.
 
@@ -150,7 +150,7 @@ class _DifferentiableOperator(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, output, logsumexp = ctx.saved_tensors  # raises if an input was modified since
+        q, k, v, output, logsumexp = ctx.saved_tensors  # fails if an input was modified after the forward
         band, query_start, scale, softcap = ctx.call
         shape = AttentionShape.of(q, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
