@@ -310,11 +310,17 @@ class TestArguments:
             mh.census(other, corpus, out=folder, shard_bytes=1000, **change)
         assert error.value.mend == "Give another directory with out=, or delete this one."
 
-    def test_a_corpus_that_changed_is_an_error(self, model: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("texts", "finding"),
+        [(["w1", "w2"], "it has 30 bytes, not 15"), (["w2"], "its first or its last bytes differ")],
+    )
+    def test_a_corpus_that_changed_is_an_error(
+        self, model: str, tmp_path: Path, texts: list[str], finding: str
+    ) -> None:
         file = jsonl(tmp_path / "texts.jsonl", ["w1"])
         mh.census(model, file, out=tmp_path / "out")
-        jsonl(tmp_path / "texts.jsonl", ["w1", "w2"])
-        sentence = f"{file} is not the file that the census in the directory was planned with."
+        jsonl(tmp_path / "texts.jsonl", texts)
+        sentence = f"{file} is not the file that the census in the directory was planned with: {finding}."
         with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}"):
             mh.census(model, file, out=tmp_path / "out")
 

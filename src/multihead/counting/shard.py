@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from multihead.counting.batches import batches_by_length
-from multihead.counting.corpus import Row, rows_of_shard
+from multihead.counting.formats import Row, rows_of_shard
 from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
 from multihead.counting.tally import Tally, replace_attention
