@@ -2,107 +2,27 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
-import io
-import json
-import lzma
 import re
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import csv, feather, ipc
+from pyarrow import csv, feather
 
 from multihead.counting import formats
 from multihead.counting.corpus import divide_into_shards, file_sizes, find_files
 from multihead.counting.formats import Row, Shard, rows_of_shard
 from multihead.errors import InputError
 from tests.counting.tiny import random_texts
+from tests.counting.written import COMPRESSED, FORMATS, jsonl_of, parquet_of
 
 TEXTS = random_texts(60)
 TRICKY = ["plain", 'a "quoted" word', "comma, comma", "naïve 注意力 🙂", "  spaces  ", "\u2028", "\x00"]
-
-Value = str | bytes | None
-
-
-def column_of(values: Sequence[Value]) -> pa.Array:
-    """Return a column of strings, of which some may not be UTF-8."""
-    coded = [each.encode() if isinstance(each, str) else each for each in values]
-    return pa.array(coded, pa.binary()).view(pa.string())
-
-
-def table_of(values: Sequence[Value], column: str) -> pa.Table:
-    return pa.table({"number": pa.array(range(len(values))), column: column_of(values)})
-
-
-def parquet_of(values: Sequence[Value], column: str) -> bytes:
-    written = io.BytesIO()
-    pq.write_table(table_of(values, column), written, row_group_size=25)
-    return written.getvalue()
-
-
-def arrow_of(values: Sequence[Value], column: str, *, new: Callable[..., Any]) -> bytes:
-    written, table = io.BytesIO(), table_of(values, column)
-    with new(written, table.schema) as writer:
-        writer.write_table(table, max_chunksize=25)
-    return written.getvalue()
-
-
-def feather_of(values: Sequence[Value], column: str) -> bytes:
-    written = io.BytesIO()
-    feather.write_feather(table_of(values, column), written, chunksize=25)
-    return written.getvalue()
-
-
-def csv_of(values: Sequence[Value], column: str) -> bytes:
-    rows = [b"" if each is None else each.encode() if isinstance(each, str) else each for each in values]
-    lines = [b'%d,"%s"\r\n' % (number, row.replace(b'"', b'""')) for number, row in enumerate(rows)]
-    return b"".join([f"number,{column}\r\n".encode(), *lines])
-
-
-def jsonl_of(values: Sequence[Value], column: str) -> bytes:
-    lines = [b'"%s"' % each if isinstance(each, bytes) else json.dumps({column: each}).encode() for each in values]
-    return b"".join(line + b"\n" for line in lines)
-
-
-def lines_of(values: Sequence[Value], column: str) -> bytes:
-    return b"".join((each if isinstance(each, bytes) else (each or "").encode()) + b"\n" for each in values)
-
-
-def zstandard(content: bytes) -> bytes:
-    written = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(written, "zstd") as stream:
-        stream.write(content)
-    return bytes(written.getvalue())
-
-
-PLAIN: dict[str, Callable[[Sequence[Value], str], bytes]] = {
-    "a.parquet": parquet_of,
-    "a.arrow": partial(arrow_of, new=ipc.new_file),
-    "stream.arrow": partial(arrow_of, new=ipc.new_stream),
-    "a.feather": feather_of,
-    "a.csv": csv_of,
-    "a.jsonl": jsonl_of,
-    "a.txt": lines_of,
-}
-COMPRESSED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard}
-ALL = {
-    **PLAIN,
-    **{
-        name + suffix: (lambda values, column, *, write=write, compress=compress: compress(write(values, column)))
-        for name, write in PLAIN.items()
-        if name in ("a.csv", "a.jsonl", "a.txt")
-        for suffix, compress in COMPRESSED.items()
-    },
-}
 
 
 def read(file: str, *, shard_bytes: int | None = None) -> list[Row]:
@@ -111,7 +31,7 @@ def read(file: str, *, shard_bytes: int | None = None) -> list[Row]:
     return [row for shard in shards for row in rows_of_shard(shard, "text")]
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=FORMATS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -120,12 +40,12 @@ class TestEveryFormat:
     @pytest.mark.parametrize("size", [1, 700, None])
     def test_each_text_is_in_one_shard(self, tmp_path: Path, name: str, size: int | None) -> None:
         file = tmp_path / name
-        file.write_bytes(ALL[name](TEXTS, "text"))
+        file.write_bytes(FORMATS[name](TEXTS, "text"))
         assert [row.text for row in read(str(file), shard_bytes=size)] == TEXTS
 
     def test_suffixes_may_be_in_upper_case(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name.upper()
-        file.write_bytes(ALL[name](TEXTS, "text"))
+        file.write_bytes(FORMATS[name](TEXTS, "text"))
         assert [row.text for row in read(str(file))] == TEXTS
 
     def test_texts_are_what_was_written(self, tmp_path: Path, name: str) -> None:
@@ -135,18 +55,18 @@ class TestEveryFormat:
         if ".txt" in name or ".csv" in name:
             texts.remove("\x00")  # a file of text that begins with this is taken for another format
         file = tmp_path / name
-        file.write_bytes(ALL[name](texts, "text"))
+        file.write_bytes(FORMATS[name](texts, "text"))
         assert [row.text for row in read(str(file))] == texts
 
     def test_texts_are_read_from_an_address(self, name: str) -> None:
         with fsspec.open(f"memory://formats/{name}", "wb") as file:
-            file.write(ALL[name](TEXTS, "text"))
+            file.write(FORMATS[name](TEXTS, "text"))
         (found,) = find_files([f"memory://formats/{name[:-1]}[{name[-1]}]"])
         assert [row.text for row in read(found, shard_bytes=700)] == TEXTS
 
     def test_a_broken_row_is_named_and_the_others_are_read(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name
-        file.write_bytes(ALL[name](["first", b"\xff", None, "", "  ", "last"], "text"))
+        file.write_bytes(FORMATS[name](["first", b"\xff", None, "", "  ", "last"], "text"))
         found = read(str(file))
         no_text = {".jsonl": "NoneType, no text", ".csv": "empty", ".txt": "empty"}
         problem = next((each for suffix, each in no_text.items() if suffix in name), "no text")
@@ -161,12 +81,12 @@ class TestEveryFormat:
 
     def test_a_file_without_rows_has_none(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name
-        file.write_bytes(ALL[name]([], "text"))
+        file.write_bytes(FORMATS[name]([], "text"))
         assert read(str(file)) == []
 
     def test_a_file_without_the_column_is_an_error_that_names_its_columns(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name
-        file.write_bytes(ALL[name](["w1"], "body"))
+        file.write_bytes(FORMATS[name](["w1"], "body"))
         if ".txt" in name:
             assert read(str(file))[0].text == "w1"
         elif ".jsonl" in name:
@@ -178,7 +98,7 @@ class TestEveryFormat:
 
     @pytest.mark.parametrize("cut", [0.25, 0.75, 0.999])
     def test_a_file_that_was_cut_off_is_named(self, tmp_path: Path, name: str, cut: float) -> None:
-        content = ALL[name](TEXTS, "text")
+        content = FORMATS[name](TEXTS, "text")
         file = tmp_path / name
         file.write_bytes(content[: int(len(content) * cut)])
         if name in ("a.csv", "a.jsonl", "a.txt"):  # the rows before are whole
@@ -195,7 +115,7 @@ class TestEveryFormat:
         peaks = []
         for number in (100, 400):
             file = tmp_path / f"{number}-{name}"
-            file.write_bytes(ALL[name](["w1 " * 1000] * number, "text"))
+            file.write_bytes(FORMATS[name](["w1 " * 1000] * number, "text"))
             shards = divide_into_shards(file_sizes([str(file)]), "text")
             tracemalloc.start()
             try:
@@ -258,7 +178,7 @@ class TestLines:
     @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
     def test_a_byte_order_mark_is_no_part_of_a_text(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name
-        file.write_bytes(b"\xef\xbb\xbf" + ALL[name](TEXTS, "text"))
+        file.write_bytes(b"\xef\xbb\xbf" + FORMATS[name](TEXTS, "text"))
         assert [row.text for row in read(str(file))] == TEXTS
 
 
@@ -319,7 +239,7 @@ class TestFilesThatAreRefused:
     @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
     def test_a_compressed_file_of_a_format_that_is_read_from_several_places(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / f"{name}.gz"
-        file.write_bytes(gzip.compress(ALL[name](TEXTS, "text")))
+        file.write_bytes(gzip.compress(FORMATS[name](TEXTS, "text")))
         kind = name.removeprefix("a.")
         sentence = (
             f"{file} is compressed as a whole, and {kind} is read from several places. "
@@ -331,7 +251,7 @@ class TestFilesThatAreRefused:
     @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz"])
     @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
     def test_text_in_another_encoding(self, tmp_path: Path, name: str, encoding: str) -> None:
-        content = PLAIN[name.removesuffix(".gz")](TEXTS, "text").decode().encode(encoding)
+        content = FORMATS[name.removesuffix(".gz")](TEXTS, "text").decode().encode(encoding)
         file = tmp_path / name
         file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         (shard,) = divide_into_shards(file_sizes([str(file)]), "text", shard_bytes=100)  # one that fails, not each
@@ -342,7 +262,7 @@ class TestFilesThatAreRefused:
     @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.txt.bz2", "a.csv.xz", "a.txt.zst"])
     def test_another_format_than_the_suffix_says(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / "texts.txt"
-        file.write_bytes(ALL[name](TEXTS, "text"))
+        file.write_bytes(FORMATS[name](TEXTS, "text"))
         (shard,) = divide_into_shards(file_sizes([str(file)]), "text", shard_bytes=100)
         suffix = Path(name).suffix
         sentence = f"{file} begins as files with the suffix {suffix} do. Add {suffix} to its name."
