@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import struct
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -274,6 +275,17 @@ class TestFilesThatAreRefused:
         file.write_bytes(jsonl_of(TEXTS, "text"))
         sentence = f"{file} is neither an arrow file nor a stream of record batches. Write it again."
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+            read(str(file))
+
+    @pytest.mark.parametrize("name", ["a.arrow", "stream.arrow"])
+    def test_an_arrow_file_whose_texts_begin_nowhere(self, tmp_path: Path, name: str) -> None:
+        """The process would end where pyarrow reads such a text."""
+        content = FORMATS[name](["first", "second"], "text")
+        offsets = struct.pack("<3i", 0, 5, 11)
+        assert content.count(offsets) == 1
+        file = tmp_path / name
+        file.write_bytes(content.replace(offsets, struct.pack("<3i", 0, 1 << 20, 11)))
+        with pytest.raises(InputError, match=rf"^{file} cannot be read: .*\. Write it again\.$"):
             read(str(file))
 
     def test_a_parquet_file_that_is_none(self, tmp_path: Path) -> None:

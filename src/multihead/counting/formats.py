@@ -28,9 +28,8 @@ CSV_BLOCK = 1 << 22
 MOST_BROKEN_CSV_ROWS = 100_000
 """How many rows of a csv file may be broken one after the other before the file is."""
 
-_DECODED = 1 << 22  # bytes of texts of a parquet file that are decoded at once
-_MOST_ROWS = 1024  # and rows
-_BUFFER = 1 << 16
+_DECODED, _MOST_ROWS = 1 << 22, 1024  # bytes of texts, and rows, of a parquet file that are decoded at once
+_BUFFER = 1 << 16  # bytes that are read at once
 _ARROW_MAGIC, _ARROW_MESSAGE = b"ARROW1", b"\xff\xff\xff\xff"  # beginning of a file, and of each message in a stream
 
 
@@ -40,7 +39,7 @@ class Shard(NamedTuple):
     Attributes:
         file: the file's name or address.
         kind: the name of its format.
-        group: the row group of a parquet file; -1 otherwise.
+        group: the row group of a parquet file; -1 for all of them, and in other formats.
         start: the first row of the row group, or the first record batch, or the first byte: the shard has the lines
             that begin from here on.
         stop: the row or record batch after the last one, or the byte at which later lines begin; -1 for the end.
@@ -97,7 +96,7 @@ class Format:
     Attributes:
         name: its name in a plan.
         suffixes: the suffixes of its files in lower case.
-        magic: what its files begin with; empty if they begin with text.
+        magic: what its files begin with; empty for those of text, which may be compressed as a whole.
         place: what the start of a shard counts, for messages; "{}" is the row group.
         rows: reads the rows of a shard; the other argument is the column of the texts.
         parts: returns the parts of a file, given as one shard, its size, and the column of the texts.
@@ -330,6 +329,7 @@ def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
 
 
 def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
+    """Read the rows of a csv file in order, those that pyarrow leaves out between the others."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -486,34 +486,27 @@ def _missing_column(file: str, column: str, names: list[str]) -> InputError:
 
 def _column_as_bytes(batch: Any) -> Iterator[bytes | None]:
     """Yield the values of a batch of one column as bytes: one that is not UTF-8 leaves the others readable."""
+    for value in _checked_bytes(batch.column(0)):
+        yield value.as_py()
+
+
+def _checked_bytes(values: Any) -> Any:
+    """Return an array of strings as one of bytes, or raise: pyarrow ends the process where it follows a damaged one."""
     import pyarrow as pa
 
-    values = batch.column(0)
     if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    for value in values.cast(pa.large_binary()):
-        yield value.as_py()
+        return pa.DictionaryArray.from_arrays(values.indices, _checked_bytes(values.dictionary)).dictionary_decode()
+    same_layout = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    found = values.view(same_layout.get(values.type, values.type))
+    found.validate(full=True)
+    return found
 
 
 FORMATS = {
     each.name: each
     for each in (
-        Format(
-            "parquet",
-            (".parquet", ".pq"),
-            b"PAR1",
-            "row group {}, rows",
-            _read_parquet,
-            _divide_row_groups,
-        ),
-        Format(
-            "arrow",
-            (".arrow", ".feather"),
-            _ARROW_MAGIC,
-            "record batches",
-            _read_arrow,
-            _divide_record_batches,
-        ),
+        Format("parquet", (".parquet", ".pq"), b"PAR1", "row group {}, rows", _read_parquet, _divide_row_groups),
+        Format("arrow", (".arrow", ".feather"), _ARROW_MAGIC, "record batches", _read_arrow, _divide_record_batches),
         Format("csv", (".csv",), b"", "rows", _read_csv, _keep_whole),
         Format("jsonl", (".jsonl", ".ndjson", ".json"), b"", "bytes", _read_json_lines, _divide_bytes),
         Format("lines", (".txt", ".text", ""), b"", "bytes", _read_lines, _divide_bytes),
