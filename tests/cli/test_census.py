@@ -98,11 +98,12 @@ def test_many_problems_are_cut_off(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("latin.txt", b"\xff\xfe\n", " byte 0: not UTF-8"),
+        ("latin.txt", b"caf\xe9\n", " byte 0: not UTF-8"),
+        ("utf16.txt", "w1\n".encode("utf-16"), ": {file} is no text in UTF-8. Convert it to UTF-8."),
         ("empty.txt", b"", ""),
         ("cut.txt.gz", gzip.compress(b"w1 w2\n")[:-9], ": {file} cannot be read: Compressed file ended before the end"),
     ],
-    ids=["not UTF-8", "empty", "cut off"],
+    ids=["a row", "a file", "empty", "cut off"],
 )
 def test_the_status_is_1_where_texts_cannot_be_read_or_there_are_none(
     model: str, tmp_path: Path, name: str, content: bytes, problem: str

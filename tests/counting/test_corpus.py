@@ -1,22 +1,20 @@
-"""Every text of a corpus is in one shard, and a row that is no text is named."""
+"""Every text of a corpus is in one shard, and a file that changed is noticed."""
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import json
-import lzma
+import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from multihead.counting import corpus
-from multihead.counting.corpus import Shard, divide_into_shards, file_sizes, find_files, rows_of_shard
+from multihead.counting.corpus import divide_into_shards, file_sizes, file_versions, find_files
+from multihead.counting.formats import Shard, rows_of_shard
 from multihead.errors import InputError
 from tests.counting.tiny import jsonl, random_texts
 
@@ -47,25 +45,21 @@ class TestShards:
         assert len(shards) > 6
         assert len(read(file)[0]) == 3
 
-    @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
-    def test_columns_of_text_of_any_type_are_read(self, tmp_path: Path, kind: pa.DataType) -> None:
-        file = str(tmp_path / "texts.parquet")
-        pq.write_table(pa.table({"text": pa.array(TEXTS).cast(kind)}), file)
-        assert read(file)[1] == TEXTS
+    def test_record_batches_are_not_divided(self, tmp_path: Path) -> None:
+        file = str(tmp_path / "texts.arrow")
+        feather.write_feather(pa.table({"text": TEXTS}), file, chunksize=10)
+        size = file_sizes([file])[file]
+        assert size is not None
+        for shard_bytes, batches in ((1, [1] * 6), (-(-size // 3), [2, 2, 2]), (size // 2 + 1, [3, 3]), (None, [6])):
+            shards, found = read(file, shard_bytes=shard_bytes)
+            assert found == TEXTS
+            assert [shard.stop - shard.start for shard in shards] == batches
 
-    def test_a_compressed_file_is_one_shard(self, tmp_path: Path) -> None:
-        file = tmp_path / "texts.jsonl.gz"
-        file.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
-        shards, found = read(str(file), shard_bytes=10)
-        assert (len(shards), found) == (1, TEXTS)
-
-    def test_texts_are_read_from_an_address(self) -> None:
-        with fsspec.open("memory://corpus/a.txt", "w") as file:
-            file.write("\n".join(TEXTS))
-        files = find_files(["memory://corpus/*.txt"])
-        assert [
-            row.text for shard in divide_into_shards(file_sizes(files), "text") for row in rows_of_shard(shard, "text")
-        ] == TEXTS
+    @pytest.mark.parametrize("name", ["texts.csv", "texts.jsonl.gz", "texts.txt.zst"])
+    def test_a_file_in_which_no_other_text_can_be_found_than_the_first_is_one_shard(self, name: str) -> None:
+        assert divide_into_shards({name: 1 << 30}, "text") == [
+            Shard(name, name.split(".")[1].replace("txt", "lines"), -1, 0, -1)
+        ]
 
     @pytest.mark.parametrize("total", [1 << 16, 1 << 20, 1 << 25, 1 << 30, 1 << 40])
     def test_they_become_smaller_so_that_processes_finish_together(self, total: int) -> None:
@@ -92,46 +86,6 @@ class TestShards:
         ]  # fmt: skip
 
 
-class TestRowsThatAreNoText:
-    @pytest.mark.parametrize(
-        ("line", "problem"),
-        [
-            (b"{", "not JSON"),
-            (b"[" * 100_000, "not JSON"),
-            (b'{"other": "a"}', "no key 'text'"),
-            (b'{"text": 3}', "int, no text"),
-            (b'{"text": null}', "NoneType, no text"),
-            (b'"\xff"', "not UTF-8"),
-            (b'{"text": "\\ud800"}', "half of a surrogate pair, which is no character"),
-            (b'{"text": "  "}', "empty"),
-            (b"", "empty"),
-        ],
-    )
-    def test_a_broken_line_is_named_and_the_next_one_read(self, tmp_path: Path, line: bytes, problem: str) -> None:
-        file = tmp_path / "texts.jsonl"
-        file.write_bytes(b'{"text": "first"}\n' + line + b'\n"last"\n')
-        found = list(rows_of_shard(Shard(str(file), "jsonl", -1, 0, -1), "text"))
-        assert [row.text for row in found] == ["first", None, "last"]
-        assert (found[1].place, found[1].problem) == (f"{file} byte 18", problem)
-
-    def test_a_line_that_does_not_end_is_not_held_in_memory(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(corpus, "LONGEST_LINE", 16)
-        file = tmp_path / "texts.txt"
-        file.write_bytes(b"a" * 100 + b"\nlast\n")
-        found = list(rows_of_shard(Shard(str(file), "lines", -1, 0, -1), "text"))
-        assert [(row.text, row.problem) for row in found] == [(None, "longer than 16 bytes"), ("last", "")]
-        assert found[1].place == f"{file} byte 101"
-
-    def test_a_parquet_value_that_is_not_utf8_is_named(self, tmp_path: Path) -> None:
-        file = str(tmp_path / "texts.parquet")
-        broken = pa.array([b"first", b"\xff", None], pa.binary())
-        pq.write_table(pa.table({"text": broken.view(pa.string())}), file)
-        found = list(rows_of_shard(Shard(file, "parquet", 0, 0, -1), "text"))
-        assert [(row.text, row.problem) for row in found] == [("first", ""), (None, "not UTF-8"), (None, "no text")]
-
-
 class TestFiles:
     def test_they_are_in_the_order_of_the_patterns_and_then_of_names(self, tmp_path: Path) -> None:
         for name in ("b.txt", "a.txt", "c.jsonl"):
@@ -152,35 +106,6 @@ class TestFiles:
         with pytest.raises(FileNotFoundError):
             list(rows_of_shard(shards[1], "text"))
 
-    @pytest.mark.parametrize(
-        ("suffix", "damaged", "finding"),
-        [
-            (".gz", lambda text: gzip.compress(text)[:-20], "cannot be read: Compressed file ended before "),
-            (
-                ".gz",
-                lambda text: gzip.compress(text)[:10] + b"\xff" * 90,
-                "cannot be read: Error -3 while decompressing",
-            ),
-            (".bz2", lambda text: bz2.compress(text)[:-20], "cannot be read: Compressed file ended before "),
-            (".xz", lambda text: lzma.compress(text)[:-40] + b"\xff" * 40, "cannot be read: Corrupt input data."),
-            (".zst", lambda text: text, "is compressed with zstd, which needs a package that is not installed."),
-        ],
-        ids=["gzip, cut off", "gzip, changed", "bzip2", "xz", "zstd"],
-    )
-    def test_a_compressed_file_that_is_damaged_is_an_error_that_names_it(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        suffix: str,
-        damaged: Callable[[bytes], bytes],
-        finding: str,
-    ) -> None:
-        monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
-        file = tmp_path / f"texts.txt{suffix}"
-        file.write_bytes(damaged("\n".join(TEXTS).encode()))
-        with pytest.raises(InputError, match=f"^{re.escape(f'{file} {finding}')}"):
-            list(rows_of_shard(Shard(str(file), "lines", -1, 0, -1), "text"))
-
     def test_no_file_at_all_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"^There is no file '{tmp_path}/\*\.parquet'\. Check the names\.$"):
             find_files([str(tmp_path / "*.parquet")])
@@ -190,18 +115,41 @@ class TestFiles:
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
             find_files([str(tmp_path)])
 
-    def test_a_parquet_file_without_the_column_is_an_error(self, tmp_path: Path) -> None:
-        file = str(tmp_path / "texts.parquet")
-        pq.write_table(pa.table({"body": TEXTS, "number": range(60)}), file)
-        with pytest.raises(InputError, match=r"has no column 'text'\. Give one of its columns: body, number\.$"):
-            list(rows_of_shard(Shard(file, "parquet", 0, 0, -1), "text"))
-        with pytest.raises(InputError, match=r"holds int64, no text\. Give a column of strings\.$"):
-            list(rows_of_shard(Shard(file, "parquet", 0, 0, -1), "number"))
 
-    def test_a_file_that_is_no_parquet_is_an_error_where_it_is_read(self, tmp_path: Path) -> None:
-        file = tmp_path / "texts.parquet"
-        file.write_bytes(b"PAR1 but not really")
-        shards = divide_into_shards(file_sizes([str(file)]), "text")
-        assert shards == [Shard(str(file), "parquet", 0, 0, -1)]
-        with pytest.raises(InputError, match=r"texts\.parquet cannot be read: .* Write it again\.$"):
-            list(rows_of_shard(shards[0], "text"))
+class TestVersions:
+    def test_a_file_that_is_not_touched_keeps_its_own(self, tmp_path: Path) -> None:
+        file = jsonl(tmp_path / "texts.jsonl", TEXTS)
+        assert file_versions([file]) == file_versions([file])
+
+    @pytest.mark.parametrize("place", [0, -1])
+    def test_the_first_and_the_last_byte_count_if_the_time_is_the_same(self, tmp_path: Path, place: int) -> None:
+        file = Path(jsonl(tmp_path / "texts.jsonl", TEXTS * 20))
+        before, content = file_versions([str(file)])[str(file)], bytearray(file.read_bytes())
+        time = file.stat().st_mtime_ns
+        content[place] ^= 1
+        file.write_bytes(content)
+        os.utime(file, ns=(time, time))
+        after = file_versions([str(file)])[str(file)]
+        assert after.written == before.written
+        assert after.ends != before.ends
+
+    def test_the_time_counts_if_the_ends_are_the_same(self, tmp_path: Path) -> None:
+        file = jsonl(tmp_path / "texts.jsonl", TEXTS)
+        before = file_versions([file])[file]
+        os.utime(file, (1, 1))
+        after = file_versions([file])[file]
+        assert (after.written, after.ends) == ("1970-01-01T00:00:01+00:00", before.ends)
+        assert before.written != after.written
+
+    def test_a_file_at_an_address_has_what_its_server_knows(self) -> None:
+        name = "memory://versions/a.txt"
+        found = []
+        for _ in range(2):
+            with fsspec.open(name, "w") as file:
+                file.write("w1")
+            found.append(file_versions([name])[name])
+        assert found[0].ends == found[1].ends
+        assert found[0].written != found[1].written
+
+    def test_a_file_that_cannot_be_read_has_none(self, tmp_path: Path) -> None:
+        assert file_versions([str(tmp_path / "gone.txt")]) == {}

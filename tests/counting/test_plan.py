@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from multihead import probes
+from multihead.counting.corpus import Version
 from multihead.counting.plan import FILE, Plan, identity_of_probe, model_id, read_plan, tokenizer_id
 from multihead.errors import ArgumentError, InputError
 from multihead.models.loading import LoadedModel, load
@@ -47,6 +48,58 @@ def test_a_file_system_without_links_is_enough(plan: Plan, tmp_path: Path, monke
 def test_the_name_of_the_model_and_its_device_do_not_change_the_result(plan: Plan) -> None:
     assert replace(plan, model="elsewhere", device="cuda", title="other").id == plan.id
     assert replace(plan, seed=1).id != plan.id
+
+
+class TestFilesThatChanged:
+    """A plan is not continued with them, as half of the shards would be of the old content."""
+
+    @pytest.mark.parametrize(
+        ("size", "version", "finding", "mend"),
+        [
+            (11, Version("monday", "a"), "it has 11 bytes, not 10", ""),
+            (10, Version("monday", "b"), "its first or its last bytes differ", ""),
+            (
+                10,
+                Version("tuesday", "a"),
+                "it was written at tuesday, not at monday",
+                "; if its content is the same, restore its time with touch -d monday",
+            ),
+        ],
+    )
+    def test_by_size_content_or_time_are_an_error(
+        self, plan: Plan, size: int, version: Version, finding: str, mend: str
+    ) -> None:
+        before = replace(plan, files={"a.txt": 10}, versions={"a.txt": Version("monday", "a")})
+        after = replace(plan, files={"a.txt": size}, versions={"a.txt": version})
+        sentence = (
+            f"a.txt is not the file that the census in the directory was planned with: {finding}. "
+            f"Give another directory with out=, or delete this one{mend}."
+        )
+        before.check_same_census(before)
+        with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
+            before.check_same_census(after)
+
+    def test_what_is_unknown_in_one_of_the_plans_does_not_differ(self, plan: Plan) -> None:
+        known = replace(plan, files={"a.txt": 10}, versions={"a.txt": Version("monday", "a")})
+        for size, versions in ((None, {}), (10, {}), (10, {"a.txt": Version("", "a")})):
+            unknown = replace(known, files={"a.txt": size}, versions=versions)
+            known.check_same_census(unknown)
+            unknown.check_same_census(known)
+
+    def test_a_file_that_the_plan_lacks_is_an_error(self, plan: Plan) -> None:
+        with pytest.raises(
+            ArgumentError, match=r"^b\.txt is not the file .* planned with: the plan does not have it\. "
+        ):
+            plan.check_same_census(replace(plan, files={**plan.files, "b.txt": 1}))
+
+    def test_a_plan_without_versions_has_the_same_id_and_is_read(self, plan: Plan, tmp_path: Path) -> None:
+        old = replace(plan, versions={})
+        assert old.id == plan.id
+        assert old.write_or_check(tmp_path).versions == {}
+        content = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
+        del content["versions"]
+        (tmp_path / FILE).write_text(json.dumps(content), encoding="utf-8")
+        assert read_plan(tmp_path) == old
 
 
 def test_a_plan_that_was_changed_is_an_error(plan: Plan, tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.counting import run
+from multihead.counting import run, shard
 from multihead.counting.merge import HEADS, SHARDS
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
 from multihead.models.loading import load
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
+from tests.counting.written import FORMATS
 
 
 def merged_bytes(folder: Path) -> list[bytes]:
@@ -130,6 +131,20 @@ def test_the_known_heads_of_smollm2_are_first_by_their_probes_over_random_words_
     assert min(best["induction_mass"].values()) > 0.6
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "stream.arrow", "a.csv", "a.txt", "a.jsonl.gz", "a.csv.zst"])
+def test_the_format_of_the_texts_changes_no_number(model: str, tmp_path: Path, name: str) -> None:
+    texts = random_texts(20)
+    found = []
+    for format_name in ("a.jsonl", name):
+        file = tmp_path / format_name
+        file.write_bytes(FORMATS[format_name](texts, "text"))
+        found.append(mh.census(model, str(file), out=tmp_path / f"out-{format_name}", threads=1))
+    one, other = (repr(each.heads.to_pylist()) for each in found)  # in which NaN equals NaN
+    assert one == other
+    example = found[1].top(0, 0, "entropy")[0]
+    assert found[1].text(example) == texts[example.text]
+
+
 def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_path: Path) -> None:
     found = [
         mh.census(model, corpus, out=tmp_path / str(number), share=0.5, seed=seed, threads=1)
@@ -141,12 +156,20 @@ def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_
     assert counts["texts"] + counts["left_out"] == counts["rows"] == 60
 
 
-def test_memory_does_not_grow_with_the_number_of_shards(model: str, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "texts.jsonl", random_texts(200))
+@pytest.mark.parametrize("compressed", [False, True], ids=["many shards", "one shard of a compressed file"])
+def test_memory_does_not_grow_with_the_number_of_texts(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
+) -> None:
+    monkeypatch.setattr(shard, "GROUP", 10_000)
+    file = jsonl(tmp_path / "texts.jsonl", random_texts(400))
+    if compressed:
+        Path(f"{file}.gz").write_bytes(gzip.compress(Path(file).read_bytes()))
+        file += ".gz"
     peaks: dict[int, int] = {}
 
     def keep_peak(progress: Any) -> None:
-        peaks[progress.shards] = max(peaks.get(progress.shards, 0), tracemalloc.get_traced_memory()[1])
+        number = progress.texts // 40
+        peaks[number] = max(peaks.get(number, 0), tracemalloc.get_traced_memory()[1])
         tracemalloc.reset_peak()
 
     tracemalloc.start()
@@ -310,11 +333,17 @@ class TestArguments:
             mh.census(other, corpus, out=folder, shard_bytes=1000, **change)
         assert error.value.mend == "Give another directory with out=, or delete this one."
 
-    def test_a_corpus_that_changed_is_an_error(self, model: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("texts", "finding"),
+        [(["w1", "w2"], "it has 30 bytes, not 15"), (["w2"], "its first or its last bytes differ")],
+    )
+    def test_a_corpus_that_changed_is_an_error(
+        self, model: str, tmp_path: Path, texts: list[str], finding: str
+    ) -> None:
         file = jsonl(tmp_path / "texts.jsonl", ["w1"])
         mh.census(model, file, out=tmp_path / "out")
-        jsonl(tmp_path / "texts.jsonl", ["w1", "w2"])
-        sentence = f"{file} is not the file that the census in the directory was planned with."
+        jsonl(tmp_path / "texts.jsonl", texts)
+        sentence = f"{file} is not the file that the census in the directory was planned with: {finding}."
         with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}"):
             mh.census(model, file, out=tmp_path / "out")
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from multihead.counting import shard
 from multihead.counting.plan import read_plan
 from multihead.counting.shard import ShardCounter, heads_schema, read_metadata, table_to_parquet
 from multihead.counting.work import set_torch_threads
@@ -39,6 +40,34 @@ def test_another_number_of_threads_agrees_within_rounding(counter: ShardCounter)
     for name in ("mean", "squares"):
         one, two = (torch.tensor(each[name].to_pylist()) for each in found)
         assert torch.allclose(one, two, rtol=1e-5, atol=1e-5)
+
+
+def test_texts_in_groups_have_the_sums_and_examples_of_all_at_once(
+    counter: ShardCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for group in (shard.GROUP, 1000):
+        monkeypatch.setattr(shard, "GROUP", group)
+        found[group] = table_of(counter.count_shard(0))
+    one, other = found.values()
+    for name in ("layer", "head", "statistic", "count", "texts"):
+        assert one[name].to_pylist() == other[name].to_pylist()
+    for name in ("mean", "squares", "chance", "excess", "excess_squares", "minimum", "maximum"):
+        assert torch.allclose(*(torch.tensor(each[name].to_pylist()) for each in (one, other)), rtol=1e-5, atol=1e-6)
+    places = [
+        [[(each["text"], each["position"], each["tokens"]) for each in row] for row in table["examples"].to_pylist()]
+        for table in (one, other)
+    ]
+    assert places[0] == places[1]
+    assert read_metadata(one.schema) == read_metadata(other.schema)
+
+
+def test_a_group_has_the_texts_that_follow_each_other_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "GROUP", 1000)
+    texts = [(2 * number, "w" * 50) for number in range(10)] + [(30, "w" * 5000), (31, "w")]
+    found = list(shard.group_texts(texts))
+    assert [list(group) for group in found] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 30], [31]]
+    assert {index: text for group in found for index, text in group.items()} == dict(texts)
 
 
 def test_its_metadata_is_what_was_read(counter: ShardCounter) -> None:

@@ -1,31 +1,25 @@
-"""Entry point: a census over a corpus in which one compressed file is damaged (C1)."""
+"""Entry point: a census over a corpus in which one compressed file is damaged."""
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import json
-import lzma
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import multihead as mh
 from tests.fuzz.draw import Draw, Mismatch
 
-COMPRESSED: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
-
 
 def damaged_census(draw: Draw) -> None:
     """A damaged compressed file of a corpus is counted and named, and the others are read."""
     from tests.counting.tiny import bert, jsonl, random_texts, tokenizer
+    from tests.counting.written import COMPRESSED, FORMATS
 
-    kind, damage = draw.pick("kind", *COMPRESSED), draw.pick("damage", "cut", "cut", "flipped", "empty", "noise")
-    draw.notes |= {"kind": kind, "damage": damage}
+    name = draw.pick("name", *(name for name in FORMATS if Path(name).suffix in COMPRESSED))
+    damage = draw.pick("damage", "cut", "cut", "flipped", "empty", "noise")
+    draw.notes |= {"name": name, "damage": damage}
     random = draw.stream("damage")
     texts = random_texts(4, seed=draw.seed)
-    whole = "".join(json.dumps({"text": text}) + "\n" for text in random_texts(20, seed=draw.seed + 1))
-    packed = bytearray(COMPRESSED[kind](whole.encode()))
+    packed = bytearray(FORMATS[name](random_texts(20, seed=draw.seed + 1), "text"))
     place = random.randrange(len(packed))
     if damage == "flipped":
         packed[place] ^= 1 << random.randrange(8)
@@ -34,11 +28,9 @@ def damaged_census(draw: Draw) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         room = Path(folder)
-        (room / f"bad.jsonl.{kind}").write_bytes(data)
+        (room / name).write_bytes(data)
         good = jsonl(room / "good.jsonl", texts)
-        found = mh.census(
-            bert(), [str(room / f"bad.jsonl.{kind}"), good], out=room / "out", tokenizer=tokenizer(), threads=1
-        )
+        found = mh.census(bert(), [str(room / name), good], out=room / "out", tokenizer=tokenizer(), threads=1)
         if found.texts < len(texts):
             raise Mismatch(f"a census beside a damaged file has {found.texts} texts instead of {len(texts)} or more")
         if damage in ("cut", "noise") and found.texts == len(texts) and not found.problems:

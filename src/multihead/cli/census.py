@@ -62,7 +62,8 @@ _LAUNCHERS = (
     "--texts",
     multiple=True,
     metavar="FILES",
-    help="Parquet, jsonl or text files, by name, glob or address; each row or line is a text. May be repeated.",
+    help="Parquet, arrow, csv, jsonl or text files, by name, glob or address; each row or line is a text. May be "
+    "repeated.",
 )
 @click.option("--out", metavar="DIR", help="The directory of the census.")
 @click.option("--column", default="text", show_default=True, metavar="NAME", help="The column or key of the texts.")

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.counting.corpus import Shard
+from multihead.counting.corpus import Version
+from multihead.counting.formats import Shard
 from multihead.errors import ArgumentError, InputError
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel
@@ -57,6 +58,7 @@ class Plan:
         examples: how many of the strongest examples are kept per head and statistic.
         files: the files with their sizes, None where one was missing.
         shards: the shards in order.
+        versions: what else identifies the content of each file that was there.
     """
 
     model: str
@@ -77,11 +79,13 @@ class Plan:
     examples: int
     files: dict[str, int | None]
     shards: tuple[Shard, ...]
+    versions: dict[str, Version] = field(default_factory=dict)
 
     @cached_property
     def id(self) -> str:
-        """A hash of the plan without the model's name and title and the device, which do not change the result."""
-        content = {name: value for name, value in asdict(self).items() if name not in ("model", "device", "title")}
+        """A hash of the plan without what does not change the result, such as the model's name and the device."""
+        left_out = ("model", "device", "title", "versions")
+        content = {name: value for name, value in asdict(self).items() if name not in left_out}
         return _hash_of_content(json.dumps(content, sort_keys=True).encode())
 
     @property
@@ -124,15 +128,35 @@ class Plan:
                     f"The directory holds a census with another {_NAMES.get(name, name)}{shown}.",
                     "Give another directory with out=, or delete this one.",
                 )
-        # A file whose size is unknown in one of the plans is accepted: it may have been unavailable for a while.
-        changed = [file for file in other.files if file not in self.files]
-        known = {file: size for file, size in other.files.items() if size is not None}
-        changed += [file for file, size in self.files.items() if size is not None and known.get(file, size) != size]
-        if changed:
-            raise ArgumentError(
-                f"{changed[0]} is not the file that the census in the directory was planned with.",
-                "Give another directory with out=, or delete this one.",
-            )
+        for file in other.files:
+            if (difference := self._difference_of_file(file, other)) is not None:
+                finding, mend = difference
+                raise ArgumentError(
+                    f"{file} is not the file that the census in the directory was planned with: {finding}.",
+                    f"Give another directory with out=, or delete this one{mend}.",
+                )
+
+    def _difference_of_file(self, file: str, other: Plan) -> tuple[str, str] | None:
+        """Return how a file differs in another plan, and how else to mend that; None if it does not differ.
+
+        What is unknown in one of the plans does not differ: the file may have been unavailable for a while.
+        """
+        if file not in self.files:
+            return "the plan does not have it", ""
+        before, after = self.files[file], other.files[file]
+        if None not in (before, after) and before != after:
+            return f"it has {after:,} bytes, not {before:,}", ""
+        was, now = self.versions.get(file), other.versions.get(file)
+        if was is None or now is None or was == now:
+            return None
+        if was.ends != now.ends:
+            return "its first or its last bytes differ", ""
+        if not (was.written and now.written):
+            return None
+        mend = (
+            f"; if its content is the same, restore its time with touch -d {was.written}" if "://" not in file else ""
+        )
+        return f"it was written at {now.written}, not at {was.written}", mend
 
     def write_or_check(self, folder: Path) -> Plan:
         """Write the plan, or check the one that the directory holds; one of several processes writes it.
@@ -190,6 +214,7 @@ def read_plan(folder: Path) -> Plan:
             content[name] = tuple(content[name])
         content["layers"] = None if content["layers"] is None else tuple(content["layers"])
         content["shards"] = tuple(Shard(*each) for each in content["shards"])
+        content["versions"] = {file: Version(*each) for file, each in content.get("versions", {}).items()}
         plan = Plan(**content)
     except (KeyError, TypeError) as error:
         raise InputError(f"{str(file)!r} is incomplete: {error}.", "Delete the directory and run again.") from None

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multihead.counting.corpus import rows_of_shard
+from multihead.counting.formats import rows_of_shard
 from multihead.counting.merge import HEADS, SHARDS, merge_shards, missing_shards, read_merged_table, shards_table
 from multihead.counting.plan import Plan, read_plan
 from multihead.counting.shard import OF_CHANCE, add_missing_columns

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead.counting.corpus import divide_into_shards, file_sizes, find_files
+from multihead.counting.corpus import divide_into_shards, file_sizes, file_versions, find_files
 from multihead.counting.merge import write_merged_tables
 from multihead.counting.on_ray import count_on_ray
 from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer_id
@@ -67,8 +67,8 @@ def census(
 
     Args:
         model: a MODEL argument as in `multihead look`, or a Hugging Face model, which only this process can run.
-        texts: names and globs of parquet, jsonl or text files, local or addresses that fsspec opens. Each row or line
-            is one text.
+        texts: names and globs of parquet, arrow, feather, csv, jsonl or text files, local or addresses that fsspec
+            opens; the last three may be compressed (.gz, .bz2, .xz, .zst). Each row or line is one text.
         out: the directory of the census.
         tokenizer: the tokenizer of a model that is given as a module.
         column: the column or key of the texts.
@@ -141,6 +141,7 @@ def census(
         examples=examples,
         files=sizes,
         shards=tuple(divide_into_shards(sizes, column, shard_bytes=shard_bytes)),
+        versions=file_versions(files),
     )
     if shares_model:
         plan.built_in_probes()

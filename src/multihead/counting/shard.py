@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import inf
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from multihead.counting.batches import batches_by_length
-from multihead.counting.corpus import Row, rows_of_shard
+from multihead.counting.batches import Batch, batches_by_length
+from multihead.counting.formats import Row, rows_of_shard
 from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
 from multihead.counting.tally import Tally, replace_attention
@@ -34,6 +33,10 @@ NAMED = 20
 OF_CHANCE = "chance", "texts", "excess", "excess_squares"
 """The columns about chance, null where no query counts or chance is unknown; files of earlier versions lack them."""
 
+GROUP = 1 << 22
+"""Characters of the texts of a shard that are in memory at once; their batches run before the next ones are read."""
+
+_CHARACTERS_OF_OBJECTS = 200  # what else a text and its token ids take in memory
 _AT_ONCE = 1000  # number of texts that are tokenized together
 _CHARACTERS = 64  # characters kept per token of the limit; the rest of a text is cut off before tokenizing
 
@@ -93,25 +96,21 @@ class ShardCounter:
         """
         plan, model = self.plan, _model_without_output_layer(self.loaded)
         counts = ShardCounts()
-        texts = list(self._read_texts(index, counts))
-        ids = list(self._tokenize([text for _, text in texts], counts))
-        places = [place for place, each in enumerate(ids) if len(each)]
-        counts.empty += len(ids) - len(places)
         chosen = None if plan.layers is None else LayerFilter.from_argument(plan.layers)
-        kept = [ids[place] for place in places]
         options = self.probes, plan.special_ids, plan.examples, chosen
+        kept: dict[int, str] = {}  # the texts of the examples so far
         with replace_attention(model) as packed, Tally.measure_model(model, *options) as tally:
-            for batch in batches_by_length(
-                kept, [texts[place][0] for place in places], tokens=plan.batch_tokens, packed=packed
-            ):
-                tally.add_batch(batch)
-                counts.texts += len(batch.lengths)
-                counts.tokens += batch.num_tokens
-                renew(len(batch.lengths), batch.num_tokens)
-        if counts.texts:
-            tally.check_complete()
-        examples = _ShardExamples(self, index, dict(texts), tally.layers.values())
-        return _shard_as_parquet(tally.layers, examples, counts, plan, index)
+            for texts in group_texts(self._read_texts(index, counts)):
+                for batch in self._batches(texts, counts, packed=packed):
+                    tally.add_batch(batch)
+                    counts.texts += len(batch.lengths)
+                    counts.tokens += batch.num_tokens
+                    renew(len(batch.lengths), batch.num_tokens)
+                if counts.texts:
+                    tally.check_complete()
+                kept |= texts
+                kept = {each: kept[each] for each in sorted(tally.texts_of_examples())}
+        return _shard_as_parquet(tally.layers, _ShardExamples(self, index, kept), counts, plan, index)
 
     def write_shard(self, folder: Path, index: int, renew: Renew = lambda texts, tokens: None) -> None:
         """Count a shard and write its file, whole or not at all."""
@@ -133,6 +132,13 @@ class ShardCounter:
             else:
                 _count_broken_row(counts, row)
 
+    def _batches(self, texts: Mapping[int, str], counts: ShardCounts, *, packed: bool) -> Iterator[Batch]:
+        """Tokenize some texts by index, and yield them as batches; texts without a token are counted as empty."""
+        ids = dict(zip(texts, self._tokenize(list(texts.values()), counts), strict=True))
+        filled = {place: each for place, each in ids.items() if len(each)}
+        counts.empty += len(ids) - len(filled)
+        return batches_by_length(list(filled.values()), list(filled), tokens=self.plan.batch_tokens, packed=packed)
+
     def _tokenize(self, texts: Sequence[str], counts: ShardCounts) -> Iterator[NDArray[np.int64]]:
         """Return the token ids of each text, truncated."""
         most, tokenizer = self.plan.tokens, self.loaded.tokenizer
@@ -153,6 +159,20 @@ class ShardCounter:
             yield from (np.array(ids, np.int64) for ids in found)
 
 
+def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
+    """Divide the texts of a shard, in order, into groups that are held in memory one after the other."""
+    group: dict[int, str] = {}
+    size = 0
+    for index, text in texts:
+        group[index] = text
+        size += len(text) + _CHARACTERS_OF_OBJECTS
+        if size >= GROUP:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
 def _count_broken_row(counts: ShardCounts, row: Row) -> None:
     counts.broken += 1
     if len(counts.problems) < NAMED:
@@ -171,18 +191,13 @@ class _ShardExamples:
     Args:
         counter: the model with its tokenizer.
         shard: the shard.
-        texts: the shard's texts by index.
-        layers: the sums of each layer, which hold the examples.
+        texts: their texts by index.
     """
 
-    def __init__(self, counter: ShardCounter, shard: int, texts: dict[int, str], layers: Iterable[LayerSums]) -> None:
+    def __init__(self, counter: ShardCounter, shard: int, texts: dict[int, str]) -> None:
         self._shard = shard
         self._pieces: dict[int, list[str]] = {}
-        found: set[int] = set()
-        for layer in layers:
-            best = layer.strongest
-            found.update(best.text[best.value > -torch.inf].tolist())
-        left = iter(sorted(found))
+        left = iter(texts)
         while some := list(islice(left, _AT_ONCE)):
             pieces = tokenize_texts(counter.loaded, [texts[each] for each in some], tokens=counter.plan.tokens)
             self._pieces.update(zip(some, pieces, strict=True))

@@ -90,6 +90,11 @@ class Tally:
         found = ((layer.number, layer.running_summary) for layer in self._recorder.record.layers)
         return {number: sums for number, sums in found if isinstance(sums, LayerSums)}
 
+    def texts_of_examples(self) -> set[int]:
+        """Return the indices of the texts that have one of the strongest examples so far."""
+        best = [sums.strongest for sums in self.layers.values()]
+        return {text for each in best for text in each.text[each.value > -torch.inf].tolist()}
+
     def check_complete(self) -> None:
         """Raise ModelError if the batches so far called no attention that can be measured, see `Recorder`."""
         self._recorder.check_complete(self.model)

@@ -1,0 +1,515 @@
+"""Read the texts of a shard: a reader for each format of files, compressed or not, local or at an address."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+import fsspec
+
+from multihead.errors import InputError, MultiheadError
+
+LONGEST_LINE = 1 << 26
+"""Bytes; a longer line is a broken row."""
+
+CSV_BLOCK = 1 << 22
+"""Bytes of a csv file that are parsed at once; no row may be longer. pyarrow reads up to 34 of them in advance."""
+
+MOST_BROKEN_CSV_ROWS = 100_000
+"""How many rows of a csv file may be broken one after the other before the file is."""
+
+_DECODED, _MOST_ROWS = 1 << 22, 1024  # bytes of texts, and rows, of a parquet file that are decoded at once
+_BUFFER = 1 << 16  # bytes that are read at once
+_ARROW_MAGIC, _ARROW_MESSAGE = b"ARROW1", b"\xff\xff\xff\xff"  # beginning of a file, and of each message in a stream
+
+
+class Shard(NamedTuple):
+    """A part of a file of a corpus: the unit of work that one process counts.
+
+    Attributes:
+        file: the file's name or address.
+        kind: the name of its format.
+        group: the row group of a parquet file; -1 for all of them, and in other formats.
+        start: the first row of the row group, or the first record batch, or the first byte: the shard has the lines
+            that begin from here on.
+        stop: the row or record batch after the last one, or the byte at which later lines begin; -1 for the end.
+    """
+
+    file: str
+    kind: str
+    group: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        """The file and the place of the shard in it, for messages."""
+        if self.stop < 0 and not self.start:
+            return self.file
+        return f"{self.file} {FORMATS[self.kind].place.format(self.group)} from {self.start}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a corpus.
+
+    Attributes:
+        index: its index in the shard.
+        place: the file and the row, for messages.
+        text: its text, or None if it cannot be used.
+        problem: why its text cannot be used.
+    """
+
+    index: int
+    place: str
+    text: str | None
+    problem: str = ""
+
+
+class FilePart(NamedTuple):
+    """A file, or one row group of a parquet file, before it is divided into shards.
+
+    Attributes:
+        whole: the part as one shard.
+        size: bytes of uncompressed text, where necessary estimated.
+        units: the number of rows, record batches or bytes between which it can be divided; 1 if it cannot be.
+    """
+
+    whole: Shard
+    size: int
+    units: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of files that hold texts.
+
+    Attributes:
+        name: its name in a plan.
+        suffixes: the suffixes of its files in lower case.
+        magic: what its files begin with; empty for those of text, which may be compressed as a whole.
+        place: what the start of a shard counts, for messages; "{}" is the row group.
+        rows: reads the rows of a shard; the other argument is the column of the texts.
+        parts: returns the parts of a file, given as one shard, its size, and the column of the texts.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    magic: bytes
+    place: str
+    rows: Callable[[Shard, str], Iterator[Row]]
+    parts: Callable[[Shard, int, str], list[FilePart]]
+
+
+class _Compression(NamedTuple):
+    """A way of compressing whole files.
+
+    Attributes:
+        magic: what such a file begins with.
+        decompress: opens the uncompressed content of an open file.
+    """
+
+    magic: bytes
+    decompress: Callable[[BinaryIO], Any]
+
+
+def _decompress_zstandard(source: BinaryIO) -> Any:
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(source, "zstd")
+
+
+_COMPRESSIONS = {
+    ".gz": _Compression(b"\x1f\x8b", gzip.open),
+    ".bz2": _Compression(b"BZh9", bz2.open),
+    ".xz": _Compression(b"\xfd7zXZ\0", lzma.open),
+    ".zst": _Compression(b"\x28\xb5\x2f\xfd", _decompress_zstandard),
+}
+
+
+def format_of_file(file: str) -> Format:
+    """Return the format of a file by its suffix.
+
+    Raises:
+        InputError: files with this suffix are not read.
+    """
+    path = _path_in_archive(file)
+    compressed = compression_of_file(file) is not None
+    suffix = (path.with_suffix("") if compressed else path).suffix.lower()
+    for found in FORMATS.values():
+        if suffix in found.suffixes:
+            if compressed and found.magic:
+                raise InputError(
+                    f"{file} is compressed as a whole, and {found.name} is read from several places.",
+                    f"Decompress it; {found.name} compresses its columns itself.",
+                )
+            return found
+    known = [each for found in FORMATS.values() for each in found.suffixes if each]
+    raise InputError(
+        f"{file} has the suffix {suffix!r}, which no format of texts has.",
+        f"Give files that end in {' '.join(known)}; one with a text in each line may be renamed to .txt.",
+    )
+
+
+def compression_of_file(file: str) -> str | None:
+    """Return the suffix of a compressed file, ".gz", ".bz2", ".xz" or ".zst"; None for other files."""
+    suffix = _path_in_archive(file).suffix.lower()
+    return suffix if suffix in _COMPRESSIONS else None
+
+
+def _path_in_archive(file: str) -> PurePosixPath:
+    """Return the path that a name ends with; in "zip://a.txt::b.zip", that of the first link of the chain."""
+    links = [link for link in file.split("::") if "://" in link and not link.endswith("://")]
+    return PurePosixPath(links[0] if links else file)
+
+
+def file_system_of(name: str) -> tuple[Any, str]:
+    """Return the file system of a name or address, and the path in it.
+
+    Raises:
+        InputError: fsspec cannot open such an address.
+    """
+    try:
+        if "://" not in name:
+            return fsspec.filesystem("file"), name
+        system, path = fsspec.core.url_to_fs(name)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"{name!r} cannot be opened: {error}.", "Install what fsspec needs for this address."
+        ) from None
+    return system, path
+
+
+@contextmanager
+def _open_file(file: str) -> Iterator[Any]:
+    """Open a file; its file system is kept until then, because that of an archive closes its files."""
+    system, path = file_system_of(file)
+    if system.isdir(path):
+        raise IsADirectoryError(f"{file} is a folder")
+    with system.open(path, "rb") as source:
+        yield source
+
+
+@contextmanager
+def _open_text(file: str) -> Iterator[io.BufferedReader]:
+    """Open a file of text, decompressed."""
+    with _open_file(file) as raw:
+        compression = compression_of_file(file)
+        content = raw if compression is None else _COMPRESSIONS[compression].decompress(raw)
+        with io.BufferedReader(content, _BUFFER) as source:
+            yield source
+
+
+def _check_text(file: str, head: bytes) -> None:
+    """Reject a file whose first bytes are those of another format or of another encoding."""
+    magics = [(suffix, each.magic) for suffix, each in _COMPRESSIONS.items()]
+    magics += [(each.suffixes[0], each.magic) for each in FORMATS.values() if each.magic]
+    for suffix, magic in magics:
+        if head.startswith(magic):
+            raise InputError(f"{file} begins as files with the suffix {suffix} do.", f"Add {suffix} to its name.")
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        raise InputError(f"{file} is no text in UTF-8.", "Convert it to UTF-8.")
+
+
+def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
+    """Read the rows of a shard, one after the other, in memory that does not grow with their number.
+
+    Args:
+        shard: the shard.
+        column: the column or key of the texts.
+
+    Raises:
+        OSError: the file cannot be read.
+        InputError: it is damaged or of another format, or has no such column.
+    """
+    try:
+        for row in FORMATS[shard.kind].rows(shard, column):
+            yield _check_row(row)
+    except MultiheadError:
+        raise
+    except Exception as error:  # of a codec, a file system or pyarrow
+        if isinstance(error, OSError) and (error.errno is not None or type(error) not in (OSError, gzip.BadGzipFile)):
+            raise  # of the system, with a reason; codecs and pyarrow raise bare ones for damaged content
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{shard.file} cannot be read: {reason.rstrip('.')}.", "Write it again.") from error
+
+
+def _check_row(row: Row) -> Row:
+    """Return a row, without its text if that is empty or cannot be written as UTF-8."""
+    if row.text is None:
+        return row
+    if not row.text.strip():
+        return Row(row.index, row.place, None, "empty")
+    try:
+        row.text.encode("utf-8")
+    except UnicodeEncodeError:
+        return Row(row.index, row.place, None, "half of a surrogate pair, which is no character")
+    return row
+
+
+def _decode_text(index: int, place: str, value: bytes | None) -> Row:
+    if value is None:
+        return Row(index, place, None, "no text")
+    try:
+        return Row(index, place, value.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Row(index, place, None, "not UTF-8")
+
+
+def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
+    """Read the lines that begin in the range of a shard."""
+    with _open_text(shard.file) as source:
+        place, index = shard.start, 0
+        if place:
+            place -= 1
+            source.seek(place)
+            place += _skip_line(source)  # a line that begins in the previous shard belongs to that shard
+        else:
+            _check_text(shard.file, source.peek(_BUFFER))
+        while shard.stop < 0 or place < shard.stop:
+            line = source.readline(LONGEST_LINE)
+            if not line:
+                return
+            where = f"{shard.file} byte {place}"
+            place += len(line)
+            if line.endswith(b"\n") or len(line) < LONGEST_LINE:
+                yield _decode_text(index, where, line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
+            else:
+                yield Row(index, where, None, f"longer than {LONGEST_LINE} bytes")
+                place += _skip_line(source)
+            index += 1
+
+
+def _skip_line(source: io.BufferedReader) -> int:
+    """Read to the end of a line, and return the number of bytes read."""
+    count = 0
+    while part := source.readline(LONGEST_LINE):
+        count += len(part)
+        if part.endswith(b"\n"):
+            break
+    return count
+
+
+def _read_json_lines(shard: Shard, column: str) -> Iterator[Row]:
+    for row in _read_lines(shard, column):
+        yield _text_of_json_line(row, column)
+
+
+def _text_of_json_line(row: Row, column: str) -> Row:
+    """Return the text of a line of JSON: its value under a key, or the line itself if it is a string."""
+    if row.text is None or not row.text.strip():
+        return row
+    try:
+        found = json.loads(row.text)
+    except (ValueError, RecursionError):
+        return Row(row.index, row.place, None, "not JSON")
+    if isinstance(found, dict):
+        if column not in found:
+            return Row(row.index, row.place, None, f"no key {column!r}")
+        found = found[column]
+    if not isinstance(found, str):
+        return Row(row.index, row.place, None, f"{type(found).__name__}, no text")
+    return Row(row.index, row.place, found)
+
+
+def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
+    system, path = file_system_of(whole.file)
+    with suppress(OSError):  # reported where its texts are read
+        _check_text(whole.file, system.cat_file(path, 0, min(size, _BUFFER)))  # so that one shard fails, and not each
+    return [FilePart(whole, size, size)]
+
+
+def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
+    """Read the rows of a csv file in order, those that pyarrow leaves out between the others."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    broken: deque[tuple[int, str]] = deque()  # number and problem of each row that pyarrow left out
+
+    def leave_out(row: Any) -> str:
+        broken.append((row.number, f"{row.actual_columns} columns, not {row.expected_columns}"))
+        return "skip" if len(broken) < MOST_BROKEN_CSV_ROWS else "error"
+
+    with _open_text(shard.file) as source:
+        _check_text(shard.file, source.peek(_BUFFER))
+        try:
+            batches = csv.open_csv(
+                source,
+                csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK),
+                csv.ParseOptions(newlines_in_values=True, invalid_row_handler=leave_out),
+                # As bytes, because one value that is not UTF-8 would make a whole block unreadable.
+                csv.ConvertOptions(include_columns=[column], column_types={column: pa.large_binary()}),
+            )
+            number = first = 2  # the first row has the names of the columns
+            for value in (each for batch in batches for each in _column_as_bytes(batch)):
+                while broken and broken[0][0] == number:
+                    yield Row(number - first, f"{shard.file} row {number}", None, broken.popleft()[1])
+                    number += 1
+                yield _decode_text(number - first, f"{shard.file} row {number}", value)
+                number += 1
+            for number, problem in broken:
+                yield Row(number - first, f"{shard.file} row {number}", None, problem)
+        except pa.ArrowKeyError:
+            with _open_text(shard.file) as again:
+                raise _missing_column(shard.file, column, csv.open_csv(again).schema.names) from None
+        except pa.ArrowInvalid as error:
+            if "straddl" not in str(error):
+                raise
+            raise InputError(
+                f"{shard.file} has a row of more than {CSV_BLOCK} bytes.", "Close its quotes, or write it as jsonl."
+            ) from None
+
+
+def _keep_whole(whole: Shard, size: int, column: str) -> list[FilePart]:
+    # A quoted value may hold line breaks, so only a reader that started at the beginning knows where a row begins.
+    return [FilePart(whole, size, 1)]
+
+
+def _read_parquet(shard: Shard, column: str) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    with _open_file(shard.file) as source:
+        file = pq.ParquetFile(source, buffer_size=_BUFFER, page_checksum_verification=True)
+        _check_column(shard.file, column, file.schema_arrow)
+        index = 0
+        for group in range(file.num_row_groups) if shard.group < 0 else (shard.group,):
+            size, rows = _size_of_column(file.metadata, group, column)
+            stop = rows if shard.stop < 0 else shard.stop
+            at_once = max(min(_DECODED * rows // max(size, 1), _MOST_ROWS), 1)
+            first = 0  # row of the batch
+            for batch in file.iter_batches(at_once, row_groups=[group], columns=[column], use_threads=False):
+                skipped = min(max(shard.start - first, 0), batch.num_rows)
+                chosen = batch.slice(skipped, max(stop - first - skipped, 0))
+                for row, value in enumerate(_column_as_bytes(chosen), first + skipped):
+                    yield _decode_text(index, f"{shard.file} row group {group} row {row}", value)
+                    index += 1
+                first += batch.num_rows
+                if first >= stop:
+                    break
+
+
+def _divide_row_groups(whole: Shard, size: int, column: str) -> list[FilePart]:
+    import pyarrow.parquet as pq
+
+    with _open_file(whole.file) as source:
+        metadata = pq.ParquetFile(source).metadata
+    found = []
+    for group in range(metadata.num_row_groups):
+        size_of_column, rows = _size_of_column(metadata, group, column)
+        found.append(FilePart(whole._replace(group=group, stop=rows), size_of_column, rows))
+    return found
+
+
+def _size_of_column(metadata: Any, group: int, column: str) -> tuple[int, int]:
+    """Return the uncompressed bytes of a column of a row group, and the number of rows."""
+    found = metadata.row_group(group)
+    columns = [found.column(index) for index in range(found.num_columns)]
+    size = sum(each.total_uncompressed_size for each in columns if each.path_in_schema.split(".")[0] == column)
+    return size, found.num_rows
+
+
+def _read_arrow(shard: Shard, column: str) -> Iterator[Row]:
+    from pyarrow import ipc
+
+    with _open_file(shard.file) as source:
+        names = _check_column(shard.file, column, _open_arrow(shard.file, source).schema)
+        # Of the other columns nothing is decoded.
+        reader = _open_arrow(
+            shard.file, source, options=ipc.IpcReadOptions(included_fields=[names.index(column)], use_threads=False)
+        )
+        index = 0
+        if isinstance(reader, ipc.RecordBatchFileReader):
+            stop = reader.num_record_batches if shard.stop < 0 else shard.stop
+            batches = (reader.get_batch(number) for number in range(shard.start, stop))
+        else:
+            batches = reader
+        for number, batch in enumerate(batches, shard.start):
+            for row, value in enumerate(_column_as_bytes(batch)):
+                yield _decode_text(index, f"{shard.file} record batch {number} row {row}", value)
+                index += 1
+
+
+def _open_arrow(file: str, source: BinaryIO, **options: Any) -> Any:
+    """Open an arrow file, which has a list of its record batches at its end, or a stream of them, which has none."""
+    from pyarrow import ipc
+
+    source.seek(0)
+    head = source.read(len(_ARROW_MAGIC))
+    source.seek(0)
+    if head == _ARROW_MAGIC:
+        return ipc.open_file(source, **options)
+    if head[:4] != _ARROW_MESSAGE:
+        raise InputError(f"{file} is neither an arrow file nor a stream of record batches.", "Write it again.")
+    return ipc.open_stream(source, **options)
+
+
+def _divide_record_batches(whole: Shard, size: int, column: str) -> list[FilePart]:
+    from pyarrow import ipc
+
+    with _open_file(whole.file) as source:
+        reader = _open_arrow(whole.file, source)
+        if isinstance(reader, ipc.RecordBatchFileReader):
+            return [FilePart(whole._replace(stop=reader.num_record_batches), size, reader.num_record_batches)]
+    return [FilePart(whole, size, 1)]
+
+
+def _check_column(file: str, column: str, schema: Any) -> list[str]:
+    """Reject a table without a column of texts, and return the names of its columns."""
+    from pyarrow import types
+
+    names: list[str] = schema.names
+    if column not in names:
+        raise _missing_column(file, column, names)
+    kind = schema.types[names.index(column)]
+    values = kind.value_type if types.is_dictionary(kind) else kind
+    texts = (
+        types.is_string, types.is_large_string, types.is_string_view,
+        types.is_binary, types.is_large_binary, types.is_binary_view,
+    )  # fmt: skip
+    if not any(is_text(values) for is_text in texts):
+        raise InputError(f"The column {column!r} of {file} holds {kind}, no text.", "Give a column of strings.")
+    return names
+
+
+def _missing_column(file: str, column: str, names: list[str]) -> InputError:
+    return InputError(f"{file} has no column {column!r}.", f"Give one of its columns: {', '.join(names)}.")
+
+
+def _column_as_bytes(batch: Any) -> Iterator[bytes | None]:
+    """Yield the values of a batch of one column as bytes: one that is not UTF-8 leaves the others readable."""
+    for value in _checked_bytes(batch.column(0)):
+        yield value.as_py()
+
+
+def _checked_bytes(values: Any) -> Any:
+    """Return an array of strings as one of bytes, or raise: pyarrow ends the process where it follows a damaged one."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(values.type):
+        return pa.DictionaryArray.from_arrays(values.indices, _checked_bytes(values.dictionary)).dictionary_decode()
+    same_layout = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    found = values.view(same_layout.get(values.type, values.type))
+    found.validate(full=True)
+    return found
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("parquet", (".parquet", ".pq"), b"PAR1", "row group {}, rows", _read_parquet, _divide_row_groups),
+        Format("arrow", (".arrow", ".feather"), _ARROW_MAGIC, "record batches", _read_arrow, _divide_record_batches),
+        Format("csv", (".csv",), b"", "rows", _read_csv, _keep_whole),
+        Format("jsonl", (".jsonl", ".ndjson", ".json"), b"", "bytes", _read_json_lines, _divide_bytes),
+        Format("lines", (".txt", ".text", ""), b"", "bytes", _read_lines, _divide_bytes),
+    )
+}
+"""The formats of texts by their names."""
