@@ -37,7 +37,7 @@ from multihead.record.notebook import number_with_noun
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of, check_summary_name
 from multihead.record.table import HeadTable, head_rows
-from multihead.record.texts import Text
+from multihead.record.texts import Text, describe_texts
 
 _BY_NAME = "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
 
@@ -463,9 +463,9 @@ class Record:
         heads = [layer.num_heads for layer in self.layers]
         samples = max(layer.num_samples for layer in self.layers)
         tokens = max((one.num_keys for layer in self.layers for one in layer.samples), default=0)
-        sizes = (len(heads), "layer"), (sum(heads), "head"), (samples, "text")
-        caption = ", ".join(number_with_noun(*size) for size in sizes)
-        caption += f" of up to {number_with_noun(tokens, 'token')}" if tokens else ""
+        texts = [one.text for layer in self.layers for one in layer.samples]
+        caption = f"{number_with_noun(len(heads), 'layer')}, {number_with_noun(sum(heads), 'head')}, "
+        caption += describe_texts(samples, texts, tokens)
         parts = dict.fromkeys(layer.split.describe() for layer in self.layers if layer.split is not None)
         if parts:
             return f"{caption}; {' and '.join(parts)}"
