@@ -29,11 +29,12 @@ from multihead.record.analysis.highlights import (
     findings,
     heads_of_kinds,
     layer_profiles,
+    telling_heads,
 )
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, texts_of
-from multihead.record.notebook import number_with_noun
+from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of, check_summary_name
 from multihead.record.table import HeadTable, head_rows
@@ -227,7 +228,7 @@ class Record:
         """
         return statistic(name, self.statistics)
 
-    def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
+    def find(self, *, of: Of = "mean", **ranges: Range) -> HeadList[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first.
 
         Args:
@@ -256,7 +257,7 @@ class Record:
         """
         return find(self.layers, ranges, of=of, statistics=self.statistics, among=self.all_kinds)
 
-    def findings(self, *, sample: int | None = None, lang: str = "en") -> list[Finding]:
+    def findings(self, *, sample: int | None = None, lang: str = "en") -> HeadList[Finding]:
         """Find the most notable heads, at most six, and describe what each does.
 
         Each exceeds chance, what an even spread over the visible keys gives, by 35 percentage points and by three
@@ -335,7 +336,7 @@ class Record:
         made = [kind.probe for kind in kinds if kind.probe is not None and kind.probe.name not in PROBES]
         self.statistics |= {each.name: each for each in made}
 
-    def kinds(self, *names: str, sample: int | None = None) -> list[HeadKind]:
+    def kinds(self, *names: str, sample: int | None = None) -> HeadList[HeadKind]:
         """List the kinds of the heads with the numbers that decide about them, the largest share first.
 
         Args:
@@ -362,7 +363,7 @@ class Record:
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
-    ) -> list[NearHead]:
+    ) -> HeadList[NearHead]:
         """Find the heads whose weights are nearest to those of one, by their Jensen-Shannon divergence.
 
         Heads are compared per query, over the same keys; layers of other lengths are left out.
@@ -391,7 +392,7 @@ class Record:
         top: int | None = None,
         queries: int | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[ChangedHead]:
+    ) -> HeadList[ChangedHead]:
         """Compare each head with the same head of a later run on the same text, such as another checkpoint.
 
         Heads are ranked by the Jensen-Shannon divergence of their weights, computed query by query and tile by tile, so
@@ -453,6 +454,9 @@ class Record:
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: a table with one row per head."""
         rows = self.table().rows if self.layers else []
+        if len(rows) > notebook.ROWS and self._has_kinds:
+            telling = telling_heads(self.findings(), self.kinds())
+            rows = sorted(rows, key=lambda row: telling.get((row["layer"], row["head"]), len(telling)))
         return notebook.html_of_table(
             self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
         )

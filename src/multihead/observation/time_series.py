@@ -57,7 +57,7 @@ class TimeSeries:
             return html_of_table("TimeSeries", "nothing was observed yet", [], [])
         rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of(self.steps[-1])]
         caption = f"{self._sizes()}; at step {self.steps[-1]:,}"
-        return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="series.rows()")
+        return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="rows()")
 
     def append(
         self,
