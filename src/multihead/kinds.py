@@ -299,7 +299,7 @@ KINDS: tuple[Kind, ...] = (
         },
         sentence={
             "en": "rests on {first}: {share} of its attention is on the first token, where chance is {chance}.",
-            "zh": "停在 {first} 上：首词元的权重占比为 {share}，随机水平为 {chance}。",
+            "zh": "停在{first}上：首词元的权重占比为 {share}，随机水平为 {chance}。",
         },
         brief={
             "en": "{share} on the first token (chance {chance})",
@@ -321,11 +321,11 @@ KINDS: tuple[Kind, ...] = (
         },
         sentence={
             "en": "rests on {separator}: {share} of its attention is there, where chance is {chance}.",
-            "zh": "停在 {separator} 上：权重占比为 {share}，随机水平为 {chance}。",
+            "zh": "停在{separator}上：权重占比为 {share}，随机水平为 {chance}。",
         },
         brief={
             "en": "{share} on {separator} (chance {chance})",
-            "zh": "{share} 落在 {separator} 上（随机水平 {chance}）",
+            "zh": "{share} 落在{separator}上（随机水平 {chance}）",
         },
         glyph="M8 0h4v12h-4z",
         colour=("#5B4FB0", "#AC9FFF"),

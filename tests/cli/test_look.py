@@ -54,6 +54,8 @@ def test_every_head_has_its_line_and_the_lines_fit_the_terminal(looked: tuple[Re
     assert heads == [[f"L{layer}", f"H{head}"] for layer in range(6) for head in range(12)]
     assert max(len(line) for line in lines if not line.startswith("The page:")) <= 80
     assert "…" not in result.stdout
+    assert any(" +1 " in line for line in lines)
+    assert "+N: the head has N more kinds, which the page and --json name" in lines
     assert any(line.startswith("  layer 0 head 2: ") and "previous token" in line for line in lines)
     assert f"The page: {folder / 'page.html'} (" in result.stdout
 
@@ -248,10 +250,11 @@ def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Pa
         ),
     ],
 )
-def test_bad_input_is_one_sentence_and_nothing_is_written(
+def test_bad_input_is_one_sentence_and_neither_are_weights_loaded_nor_is_anything_written(
     args: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("multihead.models.loading._load_weights", None)
     result = run(*args)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -264,7 +267,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
 def test_an_empty_text_is_rejected_before_a_model_is_loaded(
     args: tuple[str, ...], sent: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multihead.models.loading.load", None)
+    monkeypatch.setattr("multihead.viewer.looking.load_and_encode", None)
     result = run(MODEL, *args, text=sent)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: The text is empty. Give at least one word.\n"
@@ -277,7 +280,7 @@ class HubWithoutModels(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:  # the name that http.server calls
         self.asked.append(self.path)
-        self.send_response(200 if self.path == "/" else 404)
+        self.send_response(404)
         self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
 
@@ -287,7 +290,7 @@ class HubWithoutModels(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [("/nowhere/to-be-found", []), ("nowhere/to-be-found", ["/", "/nowhere/to-be-found/resolve/main/config.json"])],
+    [("/nowhere/to-be-found", []), ("nowhere/to-be-found", ["/nowhere/to-be-found/resolve/main/config.json"])],
 )
 def test_a_model_that_does_not_exist_is_rejected_before_the_slow_imports(
     name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
@@ -332,10 +335,7 @@ def test_a_model_that_needs_more_than_a_text_is_refused_in_words(
 ) -> None:
     model = tiny_clip() if name == "clip" else family(name)
     tokenizer = load(MODEL).tokenizer
-    monkeypatch.setattr(
-        "multihead.models.loading.load", lambda *args, **given: LoadedModel(name, name, model, tokenizer)
-    )
-    monkeypatch.setattr("multihead.models.source.find_model", lambda model: None)
+    monkeypatch.setattr("multihead.models.source.find_model", lambda _: LoadedModel(name, name, model, tokenizer))
     result = run(name, "--prompt", "hi", "--out", str(tmp_path / "p.html"), *textbook)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (

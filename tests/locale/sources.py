@@ -39,6 +39,7 @@ USERS = {
         "viewer/static/census/*.js",
         "viewer/static/[cs]*/*.html",
     ),
+    "series": ("viewer/series_page.py", "viewer/static/series/*.js", "viewer/static/series/*.html", TEMPLATE),
     "lab": ("multihead_lab/**/*.py", "multihead_lab/static/*.js", "multihead_lab/static/*.html", TEMPLATE),
     "walk": ("multihead_lab/commands/walk.py", "multihead_lab/walk.py"),
 }

@@ -28,6 +28,7 @@ PAGES = {
     "viewer/static/report": ("common", "page", "report"),
     "viewer/static/view": ("common", "page", "viewer"),
     "viewer/static/census": ("common", "page", "census page"),
+    "viewer/static/series": ("common", "page", "series"),
     "multihead_lab/static": ("common", "lab"),
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,7 @@ class TestLoading:
     def test_it_says_what_is_read_now(self, gpt2: LoadedModel) -> None:
         stages: list[str] = []
         load(gpt2.name, stage=stages.append)
-        assert stages == ["weights", "tokenizer"]
+        assert stages == ["tokenizer", "weights"]
 
     @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
     def test_the_dtype_is_the_callers(self, gpt2: LoadedModel, dtype: str, expected: torch.dtype) -> None:
@@ -407,21 +408,22 @@ def test_of_an_encoder_decoder_model_the_encoder_reads(tmp_path: Path) -> None:
     assert [layer.num_heads for layer in record.layers] == [4, 4]
 
 
-def test_a_name_that_is_unknown_is_looked_up_at_an_unreachable_hub_once_and_silently(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[bytes]]:
+    """A hub that ends every connection without an answer, and an empty cache in `tmp_path`; yields its requests."""
     from huggingface_hub import constants
 
-    calls = []
-    with socket.create_server(("127.0.0.1", 0)) as hub:  # ends every connection without an answer
+    calls: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as hub:
 
         def refuse() -> None:
             while True:
                 connection = hub.accept()[0]
-                calls.append(connection.recv(1))
+                received = connection.recv(1)
                 connection.close()
-                if calls[-1] == b"":
+                if received == b"":
                     return
+                calls.append(received)
 
         refusing = threading.Thread(target=refuse)
         refusing.start()
@@ -429,13 +431,30 @@ def test_a_name_that_is_unknown_is_looked_up_at_an_unreachable_hub_once_and_sile
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/{filename}")
-        with pytest.raises(ModelError, match=r'^"no_such_model" is neither a folder nor an installed package'):
-            load("no_such_model")
+        yield calls
         assert not constants.HF_HUB_OFFLINE
         socket.create_connection(hub.getsockname()).close()
         refusing.join()
-    assert calls == [b"H", b""]  # a HEAD request, and the connection above
+
+
+def test_a_name_that_is_unknown_is_looked_up_at_an_unreachable_hub_once_and_silently(
+    silent_hub: list[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModelError, match=r'^"no_such_model" is neither a folder nor an installed package'):
+        load("no_such_model")
+    assert silent_hub == [b"H"]  # a HEAD request
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_was_downloaded_is_loaded_after_one_request_to_an_unreachable_hub(
+    silent_hub: list[bytes], tmp_path: Path
+) -> None:
+    folder = tmp_path / "models--some--bert"
+    family("bert").save_pretrained(folder / "snapshots" / "0")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0")
+    assert load("some/bert").title == "bert"
+    assert silent_hub == [b"H"]
 
 
 class Words:

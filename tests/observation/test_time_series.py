@@ -46,7 +46,7 @@ def test_a_notebook_shows_the_heads_at_the_last_step() -> None:
     ]
     many = TimeSeries()
     many.append(0, "a", 0, {"entropy": [1.0] * 30})
-    assert "6 heads more: series.rows()." in many._repr_html_()
+    assert "6 heads more: rows() has all." in many._repr_html_()
     assert "nothing was observed yet" in TimeSeries()._repr_html_()
 
 

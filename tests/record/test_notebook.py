@@ -10,6 +10,7 @@ import multihead as mh
 from multihead.observation.record import Record
 from multihead.record import notebook
 from multihead.record.analysis.highlights import Finding
+from multihead.record.notebook import HeadList
 from tests.observation.recorded import asked, ids, read
 
 HOSTILE = "<script>alert('&')</script>"
@@ -40,7 +41,24 @@ def test_many_heads_are_cut_and_counted() -> None:
         layer(torch.randn(1, 3, 128))
     shown = seen._repr_html_()
     assert len(rows(shown)) == 1 + notebook.ROWS + 1  # the names, the heads, and chance
-    assert "40 heads more: print(record.table())." in shown
+    assert "40 heads more: table() has all." in shown
+
+
+def test_a_short_table_of_many_heads_begins_with_those_that_stand_out() -> None:
+    layer = mh.MultiHeadAttention(128, 64)
+    with torch.no_grad():
+        layer.q_proj.weight[:, :] = 0
+        layer.q_proj.weight[-2:] = layer.k_proj.weight[-2:] = 100 * torch.eye(128)[-2:]  # head 63
+    x = torch.randn(1, 40, 128)
+    x[..., -2:] = 0
+    x[:, ::2, -2], x[:, 1::2, -1] = 3, 3  # each query of head 63 sees the positions of its own parity alone
+    x[..., -2] += torch.arange(40) * 0.001
+    with mh.observe(layer) as seen:
+        layer(x, mask=mh.masks.Causal())
+    first = rows(seen._repr_html_())[1]
+    telling = [(each.layer, each.head) for each in (*seen.findings(), *seen.kinds())]
+    assert telling
+    assert (int(first[0]), int(first[1])) == telling[0]
 
 
 def test_a_sample_shows_its_heads() -> None:
@@ -79,19 +97,30 @@ def test_a_record_a_layer_and_a_sample_print_as_one_line() -> None:
     assert "\x1b" not in f"{record} {record.layers[0]}"
 
 
-def test_lists_of_found_heads_are_shown_as_their_lines() -> None:
+def test_a_list_of_found_heads_is_shown_as_lines_and_in_a_notebook_as_a_table() -> None:
     record = asked()
-    for found in (
-        record.find(entropy=(None, None)),
-        record.nearest(0, 0),
-        record.kinds(),
-        record.changed(record),
-        [Finding("previous", 1, 0, 0.9, 0.1, "looks back: 90\u00a0%", "one head", "layer 1 head 0: 90 %")],
-    ):
-        lines = [f"<{type(each).__name__} {each}>" for each in found]
-        assert lines
-        assert repr(found) == f"[{', '.join(lines)}]"
-    assert repr(found) == "[<Finding layer 1 head 0: 90 %>]"
+    finding = Finding("previous", 1, 0, 0.9, 0.1, "looks back: 90\u00a0% <", "one head", "layer 1 head 0: 90 %")
+    columns = {
+        "entropy (nats)": record.find(entropy=(None, None)),
+        "divergence (nats)": record.nearest(0, 0),
+        "share": record.kinds(),
+        "kinds after": record.changed(record),
+        "finding": HeadList([finding]),
+    }
+    for column, found in columns.items():
+        assert found
+        assert repr(found).splitlines() == [
+            f"{' ' if place else '['}<{type(each).__name__} {each}>{']' if place == len(found) - 1 else ','}"
+            for place, each in enumerate(found)
+        ]
+        headings, *cells = rows(found._repr_html_())
+        assert column in headings
+        assert [row[:2] for row in cells] == [[str(each.layer), str(each.head)] for each in found]
+    assert rows(columns["finding"]._repr_html_())[1][2:] == ["looks back: 90\u00a0% <", "one head"]
+    assert (
+        rows(columns["entropy (nats)"]._repr_html_())[1][3] == f"{columns['entropy (nats)'][0].values['entropy']:.2f}"
+    )
+    assert repr(record.find(entropy=(99, None))) == "[]"
 
 
 def test_a_layer_shows_its_heads() -> None:

@@ -133,13 +133,13 @@ def look(
 
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
-        find_model(model)
-        from multihead.models.loading import check_text, encode, load
+        found = find_model(model)
+        from multihead.models.loading import check_text
         from multihead.observation.textbook import add_repeated
         from multihead.record.analysis.roles import rows_with_roles
         from multihead.record.memory_use import memory_of
         from multihead.viewer.looking import (
-            check_layers,
+            load_and_encode,
             measure_textbook_heads,
             prepare_inputs,
             run_and_record,
@@ -149,14 +149,15 @@ def look(
         for each in (text if sound is None else None, decoder_text):
             if each is not None:
                 check_text(each)
-        loaded = load(
-            model,
+        loaded, encoded = load_and_encode(
+            found,
+            text if sound is None else None,
+            tokens=tokens,
+            layers=chosen,
             device=device,
             dtype=dtype,
             stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=visible(model))),
         )
-        check_layers(chosen, loaded)
-        encoded = None if sound is not None else encode(loaded, text, tokens=tokens)
         if tokens is not None and encoded is not None and encoded.stop:
             text = text[: encoded.stop]
         # This runs before the text, because it may reject the model.

@@ -76,7 +76,9 @@ def print_heads(
     repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
     if sort in repeats or any(repeats.intersection(row["kind"].split("+")) for row in rows):
         console.print(text("look.on repeats", lang), markup=False)
-    # With two texts (encoder and decoder) "the first token" would be ambiguous.
+    if any("+" in row["kind"] for row in rows):
+        console.print(text("look.more kinds", lang), markup=False)
+    # With two texts, "the first token" is not one token.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
     found = findings(
         record.layers, tokens=tokens, special=run.texts[0].special, lang=lang, profiles=profiles, among=record.all_kinds

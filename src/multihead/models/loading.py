@@ -6,11 +6,12 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from logging import CRITICAL
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
-from multihead.models.source import find_model, local_path, offline_if_unreachable, unknown_model_error
+from multihead.models.source import FoundModel, find_model, hub_access, local_path, unknown_model_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,46 @@ MAX_GENERATED_TOKENS = 64
 """Maximum number of tokens generated for the decoder of an encoder-decoder model."""
 
 Stage = Callable[[str], None]
-"""Function that is called with "weights" or "tokenizer" when their loading starts."""
+"""Called with the step that starts: "tokenizer" or "weights"."""
+
+
+class DescribedModel(Protocol):
+    """A model as its configuration and its tokenizer describe it, before or after its weights are loaded."""
+
+    @property
+    def name(self) -> str:
+        """The MODEL argument."""
+
+    @property
+    def title(self) -> str:
+        """A short name to show."""
+
+    @property
+    def config(self) -> Any:
+        """The configuration of transformers."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers, or None where the model has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDescription:
+    """A model whose weights are not loaded yet, see `DescribedModel`.
+
+    Attributes:
+        found: what the MODEL argument names.
+        source: the arguments of `from_pretrained`.
+        generates: whether it was saved with the head that generates the text of a decoder.
+    """
+
+    name: str
+    title: str
+    config: Any
+    tokenizer: Any
+    found: FoundModel
+    source: dict[str, str]
+    generates: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +100,14 @@ class LoadedModel:
     feature_extractor: Any = None
 
     @property
+    def config(self) -> Any:
+        """The configuration of transformers."""
+        return self.model.config
+
+    @property
     def has_decoder(self) -> bool:
-        """Whether the model is an encoder-decoder model."""
-        return bool(getattr(self.model.config, "is_encoder_decoder", False))
+        """Whether it is an encoder-decoder model."""
+        return has_decoder(self.config)
 
     @property
     def reads_audio(self) -> bool:
@@ -71,16 +116,8 @@ class LoadedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Maximum number of tokens that the model accepts, or None where positions are unlimited."""
-        config: Any = self.model.config
-        positions = getattr(config, "max_position_embeddings", None)
-        if not isinstance(positions, int) or positions < 1:
-            return None
-        if getattr(config, "model_type", "").startswith(("roberta", "xlm-roberta", "camembert")):
-            # The position ids of these models start at the id of the padding token + 1.
-            positions -= int(getattr(config, "pad_token_id", 1) or 0) + 1
-        length = getattr(self.tokenizer, "model_max_length", None)
-        return min(positions, length) if isinstance(length, int) else positions
+        """Maximum number of tokens, or None where positions are unlimited."""
+        return max_tokens(self)
 
     @property
     def reader(self) -> nn.Module:
@@ -150,7 +187,54 @@ class EncodedText:
         return sorted({id_ for id_, mark in zip(self.ids[0].tolist(), self.special, strict=True) if mark})
 
 
-def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage | None = None) -> LoadedModel:
+def has_decoder(config: Any) -> bool:
+    """Whether a configuration is that of an encoder-decoder model."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def max_tokens(model: DescribedModel) -> int | None:
+    """Return the maximum number of tokens of a model, or None where positions are unlimited."""
+    config = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    if getattr(config, "model_type", "").startswith(("roberta", "xlm-roberta", "camembert")):
+        # Positions of these models start after the id of the padding token.
+        positions -= int(getattr(config, "pad_token_id", 1) or 0) + 1
+    length = getattr(model.tokenizer, "model_max_length", None)
+    return min(positions, length) if isinstance(length, int) else positions
+
+
+def describe(model: str | FoundModel, *, stage: Stage | None = None) -> ModelDescription:
+    """Read the configuration and the tokenizer of a model, so that options are checked before its weights are loaded.
+
+    Args:
+        model: a MODEL argument, see `load`, or what `find_model` found for it.
+        stage: called with "tokenizer" when that starts to load.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be read.
+        MissingPackageError: a package that is needed to load it is not installed.
+    """
+    found = model if isinstance(model, FoundModel) else find_model(model)
+    transformers = _import_transformers()
+    source = _from_pretrained_arguments(found)
+    with silence_transformers(), hub_access(online=found.online):
+        sizes = _read_sizes(transformers, source)
+        check_configured_sizes(found.name, sizes)
+        with _explain_reading(found, source):
+            config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+        # A configuration may name a kernel of the Hugging Face hub, which is code, also in its parts.
+        config._attn_implementation = None  # noqa: SLF001 - an argument would not override the file
+        (stage or (lambda name: None))("tokenizer")
+        tokenizer = _load_tokenizer(transformers, source)
+    title = _title_of_model(found.name, found.file)
+    return ModelDescription(found.name, title, config, tokenizer, found, source, _has_generating_head(sizes))
+
+
+def load(
+    model: str | ModelDescription, *, device: str = "cpu", dtype: str = "auto", stage: Stage | None = None
+) -> LoadedModel:
     """Load a model and its tokenizer, without output to the terminal.
 
     GGUF files need the packages gguf and accelerate. A GGUF file with 135 million parameters takes about 20 s to load,
@@ -158,10 +242,10 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
 
     Args:
         model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the Hugging
-            Face hub.
+            Face hub; or the result of `describe`.
         device: device of the model, such as "cpu" or "cuda".
         dtype: dtype of the parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
-        stage: called with "weights" and with "tokenizer" when they start to load.
+        stage: called with "tokenizer" and with "weights" when they start to load.
 
     Raises:
         ModelError: there is no such model, or its files cannot be read.
@@ -171,32 +255,25 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
     target = _checked_device(device)
-    file = find_model(model)
+    described = describe(model, stage=stage) if isinstance(model, str) else model
     transformers = _import_transformers()
-    source = _from_pretrained_arguments(model, file)
-    report = stage or (lambda name: None)
-    with silence_transformers(), nullcontext() if file is not None else offline_if_unreachable():
-        report("weights")
-        config = _load_configuration(transformers, source)
-        check_configured_sizes(model, config)
-        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if _has_generating_head(config) else _AUTO_CLASSES
-        network = _load_pretrained(transformers, model, source, file is not None, dtype, classes)
-        report("tokenizer")
-        tokenizer = _load_tokenizer(transformers, source)
-        loaded = LoadedModel(model, _title_of_model(model, file), network.to(target).eval(), tokenizer)
+    with silence_transformers(), hub_access(online=described.found.online):
+        (stage or (lambda name: None))("weights")
+        network = _load_weights(transformers, described, dtype).to(target).eval()
+        loaded = LoadedModel(described.name, described.title, network, described.tokenizer)
         if loaded.reads_audio:
-            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, source))
+            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, described.source))
     return loaded
 
 
-def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> EncodedText:
-    """Encode a text as the tokens of a model, with the text of each token.
+def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> EncodedText:
+    """Encode a text as the model's tokens, with the part of the text that each token covers.
 
     If a character takes several tokens, such as an emoji in a byte-level vocabulary, the first token shows the whole
     character.
 
     Args:
-        loaded: the model.
+        loaded: the model, whose weights need not be loaded yet.
         text: the text.
         tokens: truncate the text to this many tokens, special tokens included; None does not truncate.
 
@@ -217,7 +294,7 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     with silence_transformers():
         encoding = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
     ids = [int(each) for each in encoding["input_ids"]]
-    most = loaded.max_tokens
+    most = max_tokens(loaded)
     if not ids:
         raise InputError(
             "The text has no token of the model's vocabulary.", "Give a text in a script that the model reads."
@@ -387,17 +464,18 @@ def _checked_device(device: str) -> torch.device:
     return target
 
 
-def _from_pretrained_arguments(model: str, file: Path | None) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` for a model: its name or folder, and the name of a GGUF file.
+def _from_pretrained_arguments(found: FoundModel) -> dict[str, str]:
+    """Return the arguments of `from_pretrained` for a model.
 
     Raises:
         MissingPackageError: `file` is a GGUF file, and gguf or accelerate is not installed.
     """
+    file = found.file
     if file is None:
-        return {"pretrained_model_name_or_path": model}
+        return {"pretrained_model_name_or_path": found.name}
     if file.name == "config.json":
         return {"pretrained_model_name_or_path": str(file.parent)}
-    require(*_GGUF_PACKAGES, purpose=f"{model} is a GGUF file, and reading it", extra="gguf")
+    require(*_GGUF_PACKAGES, purpose=f"{found.name} is a GGUF file, and reading it", extra="gguf")
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
@@ -417,34 +495,38 @@ def _has_generating_head(config: Any) -> bool:
     return re.search("ConditionalGeneration|LMHead|MTModel", str(config.get("architectures"))) is not None
 
 
-def _load_pretrained(
-    transformers: Any,
-    model: str,
-    source: dict[str, str],
-    is_local: bool,  # noqa: FBT001
-    dtype: str,
-    classes: Sequence[str],
-) -> Any:
+def _load_weights(transformers: Any, described: ModelDescription, dtype: str) -> Any:
+    """Load the model with the first class of transformers that knows its configuration."""
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
-    for head in classes:
-        try:
-            config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
-            # A configuration may name an attention kernel of the Hugging Face hub, which would be downloaded and run.
-            config._attn_implementation = None  # noqa: SLF001 - an argument does not override it
-            options = {"config": config, "dtype": choice, "trust_remote_code": False}
-            return getattr(transformers, head).from_pretrained(**source, **options)
-        except Exception as error:  # a broken file can raise any error
-            if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
-                continue
-            _reject_remote_code(model, str(error))
-            if is_local or isinstance(error, ValueError):
-                mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
-                lines = str(error).strip().splitlines()
-                raise ModelError(
-                    f"{model} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
-                ) from error
-            raise unknown_model_error(model) from error
-    raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
+    for head in (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.generates else _AUTO_CLASSES:
+        options = {"config": deepcopy(described.config), "dtype": choice, "trust_remote_code": False}
+        with _explain_reading(described.found, described.source):
+            try:
+                return getattr(transformers, head).from_pretrained(**described.source, **options)
+            except ValueError as error:
+                if "Unrecognized configuration class" not in str(error):
+                    raise
+    raise ModelError(f"{described.name} is not a text model with attention.", "Give an encoder or a language model.")
+
+
+@contextmanager
+def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None]:
+    """Explain the failure to read a model in the block.
+
+    Raises:
+        ModelError: the files of the model could not be read.
+    """
+    try:
+        yield
+    except Exception as error:  # a broken file can raise any error
+        _reject_remote_code(found.name, str(error))
+        if found.file is not None or isinstance(error, ValueError):
+            mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
+            lines = str(error).strip().splitlines()
+            raise ModelError(
+                f"{found.name} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
+            ) from error
+        raise unknown_model_error(found.name) from error
 
 
 def _reject_remote_code(model: str, message: str) -> None:
@@ -466,8 +548,8 @@ def _reject_remote_code(model: str, message: str) -> None:
         )
 
 
-def _load_configuration(transformers: Any, source: dict[str, str]) -> Any:
-    """Return the configuration of a model as a dict; {} if it cannot be read, since loading the model will raise."""
+def _read_sizes(transformers: Any, source: dict[str, str]) -> Any:
+    """Return the configuration of a model as JSON, of a GGUF file its number of layers; {} if it cannot be read."""
     try:
         if "gguf_file" in source:
             with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
@@ -493,8 +575,8 @@ def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
         return None
 
 
-def _check_token_count(loaded: LoadedModel, tokens: int) -> int:
-    """Return `tokens`; reject a number that is too small for the special tokens and one token of text."""
+def _check_token_count(loaded: DescribedModel, tokens: int) -> int:
+    """Return `tokens`, and reject a number that leaves no token for the text besides the special ones."""
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if tokens < least:
         raise ArgumentError(

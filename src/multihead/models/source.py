@@ -9,6 +9,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from multihead.errors import ModelError
@@ -18,8 +19,23 @@ from multihead.files import is_folder
 _HUB_TIMEOUT = 10  # seconds to wait for a response of the Hugging Face hub
 
 
-def find_model(model: str) -> Path | None:
-    """Return the config.json or GGUF file of a local model, or None for a model of the Hugging Face hub.
+@dataclass(frozen=True)
+class FoundModel:
+    """What a MODEL argument names.
+
+    Attributes:
+        name: the argument.
+        file: the file of this machine that describes the model; None for a model of the Hugging Face hub.
+        online: whether that hub may be requested: False if it did not answer.
+    """
+
+    name: str
+    file: Path | None = None
+    online: bool = True
+
+
+def find_model(model: str) -> FoundModel:
+    """Find a model: on this machine, or on the Hugging Face hub with one request.
 
     Args:
         model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the hub.
@@ -30,21 +46,21 @@ def find_model(model: str) -> Path | None:
     """
     file = _find_config_or_gguf(model)
     if file is not None:
-        return file
+        return FoundModel(model, file)
     require("transformers", purpose="Loading a model", extra="hf")
-    from huggingface_hub import constants, file_exists, get_session, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
 
+    is_cached, is_online = False, True
     try:
-        # Both calls raise an error for an invalid name.
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
-            return None
-        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
-        found = file_exists(model, "config.json")
+        # Either rejects a name that no model of the hub can have.
+        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+        get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_TIMEOUT)
     except Exception as error:  # each version of the library has errors of its own
-        raise unknown_model_error(model) from error
-    if not found:
-        raise unknown_model_error(model)
-    return None
+        is_online = isinstance(error, HfHubHTTPError)  # an answer, if only that there is no such model
+        if not is_cached:
+            raise unknown_model_error(model) from error
+    return FoundModel(model, online=is_online)
 
 
 def unknown_model_error(model: str) -> ModelError:
@@ -109,18 +125,15 @@ def _is_model_configuration(config: Path) -> bool:
 
 
 @contextmanager
-def offline_if_unreachable() -> Iterator[None]:
-    """Use only downloaded models within the context if the Hugging Face hub cannot be reached.
+def hub_access(*, online: bool) -> Iterator[None]:
+    """Look up models on this machine only within the block, unless the Hugging Face hub is online.
 
     Otherwise huggingface_hub tries to download each file of a model six times, over a minute without a network.
     """
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
-    except Exception:  # noqa: BLE001 - each version of the library has errors of its own
-        constants.HF_HUB_OFFLINE = True
+    constants.HF_HUB_OFFLINE = before or not online
     try:
         yield
     finally:

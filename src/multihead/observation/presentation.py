@@ -1,4 +1,4 @@
-"""Import the functions that show a record or a census only when they are used, since they are in higher packages."""
+"""Find the functions of higher layers that show a record, a census or a time series; they are imported on use."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 PRESENTERS = {
     "census": ("multihead.viewer.census_page", "write_census_page"),
+    "film": ("multihead.viewer.series_page", "film_of_series"),
     "report": ("multihead.viewer.report", "write_report"),
+    "series": ("multihead.viewer.series_page", "write_series_page"),
     "view": ("multihead.viewer.widget.view", "View"),
 }
-"""Method of a record, or kind of page -> module and name of the function that shows it."""
+"""What `report` and `view` of a record, a census and a time series call: module and name."""
 
 
 def presenting_function(method: str) -> Callable[..., Any]:
-    """Import and return the function or class listed under `method` in PRESENTERS."""
+    """Return the function or class that a method in PRESENTERS calls to show what it belongs to."""
     module, name = PRESENTERS[method]
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found

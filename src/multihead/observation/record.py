@@ -29,15 +29,16 @@ from multihead.record.analysis.highlights import (
     findings,
     heads_of_kinds,
     layer_profiles,
+    telling_heads,
 )
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, texts_of
-from multihead.record.notebook import number_with_noun
+from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of, check_summary_name
 from multihead.record.table import HeadTable, head_rows
-from multihead.record.texts import Text
+from multihead.record.texts import Text, describe_texts
 
 _BY_NAME = "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
 
@@ -227,7 +228,7 @@ class Record:
         """
         return statistic(name, self.statistics)
 
-    def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
+    def find(self, *, of: Of = "mean", **ranges: Range) -> HeadList[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first.
 
         Args:
@@ -256,7 +257,7 @@ class Record:
         """
         return find(self.layers, ranges, of=of, statistics=self.statistics, among=self.all_kinds)
 
-    def findings(self, *, sample: int | None = None, lang: str = "en") -> list[Finding]:
+    def findings(self, *, sample: int | None = None, lang: str = "en") -> HeadList[Finding]:
         """Find the most notable heads, at most six, and describe what each does.
 
         The statistic of each exceeds its chance level (even weights over the visible keys) by 35 percentage points and
@@ -335,8 +336,8 @@ class Record:
         made = [kind.probe for kind in kinds if kind.probe is not None and kind.probe.name not in PROBES]
         self.statistics |= {each.name: each for each in made}
 
-    def kinds(self, *names: str, sample: int | None = None) -> list[HeadKind]:
-        """List every head that has a kind with the numbers that decide it, the largest share first.
+    def kinds(self, *names: str, sample: int | None = None) -> HeadList[HeadKind]:
+        """List the kinds of the heads with the numbers that decide about them, the largest share first.
 
         Args:
             names: only these kinds; all kinds without a name.
@@ -362,8 +363,8 @@ class Record:
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
-    ) -> list[NearHead]:
-        """Find the heads with the most similar attention weights to one head, by Jensen-Shannon divergence.
+    ) -> HeadList[NearHead]:
+        """Find the heads whose weights are nearest to those of one, by their Jensen-Shannon divergence.
 
         Heads are compared query by query over the same keys; layers with other numbers of tokens are left out.
 
@@ -391,7 +392,7 @@ class Record:
         top: int | None = None,
         queries: int | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[ChangedHead]:
+    ) -> HeadList[ChangedHead]:
         """Compare each head with the same head of a later run on the same text, such as another checkpoint.
 
         Heads are ranked by the Jensen-Shannon divergence of their attention weights, computed in tiles, so that no
@@ -453,6 +454,9 @@ class Record:
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: a table with one row per head."""
         rows = self.table().rows if self.layers else []
+        if len(rows) > notebook.ROWS and self._has_kinds:
+            telling = telling_heads(self.findings(), self.kinds())
+            rows = sorted(rows, key=lambda row: telling.get((row["layer"], row["head"]), len(telling)))
         return notebook.html_of_table(
             self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
         )
@@ -463,9 +467,9 @@ class Record:
         heads = [layer.num_heads for layer in self.layers]
         samples = max(layer.num_samples for layer in self.layers)
         tokens = max((one.num_keys for layer in self.layers for one in layer.samples), default=0)
-        sizes = (len(heads), "layer"), (sum(heads), "head"), (samples, "text")
-        caption = ", ".join(number_with_noun(*size) for size in sizes)
-        caption += f" of up to {number_with_noun(tokens, 'token')}" if tokens else ""
+        texts = [one.text for layer in self.layers for one in layer.samples]
+        caption = f"{number_with_noun(len(heads), 'layer')}, {number_with_noun(sum(heads), 'head')}, "
+        caption += describe_texts(samples, texts, tokens)
         parts = dict.fromkeys(layer.split.describe() for layer in self.layers if layer.split is not None)
         if parts:
             return f"{caption}; {' and '.join(parts)}"

@@ -24,6 +24,7 @@ from multihead.models import huggingface, pretrained
 from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import StatisticsMeasurer
+from multihead.observation.patches import text_of_patches
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
@@ -53,6 +54,7 @@ from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import PER_KEY, SampleRecord
 from multihead.record.segments import Rows, Segment, append_new_keys, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
+from multihead.record.texts import Text
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 
@@ -126,7 +128,8 @@ class Recorder:
     _pass: int = -1
     _spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
-    _gathered_ids: tuple[Tensor, Tensor] | None = None  # token ids of this rank and of the whole split sequence
+    _images: dict[str, Text | None] = field(default_factory=dict)  # the tokens of the image that a layer reads
+    _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
@@ -488,11 +491,14 @@ class Recorder:
         return self._spans
 
     def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> CallTokenIds:
-        """Return the token ids of a call's queries and keys, from the recorded model inputs that have its shape."""
-        unknown = CallTokenIds(None, None, crosses, places.packed, places.request.query_start)
+        """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
+        shape, continued, packed = request.shape, request.continued, request.packed_lengths
+        image = None if crosses or packed is not None else self._image_of_layer(name)
+        if image is not None and not image.length == shape.query_length == shape.key_length:
+            image = None  # a layer that attends within windows, or an image of another size
+        unknown = CallTokenIds(None, None, crosses, places.packed, places.request.query_start, image)
         if not self.inputs.any_ids:
             return unknown
-        shape, continued, packed = request.shape, request.continued, request.packed_lengths
         if (
             continued is not None
             and continued.lengths is not None
@@ -507,7 +513,13 @@ class Recorder:
         keys = self.inputs.encoder_inputs(name).ids if unknown.crosses else None
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
-        return replace(unknown, queries=queries, keys=keys)
+        return replace(unknown, queries=queries, keys=keys, image=image if queries is None else None)
+
+    def _image_of_layer(self, name: str) -> Text | None:
+        """Return the tokens of the image that a layer reads, by its configuration, which is looked up once."""
+        if name not in self._images:
+            self._images[name] = text_of_patches(self.measuring.root, name)
+        return self._images[name]
 
     def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds) -> Parts | None:
         """Return the parts of all probes for the whole batch; None if each sample must be measured separately.

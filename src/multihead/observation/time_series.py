@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from multihead.errors import ArgumentError, InputError
 from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
+from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.notebook import PLACES, html_of_table, number_with_noun
@@ -57,7 +59,7 @@ class TimeSeries:
             return html_of_table("TimeSeries", "nothing was observed yet", [], [])
         rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of_step(self.steps[-1])]
         caption = f"{self._describe_sizes()}; at step {self.steps[-1]:,}"
-        return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="series.rows()")
+        return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="rows()")
 
     def append(
         self,
@@ -99,6 +101,24 @@ class TimeSeries:
         missing = np.full(len(next(iter(rows.values()))), np.nan, np.float32)
         return np.stack([rows.get(step, missing) for step in self.steps])
 
+    @property
+    def num_heads(self) -> dict[int, int]:
+        """How many heads each layer has, by its number."""
+        found = dict.fromkeys(self.layers, 0)
+        for (_, number), rows in self._rows.items():
+            found[number] = max(found[number], *map(len, rows.values()))
+        return found
+
+    def values_of_all_heads(self, name: str) -> NDArray[np.float32]:
+        """Return a statistic of the heads of all layers: (steps, heads), NaN where it was not measured."""
+        layers = [
+            self.values(name, layer=number)
+            if (name, number) in self._rows
+            else np.full((len(self.steps), heads), np.nan, np.float32)
+            for number, heads in self.num_heads.items()
+        ]
+        return np.concatenate(layers, axis=1)
+
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per step and head: step, layer, head, and each statistic."""
         return [{"step": step} | row for step in self.steps for row in self._rows_of_step(step)]
@@ -115,7 +135,7 @@ class TimeSeries:
                 for name in self.statistics
                 if step in self._rows.get((name, number), {})
             }
-            heads = max(map(len, by_name.values()), default=0)
+            heads = max(map(len, by_name.values()), default=0)  # none where the layer did not run in this step
             found += [
                 {"layer": number, "head": head} | {name: float(values[head]) for name, values in by_name.items()}
                 for head in range(heads)
@@ -168,6 +188,42 @@ class TimeSeries:
         ax.set_title(name if layer is None else f"layer {layer}: {shown.label}")
         ax.legend(fontsize="small", ncols=1 + len(lines) // 12)
         return ax
+
+    def view(self, *, lang: str = "en", height: int = 720) -> Any:
+        """Show a film of the heads over the steps in a notebook: all heads at one step, and one head over all steps.
+
+        It is shown where it is the last line of a cell, and stays in the saved notebook.
+
+        Args:
+            lang: the language of the page, "en" or "zh".
+            height: the height in the notebook in pixels.
+
+        Returns:
+            the film, a `multihead.viewer.series_page.Film`.
+
+        Raises:
+            ArgumentError: nothing was observed yet, or an invalid argument.
+            MissingPackageError: the packages of the extra "view" are not installed.
+        """
+        return presenting_function("film")(self, lang=lang, height=height)
+
+    def report(self, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
+        """Write the film of the heads over the steps as one page, which opens without a server.
+
+        Args:
+            path: the file to write, such as "training.html"; an existing one is replaced.
+            lang: the language of the page, "en" or "zh".
+
+        Returns:
+            the path.
+
+        Raises:
+            ArgumentError: nothing was observed yet, or there is no such language.
+            InputError: the path cannot be written.
+            MissingPackageError: the packages of the extra "view" are not installed.
+        """
+        written: Path = presenting_function("series")(self, path, lang=lang)
+        return written
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the series to one safetensors file, completely or not at all.

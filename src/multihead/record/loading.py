@@ -410,7 +410,17 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
         ]
     if len({len(each) for each in (ids, tokens, special, gaps) if each is not None}) != 1:
         raise _InvalidValueError("the tokens of a text are not as many as its ids")
-    return Text(ids, tokens, special, gaps)
+    return Text(ids, tokens, special, gaps, _read_patches(data.get("patches"), 0 if tokens is None else len(tokens)))
+
+
+def _read_patches(data: Any, tokens: int) -> tuple[int, int] | None:
+    """Read the rows and columns of an image, checking that they are not more than its tokens; None of a text."""
+    if data is None:
+        return None
+    sizes = [_checked_count(each, "a size of an image", least=1) for each in _checked_type(data, list, "the image")]
+    if len(sizes) != 2 or sizes[0] * sizes[1] > tokens:
+        raise _InvalidValueError("the patches of an image are not its tokens")
+    return sizes[0], sizes[1]
 
 
 class _SampleReader:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 
 ROWS = 24
-"""Largest number of heads that a notebook shows; `print(record.table())` shows all."""
+"""Heads that a notebook shows."""
 
 
 PLACES = ("layer", "head", "name")
@@ -33,12 +33,40 @@ class OneLine:
     >>> class Head(OneLine):
     ...     def __str__(self):
     ...         return "L0 H1: previous 88 %"
-    >>> [Head()]
-    [<Head L0 H1: previous 88 %>]
+    >>> Head()
+    <Head L0 H1: previous 88 %>
     """
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"
+
+    def cells(self) -> dict[str, str]:
+        """Return the head as a row of a table in a notebook: heading -> text."""
+        return {"head": str(self)}
+
+
+Found = TypeVar("Found", bound=OneLine)
+
+
+class HeadList(list[Found]):
+    """Heads that were found: a line for each in a terminal, a row of a table in a notebook.
+
+    >>> class Head(OneLine):
+    ...     def __str__(self):
+    ...         return "L0 H1: previous 88 %"
+    >>> HeadList([Head(), Head()])
+    [<Head L0 H1: previous 88 %>,
+     <Head L0 H1: previous 88 %>]
+    """
+
+    def __repr__(self) -> str:
+        lines = ",\n ".join(map(repr, self))
+        return f"[{lines}]"
+
+    def _repr_html_(self) -> str:
+        rows = [each.cells() for each in self]
+        headings = dict.fromkeys(heading for row in rows for heading in row)
+        return _html_table(headings, [[row.get(heading, "") for heading in headings] for row in rows])
 
 
 def statistic_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | None) -> list[Statistic]:
@@ -60,17 +88,17 @@ def html_of_table(
     places: Sequence[str],
     statistics: Mapping[str, Statistic] | None = None,
     *,
-    rest: str = "print(record.table())",
+    rest: str = "table()",
 ) -> str:
     """Return HTML with a title, a caption, and a table with one row per head.
 
     Args:
         title: shown in bold; "" shows neither title nor caption.
         caption: one sentence without its full stop.
-        rows: one dict per head: "layer", "head", "name", optionally "kind", and the statistics.
-        places: which of "layer", "head" and "name" are columns; "kind" is a column if the rows have it.
-        statistics: name -> statistic, for the statistics that are not built in.
-        rest: Python expression that shows all rows, printed if there are more than `ROWS`.
+        rows: one dict per head: "layer", "head", "name", and its statistics.
+        places: which of "layer", "head" and "name" are columns; "kind" is one if the rows have it.
+        statistics: label, unit and number format of the statistics that are not built in.
+        rest: the method that returns all rows, named below the first `ROWS`.
 
     >>> html_of_table("<b>", "nothing was recorded yet", [], [])
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
@@ -95,20 +123,25 @@ def _html_rows(
     names = dict.fromkeys(name for row in rows for name in row)
     places = [*places, *(["kind"] if "kind" in names else [])]
     columns = statistic_columns(names, statistics)
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in [*places, *(each.heading for each in columns)])
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td>{escape(str(row[place]))}</td>" for place in places)
-        + "".join(f"<td>{_format_number(each, row.get(each.name))}</td>" for each in columns)
-        + "</tr>"
+    cells = [
+        [*(str(row[place]) for place in places), *(_format_number(each, row.get(each.name)) for each in columns)]
         for row in rows[:ROWS]
-    )
-    for level in distinct_chances(rows, columns):
-        cells = "".join(f"<td>{number}</td>" for number in level)
-        body += f'<tr><th colspan="{len(places)}">chance</th>{cells}</tr>'
+    ]
+    levels = [["chance", *level] for level in distinct_chances(rows, columns)]
     more = len(rows) - ROWS
-    after = f"<p>{number_with_noun(more, 'head')} more: {rest}.</p>" if more > 0 else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{after}"
+    after = f"<p>{number_with_noun(more, 'head')} more: {rest} has all.</p>" if more > 0 else ""
+    return _html_table([*places, *(each.heading for each in columns)], cells, levels) + after
+
+
+def _html_table(headings: Collection[str], rows: Iterable[Sequence[str]], last: Iterable[Sequence[str]] = ()) -> str:
+    """Return a table of texts; each of the last rows has a heading, which is as wide as the columns it lacks."""
+    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    for name, *cells in last:
+        numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        wide = len(headings) - len(cells)
+        body += f'<tr><th colspan="{wide}">{escape(name)}</th>{numbers}</tr>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _format_number(shown: Statistic, value: float | None) -> str:

@@ -185,7 +185,7 @@ class _StoredTexts:
         tokens = None if text.tokens is None else tuple(text.tokens)
         special = None if text.special is None else tuple(text.special)
         gaps = None if text.gaps is None else tuple(text.gaps)
-        key = (ids, tokens, special, gaps)
+        key = (ids, tokens, special, gaps, text.patches)
         if key not in self.known:
             self.known[key] = len(self.texts)
             self.texts.append(text)
@@ -198,6 +198,7 @@ class _StoredTexts:
                 "tokens": text.tokens,
                 "special": None if text.special is None else [int(each) for each in text.special],
                 **({} if text.gaps is None else {"gaps": text.gaps}),
+                **({} if text.patches is None else {"patches": list(text.patches)}),
             }
             for index, text in enumerate(self.texts)
         ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from multihead.record.notebook import number_with_noun
 from multihead.record.segments import Rows
 
 
@@ -16,14 +18,16 @@ class Text:
     Attributes:
         ids: (tokens,), int64, the token ids, or None if unknown.
         tokens: each token as text, or None without a tokenizer.
-        special: whether each token is special, such as [CLS]; None if unknown.
-        gaps: text between the previous token and each token (None where unknown); None if all are unknown.
+        special: whether each token is a special one such as [CLS], or None if unknown.
+        gaps: the text between each token and the previous one (None where unknown), or None if all are unknown.
+        patches: rows and columns of an image, whose patches are the last tokens; None for a text.
     """
 
     ids: Tensor | None = None
     tokens: list[str] | None = None
     special: list[bool] | None = None
     gaps: list[str | None] | None = None
+    patches: tuple[int, int] | None = None
 
     @property
     def length(self) -> int:
@@ -71,7 +75,7 @@ class GrowingText:
         """Return the text if it has `length` tokens; ids or tokens of another length are left out."""
         ids = self.ids.whole() if self.ids is not None and self.ids.length == length else None
         named = self.named if self.named is not None and self.named.length == length else Text()
-        return Text(ids, named.tokens, named.special, named.gaps)
+        return replace(named, ids=ids)
 
     def append_ids(self, ids: Tensor | None, *, start: int) -> None:
         """Append the new ones of some ids, (tokens,) int64 on the CPU, the first of which is at position `start`."""
@@ -84,3 +88,16 @@ class GrowingText:
             self.ids = None
         elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # an empty text is known, too
             self.ids.add(ids[self.ids.length - start :])
+
+
+def describe_texts(number: int, texts: Iterable[Text], longest: int) -> str:
+    """Return how many texts there are and how long they are, or how large, if all of them are images of one size.
+
+    >>> describe_texts(2, [], 9), describe_texts(1, [Text(patches=(8, 8))], 65)
+    ('2 texts of up to 9 tokens', '1 image of 8 x 8 patches')
+    """
+    match list({each.patches for each in texts}):
+        case [(rows, columns)]:
+            return f"{number_with_noun(number, 'image')} of {rows} x {columns} patches"
+    size = f" of up to {number_with_noun(longest, 'token')}" if longest else ""
+    return number_with_noun(number, "text") + size

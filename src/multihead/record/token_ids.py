@@ -11,6 +11,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.positions import SampleSpan
 from multihead.record.sample import SampleRecord
+from multihead.record.texts import Text
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,11 +19,12 @@ class CallTokenIds:
     """The token ids of one call.
 
     Attributes:
-        queries: (batch, queries) int64, ids of the queries, or (samples, tokens) for packed samples; None if unknown.
-        keys: (batch, keys) int64, ids of the keys in cross-attention; None if unknown.
-        crosses: whether the keys come from another text than the queries (cross-attention).
-        packed: whether the samples are packed in one row.
-        query_start: position of the first query among the keys, a number or (batch,).
+        queries: (batch, queries) int64, the ids of its queries, (samples, tokens) for a packed call, or None.
+        keys: (batch, keys) int64, the ids of its keys if they are another text, or None.
+        crosses: whether its keys come from another text (cross-attention).
+        packed: whether its samples are packed in one row.
+        query_start: position of its first query among its keys; a tensor has one per sample.
+        image: the tokens of each sample if they are patches of an image, which have no ids; else None.
     """
 
     queries: Tensor | None
@@ -30,6 +32,7 @@ class CallTokenIds:
     crosses: bool
     packed: bool
     query_start: int | Tensor
+    image: Text | None = None
 
     def key_ids(self, request: AttentionRequest) -> Tensor | None:
         """Return the token id of each key of the call, (batch, keys) int64; None if unknown."""
@@ -64,6 +67,8 @@ class CallTokenIds:
             if not sample.calls:
                 sample.keys_read.append_ids(_row_of_ids(self.keys, span.sample, span.keys), start=0)
             return
+        if self.image is not None:
+            sample.keys_read.named = self.image
         if self.packed:
             sample.keys_read.append_ids(_row_of_ids(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
             return

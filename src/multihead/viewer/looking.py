@@ -22,7 +22,19 @@ from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
-from multihead.models.loading import EncodedText, LoadedModel, check_text, decoder_input, encode, load
+from multihead.models.loading import (
+    DescribedModel,
+    EncodedText,
+    LoadedModel,
+    Stage,
+    check_text,
+    decoder_input,
+    describe,
+    encode,
+    has_decoder,
+    load,
+)
+from multihead.models.source import FoundModel
 from multihead.observation.observe import observe
 from multihead.observation.textbook import add_repeated, measure_repeated, start_token_id, word_token_ids
 from multihead.probes import DEFAULT
@@ -125,10 +137,9 @@ def look(
         import_module("multihead.viewer.widget")  # checks its packages before the model runs
     elif show:
         require("jinja2", purpose="Writing a page", extra="view")
-    loaded = _load_model(model, tokenizer, device, dtype)
-    check_layers(layers, loaded)
-    encoded = encode(loaded, text, tokens=tokens)
-    if tokens is not None and encoded.stop:
+    named = _model_or_name(model, tokenizer)
+    loaded, encoded = load_and_encode(named, text, tokens=tokens, layers=layers, device=device, dtype=dtype)
+    if tokens is not None and encoded is not None and encoded.stop:
         text = text[: encoded.stop]
     with _in_evaluation_mode(loaded.model):
         repeated = measure_textbook_heads(loaded, _no_progress, lang, kinds) if textbook else {}
@@ -148,13 +159,32 @@ def _no_progress(*_: object) -> None:
     """Show no progress."""
 
 
-def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
+def load_and_encode(
+    model: str | FoundModel | LoadedModel,
+    text: str | None,
+    *,
+    tokens: int | None,
+    layers: Sequence[int] | None,
+    device: str,
+    dtype: str,
+    stage: Stage | None = None,
+) -> tuple[LoadedModel, EncodedText | None]:
+    """Load a model and encode a text, or None, for it; the options are checked before its weights are loaded."""
+    described = model if isinstance(model, LoadedModel) else describe(model, stage=stage)
+    check_layers(layers, described)
+    encoded = None if text is None else encode(described, text, tokens=tokens)
+    if isinstance(described, LoadedModel):
+        return described, encoded
+    return load(described, device=device, dtype=dtype, stage=stage), encoded
+
+
+def _model_or_name(model: str | nn.Module, tokenizer: Any) -> str | LoadedModel:
     if isinstance(model, str):
         if tokenizer is not None:
             raise ArgumentError(
                 f"model is the name {model!r}, which has a tokenizer of its own.", "Leave out tokenizer."
             )
-        return load(model, device=device, dtype=dtype)
+        return model
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(
             f"model is {type(model).__name__}.",
@@ -381,10 +411,10 @@ def explain_missing_inputs(loaded: LoadedModel) -> Iterator[None]:
         ) from error
 
 
-def num_layers(loaded: LoadedModel) -> int | None:
+def num_layers(model: DescribedModel) -> int | None:
     """Return the number of attention layers, or None where the configuration does not show it."""
-    config: Any = loaded.model.config
-    if loaded.has_decoder:
+    config = model.config
+    if has_decoder(config):
         names = ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers")
         both = next(([getattr(config, name) for name in pair] for pair in names if hasattr(config, pair[1])), None)
         return None if both is None else both[0] + 2 * both[1]  # each layer of a decoder has cross-attention too
@@ -392,13 +422,13 @@ def num_layers(loaded: LoadedModel) -> int | None:
     return count if isinstance(count, int) and not getattr(config, "sub_configs", None) else None
 
 
-def check_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
-    """Reject layers that the model does not have, before the model reads the text.
+def check_layers(chosen: Sequence[int] | None, model: DescribedModel) -> None:
+    """Reject layers that the model does not have, before its weights are loaded.
 
     Raises:
         ArgumentError: a layer beyond the last.
     """
-    count = num_layers(loaded)
+    count = num_layers(model)
     if count is None:
         return
     beyond = [layer for layer in chosen or () if layer >= count]

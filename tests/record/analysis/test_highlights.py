@@ -201,7 +201,7 @@ def test_a_share_that_varies_from_text_to_text_is_no_finding() -> None:
 def test_the_first_token_is_called_by_its_name() -> None:
     by_topic = {one.topic: one for one in findings(a_record().layers, tokens=TOKENS, special=SPECIAL)}
     assert by_topic["first"].sentence == (
-        "rests on [CLS]: 100\u00a0% of its attention is on the first token, where chance is 1.7\u00a0%."
+        "rests on “[CLS]”: 100\u00a0% of its attention is on the first token, where chance is 1.7\u00a0%."
     )
     assert by_topic["first"].count == "1 of 8 heads does so"
     nameless = {one.topic: one for one in findings(a_record().layers)}
@@ -290,5 +290,5 @@ def test_a_token_in_a_sentence_cannot_act_on_a_terminal_or_turn_the_text() -> No
     found = {
         one.topic: one for one in findings(record_of(weights, special=special).layers, tokens=tokens, special=special)
     }
-    assert found["first"].sentence.startswith("rests on \\x1b[31m\\u202e: ")
-    assert str(found["separator"]) == "layer 0 head 1: 90 % on \\x9b (chance 17 %)"
+    assert found["first"].sentence.startswith("rests on “\\x1b[31m\\u202e”: ")
+    assert str(found["separator"]) == "layer 0 head 1: 90 % on “\\x9b” (chance 17 %)"

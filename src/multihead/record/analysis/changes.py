@@ -19,7 +19,7 @@ from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.analysis.similar import divergence, have_same_texts, spaced_queries
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import OneLine
+from multihead.record.notebook import HeadList, OneLine
 from multihead.record.sample import SampleRecord
 
 Progress = Callable[[int, int], None]
@@ -97,6 +97,19 @@ class ChangedHead(OneLine):
             parts.append(f"{', '.join(self.kinds_before)} -> {', '.join(self.kinds_after)}")
         return f"L{self.layer} H{self.head}: " + "; ".join(parts)
 
+    def cells(self) -> dict[str, str]:
+        """Return the head as a row of a table: heading -> text."""
+        change = self.change()
+        return {
+            "layer": str(self.layer),
+            "head": str(self.head),
+            "name": self.name,
+            "divergence (nats)": f"{self.divergence:.3f}",
+            "change": "" if change is None else f"{change.label} {change.before} → {change.after}",
+            "kinds before": ", ".join(self.kinds_before),
+            "kinds after": ", ".join(self.kinds_after),
+        }
+
     def row(self) -> dict[str, str | int | float]:
         """Return the head as a table row, with `entropy_before`, `entropy_after`, `entropy_difference` and so on."""
         found: dict[str, str | int | float] = {
@@ -127,8 +140,8 @@ def changes(
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
     progress: Progress | None = None,
-) -> list[ChangedHead]:
-    """Compare the heads of two runs, and return them, the most changed first; see `Record.changed`."""
+) -> HeadList[ChangedHead]:
+    """Return the heads of two runs with their changes, the most changed first; see `Record.changed`."""
     if top is not None:
         check_integer("top", top)
     if queries is not None:
@@ -163,8 +176,8 @@ def changes(
             )
             for head in range(one.num_heads)
         ]
-    # Heads without finite weights have the divergence NaN, and are sorted last.
-    return sorted(found, key=lambda each: (math.isnan(each.divergence), -each.divergence))[:top]
+    # NaN has no order, so heads without finite weights are sorted last explicitly.
+    return HeadList(sorted(found, key=lambda each: (math.isnan(each.divergence), -each.divergence))[:top])
 
 
 def _means_of_head(profile: LayerProfile, head: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import OneLine
+from multihead.record.notebook import HeadList, OneLine
 from multihead.record.summaries import Of
 
 RENAMED_KINDS = {
@@ -52,6 +52,12 @@ class FoundHead(OneLine):
             visible(f"{each.label} {each.text(self.values[each.name])}") for each in shown
         )
 
+    def cells(self) -> dict[str, str]:
+        """Return the head as a row of a table: heading -> text."""
+        shown = (statistic(name, self.statistics) for name in self.values)
+        numbers = {each.heading: each.number(self.values[each.name]) for each in shown}
+        return {"layer": str(self.layer), "head": str(self.head), "name": self.name} | numbers
+
 
 Range = tuple[float | None, float | None]
 """Lowest and highest allowed value of a statistic; None for no limit."""
@@ -64,8 +70,8 @@ def find(
     of: Of = "mean",
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
-) -> list[FoundHead]:
-    """Find the heads whose statistics are in the wanted ranges, see `Record.find`."""
+) -> HeadList[FoundHead]:
+    """Find the heads in the wanted ranges, see `Record.find`; `statistics` are those that are not built in."""
     by_name = {kind.name: kind for kind in among}
     shown = {**{name: _format_of_kind(kind) for name, kind in by_name.items()}, **(statistics or {})}
     if not wanted:
@@ -87,7 +93,7 @@ def find(
                 found.append(FoundHead(layer.number, head, layer.name, values, shown))
     first, (lowest, _) = next(iter(ranges.items()))
     sign = 1 if lowest is None else -1
-    return sorted(found, key=lambda one: sign * one.values[first])
+    return HeadList(sorted(found, key=lambda one: sign * one.values[first]))
 
 
 def _is_within(value: float, limits: Range) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, groupby, zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -30,7 +31,7 @@ from multihead.record.analysis.chance import (
 )
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import CHANCE, OneLine
+from multihead.record.notebook import CHANCE, HeadList, OneLine
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Measured
 
@@ -121,11 +122,17 @@ class HeadKind(OneLine):
         share, chance = (each.replace("\u00a0", " ") for each in self.written)
         return f"L{self.layer} H{self.head}: {self.kind} {share} (chance {chance})"
 
+    def cells(self) -> dict[str, str]:
+        """Return the head as a row of a table: heading -> text."""
+        place = {"layer": str(self.layer), "head": str(self.head), "name": self.name}
+        share, chance = self.written
+        return place | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
+
 
 def heads_of_kinds(
     profiles: Sequence[LayerKinds], among: Sequence[Kind], names: Collection[str] = ()
-) -> list[HeadKind]:
-    """List the heads of each kind, or of the kinds in `names`, each with the largest share first.
+) -> HeadList[HeadKind]:
+    """List the heads of each kind, or of some, kind after kind, the largest share first.
 
     Raises:
         ArgumentError: there is no such kind.
@@ -134,7 +141,7 @@ def heads_of_kinds(
     for name in names:
         if name not in known:
             raise ArgumentError(f"There is no kind {name!r}.", f"Give some of {', '.join(sorted(known))}.")
-    found = []
+    found = HeadList[HeadKind]()
     for kind in (each for each in among if not names or each.name in names):
         for place, head, share, level in sorted(
             _heads_of_topic(kind, profiles), key=lambda each: (-each[2], *each[:2])
@@ -175,6 +182,10 @@ class Finding(OneLine):
     def __str__(self) -> str:
         """Return `brief`, such as "layer 2 head 7: 91 % on the previous token (chance 4.8 %)"."""
         return self.brief
+
+    def cells(self) -> dict[str, str]:
+        """Return the finding as a row of a table: heading -> text."""
+        return {"layer": str(self.layer), "head": str(self.head), "finding": self.sentence, "heads": self.count}
 
 
 def evidence_of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
@@ -337,8 +348,8 @@ def findings(
     lang: str = "en",
     profiles: Sequence[LayerProfile] | None = None,
     among: Sequence[Kind] = KINDS,
-) -> list[Finding]:
-    """Find the most notable heads, at most six, and describe each; no head is listed twice.
+) -> HeadList[Finding]:
+    """Find the most notable heads, at most six, and describe what each does; no head twice.
 
     Each head clearly exceeds chance: it has the kind that the sentence is about, see `kinds_of_heads`, or a mean
     distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no such heads.
@@ -354,16 +365,20 @@ def findings(
     """
     words = section(lang, "common", "findings")
     read = profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special, among=among)
-    first = visible(tokens[0]) if tokens else words["a first token"]
+
+    def quote(token: str) -> str:
+        return words["quoted"].format(token=visible(token))
+
+    first = quote(tokens[0]) if tokens else words["a first token"]
     separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}
     separators -= {tokens[0]} if tokens else set()
-    separator = visible(separators.pop()) if len(separators) == 1 else words["separators"]
+    separator = quote(separators.pop()) if len(separators) == 1 else words["separators"]
     ranked = [(kind.finding, kind.name, kind) for kind in among if kind.finding is not None]
     topics: list[Kind | None] = [
         kind for *_, kind in sorted([*ranked, (DISTANCE_RANK, DISTANCE_TOPIC, None)], key=itemgetter(0))
     ]
     near = {kind.name for kind in among if DISTANCE_TOPIC in kind.hides}
-    found: list[Finding] = []
+    found = HeadList[Finding]()
     taken: set[tuple[int, int]] = set()
     for topic in topics:
         heads = [each for each in _heads_of_topic(topic, read, near) if each[:2] not in taken]
@@ -389,6 +404,17 @@ def findings(
         if len(found) == MAX_FINDINGS:
             break
     return found
+
+
+def telling_heads(found: Sequence[Finding], kinds: Sequence[HeadKind]) -> dict[tuple[int, int], int]:
+    """Return layer and head of those that a short table shows first, with their ranks from 0.
+
+    They are the heads of the findings, then the strongest head of each kind, the second of each, and so on.
+    """
+    by_kind = [list(heads) for _, heads in groupby(kinds, key=lambda each: each.kind)]
+    ranked = chain(found, *zip_longest(*by_kind))
+    places = dict.fromkeys((each.layer, each.head) for each in ranked if each is not None)
+    return {place: rank for rank, place in enumerate(places)}
 
 
 def _format_rounded(value: float) -> str:

@@ -13,7 +13,7 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.probes.similarity import entropy_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import OneLine
+from multihead.record.notebook import HeadList, OneLine
 from multihead.record.sample import SampleRecord
 
 CELLS = 1 << 25
@@ -45,11 +45,16 @@ class NearHead(OneLine):
         """Return one line, such as "L18 H6: 0.041 nats"."""
         return f"L{self.layer} H{self.head}: {self.divergence:.3f} nats"
 
+    def cells(self) -> dict[str, str]:
+        """Return the head as a row of a table: heading -> text."""
+        place = {"layer": str(self.layer), "head": str(self.head), "name": self.name}
+        return place | {"divergence (nats)": f"{self.divergence:.3f}"}
+
 
 def nearest(
     layers: Sequence[LayerRecord], layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
-) -> list[NearHead]:
-    """Return the heads with the smallest divergence from one head, the nearest first; see `Record.nearest`."""
+) -> HeadList[NearHead]:
+    """Return the heads whose weights diverge least from those of one head, the nearest first; see `Record.nearest`."""
     check_integer("top", top)
     if queries is not None:
         check_integer("queries", queries)
@@ -73,7 +78,7 @@ def nearest(
         if (number, index) != (layer, head)
     ]
     # NaN has no order, so heads without finite weights are sorted last explicitly.
-    return sorted(found, key=lambda each: (math.isnan(each.divergence), each.divergence))[:top]
+    return HeadList(sorted(found, key=lambda each: (math.isnan(each.divergence), each.divergence))[:top])
 
 
 def describe_layer_numbers(numbers: Sequence[int]) -> str:

@@ -1,0 +1,154 @@
+"""Write a time series as one self-contained HTML page: a film of all heads over the steps of a training."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from multihead.errors import ArgumentError
+from multihead.errors.arguments import check_integer
+from multihead.files import write_atomically
+from multihead.locale.escaping import visible
+from multihead.locale.texts import check_language, section, text
+from multihead.probes.probe import SHARE
+from multihead.viewer.columns import describe_column
+from multihead.viewer.page import (
+    bundle_script,
+    hash_of_script,
+    installed_version,
+    json_in_script,
+    load_template,
+    read_package_file,
+)
+
+if TYPE_CHECKING:
+    from multihead.observation.time_series import TimeSeries
+
+STYLES = ("shared/base.css", "shared/heads.css", "series/series.css")
+"""The style sheets of the page, in their order."""
+
+MOST_NUMBERS = 1 << 21
+"""Numbers that a page holds, about 12 MB; of a longer series it holds every n-th step and the last one."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Film:
+    """The page of a series in a notebook: shown where it is the last line of a cell, and kept in the saved notebook.
+
+    Attributes:
+        page: the page as HTML.
+        height: its height in the notebook, pixels.
+        title: what it shows, in one line.
+    """
+
+    page: str
+    height: int
+    title: str
+
+    def __repr__(self) -> str:
+        """Return one line: what the film shows, and how to see it outside of a notebook."""
+        return f"<Film: {self.title}; series.report(path) writes it as a page>"
+
+    def _repr_html_(self) -> str:
+        # The frame has an origin of its own, so its script cannot reach the notebook.
+        return (
+            f'<iframe title="{escape(self.title)}" sandbox="allow-scripts" srcdoc="{escape(self.page)}" '
+            f'style="width:100%;height:{self.height}px;border:0"></iframe>'
+        )
+
+
+def film_of_series(series: TimeSeries, *, lang: str = "en", height: int = 720) -> Film:
+    """Return the page of a series for a notebook; see `TimeSeries.view`."""
+    check_integer("height", height)
+    page = render_page(series, lang)
+    return Film(page, height, text("series.title", lang))
+
+
+def write_series_page(series: TimeSeries, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
+    """Write the page of a series, completely or not at all; see `TimeSeries.report`."""
+    write_atomically(path, render_page(series, lang))
+    return Path(path)
+
+
+def render_page(series: TimeSeries, lang: str) -> str:
+    """Render the page: one HTML file with its style, script and data, which makes no network requests.
+
+    Raises:
+        ArgumentError: nothing was observed, or there is no such language.
+    """
+    check_language(lang)
+    if not series.steps or not series.statistics:
+        raise ArgumentError("The series has no step to show.", "Run some training steps inside the watch first.")
+    words = section(lang, "common", "page", "series")
+    data, every = page_data(series, lang)
+    source = bundle_script("viewer/static/series/page.js")
+    return load_template("viewer/static/series/series.html").render(
+        title=words["title"],
+        lang=lang,
+        words=words,
+        lead=_lead(series, every, lang),
+        last=len(data["steps"]) - 1,
+        facts=[
+            (words["fact.grid"], f"{len(series.layers)} × {max(series.num_heads.values())}"),
+            (words["fact.steps"], f"{len(series.steps):,}"),
+            (words["fact.statistics"], str(len(series.statistics))),
+        ],
+        style=Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
+        script=Markup(source),
+        script_hash=hash_of_script(source),
+        texts=Markup(json_in_script(words)),
+        data=Markup(json_in_script(data)),
+        foot=text("series.foot", lang, version=installed_version()),
+    )
+
+
+def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
+    """Return the data of the page's script, and n where it holds every n-th step; None stands for no number."""
+    heads = sum(series.num_heads.values())
+    every = -(-len(series.steps) * heads * len(series.statistics) // MOST_NUMBERS)
+    chosen = sorted({*range(0, len(series.steps), every), len(series.steps) - 1})
+    columns = [describe_column(shown, lang) for shown in series.statistics.values()]
+    values = {each["id"]: series.values_of_all_heads(each["id"]) for each in columns}
+    data = {
+        "steps": [series.steps[place] for place in chosen],
+        "layers": [
+            {"number": number, "name": visible(series.layers[number]), "heads": heads}
+            for number, heads in series.num_heads.items()
+        ],
+        "columns": columns,
+        "ends": {each["id"]: _ends_of_scale(values[each["id"]], each["format"]) for each in columns},
+        "values": {name: [_rounded(found[place]) for place in chosen] for name, found in values.items()},
+    }
+    return data, every
+
+
+def _lead(series: TimeSeries, every: int, lang: str) -> str:
+    sizes = {"heads": sum(series.num_heads.values()), "first": f"{series.steps[0]:,}", "last": f"{series.steps[-1]:,}"}
+    sentences = [text("series.lead", lang, **sizes)]
+    if every > 1:
+        sentences.append(text("series.thinned", lang, n=every))
+    return section(lang, "common")["join.sentences"].join(sentences)
+
+
+def _ends_of_scale(values: NDArray[np.float32], number_format: str) -> tuple[float, float]:
+    """Return the values at which the colours of a statistic begin and end, the same at all steps.
+
+    That is 0 to 1 for a share; for others they are the smallest value, at most 0, and the largest one.
+    """
+    if number_format == SHARE:
+        return 0.0, 1.0
+    known = values[np.isfinite(values)]
+    low, high = min(0.0, float(known.min(initial=0))), float(known.max(initial=0))
+    return (low, high) if high > low else (low, low + 1)
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float | None]:
+    """Return the values of all heads at one step with four digits; None where one is not finite."""
+    return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]

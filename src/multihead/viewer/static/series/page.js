@@ -1,0 +1,145 @@
+// The page of a series: the heads at one step, a slider over the steps that can play, and one head over all steps.
+import { dark, paint, palette, tone } from '../shared/colour.js';
+import { $, el, translate } from '../shared/dom.js';
+import { neighbour } from '../shared/keys.js';
+import { applied, fitted } from '../shared/layout.js';
+import { ramp } from '../shared/legend.js';
+import { count, known } from '../shared/numbers.js';
+import { definitions, numberRows, statistic, withUnit } from '../shared/statistics.js';
+
+const D = JSON.parse($('data').textContent);
+const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h })));
+const WIDEST = Math.max(...D.layers.map(layer => layer.heads)), LAST = D.steps.length - 1;
+const indexOf = (l, h) => HEADS.findIndex(head => head.l === l && head.h === h);
+const longName = i => translate('layer head', { layer: D.layers[HEADS[i].l].number, head: HEADS[i].h });
+
+// The choice of the reader: the place of the step, the statistic, and the head whose line is drawn; while the film plays, its timer.
+const state = { at: LAST, id: D.columns[0].id, lit: 0, timer: 0 };
+let wide = true, cells = [];  // whether a cell has room for its number
+
+// A statistic of all heads at the step that is shown; a full bar is the end of its colour scale.
+const valuesOf = id => D.values[id][state.at];
+const shown = id => statistic(D.columns.find(one => one.id === id), valuesOf(id), () => D.ends[id][1]);
+// The place of a value on the scale of its statistic, which is the same at all steps: 0 to 1.
+const share = (id, value) => (value - D.ends[id][0]) / (D.ends[id][1] - D.ends[id][0]);
+
+function frameOfFilm() {
+  const one = shown(state.id), step = count(D.steps[state.at]);
+  $('step').value = state.at;
+  $('step').setAttribute('aria-valuetext', translate('step', { n: step }));
+  $('at').textContent = translate('step of', { n: step, place: count(state.at + 1), all: count(D.steps.length) });
+  cells.forEach((cell, i) => {
+    const value = one.values[i];
+    cell.classList.toggle('none', !known(value));
+    if (known(value)) paint(cell, tone('linear', share(state.id, value), 1)); else cell.removeAttribute('style');
+    cell.textContent = wide && known(value) ? one.number(i) : '';
+    cell.setAttribute('aria-label', `${longName(i)}, ${one.label} ${one.text(i)}`);
+  });
+  inspect(state.lit);
+}
+
+function grid() {
+  const box = $('grid'), phone = innerWidth <= 640, rows = [];
+  const shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 }), { cell: size, perColumn } = shape;
+  applied(box, shape, WIDEST, false);
+  wide = size >= 34;
+  const step = size < 17 ? 4 : 1, letter = name => size < 30 || phone ? '' : name;
+  // Each column of layers has its own heading; screen readers read the first one.
+  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader', 'aria-label': translate('layer column') } : {}),
+    ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : letter('H') + h })));
+  cells = HEADS.map((_, i) => el('button', { className: 'cell', tabIndex: i === state.lit ? 0 : -1, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }));
+  D.layers.forEach((layer, l) => {
+    if (l % perColumn === 0) rows.push(heading(!l));
+    rows.push(el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name, textContent: letter('L') + layer.number }),
+      ...cells.slice(indexOf(l, 0), indexOf(l, 0) + layer.heads).map(cell => el('span', { role: 'gridcell' }, cell))));
+  });
+  box.replaceChildren(...rows);
+}
+
+function legend() {
+  const one = shown(state.id), [low, end] = D.ends[state.id];
+  const marks = el('div', { className: 'ticks' }, ...[[0, low], [100, end]].map(([left, value]) => {
+    const mark = el('span', { textContent: +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') });
+    mark.style.left = left + '%';
+    return mark;
+  }));
+  $('scale').replaceChildren(el('div', {}, ramp('ink', 320), marks), el('div', { className: 'note', textContent: [withUnit(one), translate(one.percentage ? 'scale whole' : 'scale largest')].join(translate('join.parts')) }));
+}
+
+// A head's line over the steps, from 0 to 1 in both directions; a step at which it was not observed is a gap.
+function line(i) {
+  const svg = name => document.createElementNS('http://www.w3.org/2000/svg', name), drawn = svg('svg');
+  const [first, last] = [D.steps[0], D.steps[LAST]], x = at => last > first ? (D.steps[at] - first) / (last - first) : .5;
+  const add = (className, d) => { const path = svg('path'); path.setAttribute('class', className); path.setAttribute('d', d); drawn.append(path); };
+  const points = D.steps.map((_, at) => [x(at), D.values[state.id][at][i]]), place = ([left, value]) => `${left.toFixed(4)} ${(1 - share(state.id, value)).toFixed(4)}`;
+  drawn.setAttribute('class', 'line');
+  drawn.setAttribute('viewBox', '0 0 1 1');
+  drawn.setAttribute('preserveAspectRatio', 'none');
+  drawn.setAttribute('role', 'img');
+  drawn.setAttribute('aria-label', translate('line label', { head: longName(i), label: shown(state.id).label }));
+  add('now', `M${x(state.at)} 0V1`);
+  add('course', points.map((point, at) => known(point[1]) ? (at && known(points[at - 1][1]) ? 'L' : 'M') + place(point) : '').join(''));
+  if (known(points[state.at][1])) add('dot', `M${place(points[state.at])}h0`);
+  drawn.onpointerdown = drawn.onpointermove = event => {
+    if (event.type === 'pointermove' && !event.buttons) return;
+    const box = drawn.getBoundingClientRect(), left = (event.clientX - box.left) / box.width;
+    go(D.steps.reduce((best, _, at) => Math.abs(x(at) - left) < Math.abs(x(best) - left) ? at : best, 0));
+  };
+  return [drawn, el('div', { className: 'ends' }, ...[...new Set([first, last])].map(step => el('span', { textContent: translate('step', { n: count(step) }) })))];
+}
+
+function inspect(i) {
+  cells.forEach((cell, each) => { cell.tabIndex = each === i ? 0 : -1; });
+  cells[state.lit].removeAttribute('aria-current');
+  cells[i].setAttribute('aria-current', 'true');
+  state.lit = i;
+  $('insp').replaceChildren(el('h3', { textContent: longName(i) }), el('p', { className: 'path', textContent: D.layers[HEADS[i].l].name }), ...line(i),
+    el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(D.columns.map(one => shown(one.id)), i))));
+}
+
+// Show another step; the film stops, unless it plays.
+function go(at, playing = false) {
+  if (!playing) stop();
+  state.at = at;
+  frameOfFilm();
+}
+
+function stop() {
+  clearInterval(state.timer);
+  state.timer = 0;
+  $('play').textContent = translate('play');
+}
+
+function play() {
+  if (state.timer) { stop(); return; }
+  go(state.at < LAST ? state.at : 0, true);
+  $('play').textContent = translate('pause');
+  // A short series slowly, so that each step is seen; a long one in about ten seconds.
+  state.timer = setInterval(() => { if (state.at < LAST) go(state.at + 1, true); else stop(); }, Math.max(60, Math.min(500, 10000 / D.steps.length)));
+}
+
+function draw() {
+  palette();
+  grid();
+  legend();
+  frameOfFilm();
+}
+
+$('statistic').append(...D.columns.map(one => el('option', { value: one.id, textContent: withUnit(one) })));
+$('statistic').onchange = event => { state.id = event.target.value; legend(); frameOfFilm(); };
+$('step').oninput = event => go(+event.target.value);
+$('play').onclick = play;
+$('play').disabled = !LAST;
+$('grid').addEventListener('keydown', event => {
+  const next = neighbour(event.key, HEADS[state.lit].l, HEADS[state.lit].h, D.layers, indexOf);
+  if (next === undefined) return;
+  event.preventDefault();
+  if (next >= 0) cells[next].focus();
+});
+dark.addEventListener('change', draw);
+let width = innerWidth;
+addEventListener('resize', () => { if (innerWidth !== width) draw(); width = innerWidth; });
+
+definitions($('defs'), D.columns.map(one => [one.id, one.label]), []);
+stop();
+draw();
