@@ -16,9 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.corpus import rows_of_shard
-from multihead.counting.merge import HEADS, SHARDS, merge_shards, missing_shards, read_merged_table, shards_table
+from multihead.counting.merge import (
+    MergedTables,
+    merge_shards,
+    problems_of_shards,
+    read_merged_tables,
+    write_merged_tables,
+)
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import OF_CHANCE, add_missing_columns
+from multihead.counting.shard import OF_CHANCE
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -141,7 +147,7 @@ class Census:
         heads: the table of heads, of pyarrow: a row per layer, statistic and head.
         shards: the table of shards, of pyarrow: how many rows, texts and tokens were read of each.
         missing: the shards without a result.
-        problems: the shards and rows that could not be read, in a sentence each.
+        problems: the shards and rows that could not be counted, in a sentence each.
         folder: the directory.
         own_kinds: the kinds of heads that are not built in, see `add_kinds`. The directory does not hold them.
 
@@ -163,11 +169,11 @@ class Census:
 
     @staticmethod
     def load(folder: str | os.PathLike[str], *, problems: Sequence[str] = ()) -> Census:
-        """Read the census of a directory; while it runs, that of the shards that are finished.
+        """Read the census of a directory; while it runs, that of the shards that are finished. Nothing is written.
 
         Args:
             folder: the directory.
-            problems: why shards have no result, a sentence each.
+            problems: further problems, next to those that the directory holds.
 
         Raises:
             InputError: there is no census, or a file of it cannot be read.
@@ -176,15 +182,28 @@ class Census:
         require("pyarrow", purpose="A census", extra="census")
         place = Path(folder)
         plan = read_plan(place)
-        missing = missing_shards(place, plan)
-        done = [index for index in range(len(plan.shards)) if index not in set(missing)]
-        tables = [read_merged_table(place / file, plan, done) for file in (HEADS, SHARDS)]
-        if any(table is None for table in tables):
-            found = merge_shards(place, plan)
-            tables = [found.heads_table(), shards_table(plan, found.shards)]
-        heads, shards = add_missing_columns(tables[0]), tables[1]
-        rows_named = [problem for each in shards["problems"].to_pylist() for problem in each]
-        return Census(plan, heads, shards, missing, [*problems, *rows_named], place)
+        heads, shards, missing = read_merged_tables(place, plan) or merge_shards(place, plan)
+        of_shards = problems_of_shards(place, plan, missing).values()
+        of_rows = [problem for each in shards["problems"].to_pylist() for problem in each]
+        return Census(plan, heads, shards, missing, list(dict.fromkeys([*problems, *of_shards, *of_rows])), place)
+
+    def write_tables(self) -> bool:
+        """Write the tables of heads and of shards into the directory, once no shard is left to count.
+
+        `mh.census` does this at its end; of several processes with `shard=` the last one does. Tables that the
+        directory holds are not written again.
+
+        Returns:
+            whether the directory holds the tables. False if shards are missing that may still be counted.
+
+        Raises:
+            InputError: they cannot be written.
+        """
+        known = problems_of_shards(self.folder, self.plan, self.missing)
+        if len(known) < len(self.missing) or not len(self.shards):
+            return False
+        write_merged_tables(self.folder, self.plan, MergedTables(self.heads, self.shards, self.missing))
+        return True
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -382,7 +401,7 @@ class Census:
         return find(self.layers, ranges, of=of, statistics=self.plan.statistics, among=self.all_kinds)
 
     def top(self, layer: int, head: int, name: str) -> list[Example]:
-        """Return the strongest examples of a head and statistic, the strongest first.
+        """Return the strongest examples of a head and statistic, at most one of each text, the strongest first.
 
         Raises:
             ArgumentError: there is no such head.
