@@ -283,7 +283,7 @@ def _print_heads(found: Census, lang: str) -> None:
     from rich.console import Console
 
     rows = found.table().rows
-    for table in (_statistics_table(found, rows, lang), _kinds_table(found, rows, lang)):
+    for table in (_statistics_table(found, rows, lang), _kinds_table(found, lang)):
         if table.row_count:
             click.echo()
             Console(highlight=False, markup=False).print(table)
@@ -321,17 +321,11 @@ def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: st
     return made
 
 
-def _kinds_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
+def _kinds_table(found: Census, lang: str) -> Table:
     made = _empty_table(("kind", "heads", "chance", "largest shares"), lang)
-    heads = (
-        found.kinds() if any("kind" in row for row in rows) else []
-    )  # rows have kinds only if chance levels are known
-    for kind in found.all_kinds:
-        named = [each for each in heads if each.kind == kind.name]
-        if named:
-            levels = dict.fromkeys(kind.written(of(each.chance for each in named)) for of in (min, max))
-            best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in named[:BEST])
-            made.add_row(visible(kind.label(lang)), str(len(named)), "–".join(levels), best)
+    for kind, heads, chance in found.kind_counts():
+        best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in heads[:BEST])
+        made.add_row(visible(kind.label(lang)), str(len(heads)), chance, best)
     return made
 
 

