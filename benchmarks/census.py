@@ -180,7 +180,7 @@ class _Run:
 
     @property
     def tail(self) -> float:
-        """Seconds from the moment at which the first process has nothing left to the end."""
+        """Seconds from the moment at which one process has nothing left to the end."""
         after = self.moments[self._all_loaded :]
         return after[-1][0] - next(seconds for seconds, _, processes in after if processes < self.processes)
 
@@ -211,7 +211,8 @@ def kills(*, kills: int, seed: int) -> None:
             while run.poll() is None and done < kills:
                 time.sleep(draw.uniform(0.2, 2))
                 children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-                workers = list(map(int, children.read_text().split())) if children.exists() else []
+                ours = children.read_text().split() if children.exists() else []
+                workers = [int(each) for each in ours if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
                 if workers and shards.exists() and any(shards.glob("*.parquet")):
                     target = draw.choice([*workers, run.pid])
                     os.kill(target, signal.SIGKILL)

@@ -123,6 +123,25 @@ def test_chance_is_next_to_every_mean_and_to_nothing_else(shown: Callable[..., P
 
 
 @pytest.mark.parametrize("width", [1440, 390])
+def test_the_first_screen_says_what_the_heads_do_and_a_head_opens_on_its_own_statistic(
+    shown: Callable[..., Page], width: int
+) -> None:
+    page = shown("even", width=width)
+    row = page.locator(".found tbody tr >> nth=0")
+    assert row.inner_text().split()[:1] == ["broad"]
+    row.locator("a >> nth=0").click()
+    page.wait_for_function("location.hash === '#L0H0/entropy'")
+    page = shown("one", width=width)
+    page.click("#grid a >> nth=6")
+    own = page.evaluate("JSON.parse(document.getElementById('data').textContent).own[6]")
+    page.wait_for_function(f"location.hash === '#L1H2/{own}'")
+    assert page.locator(".card[aria-pressed=true]").count() == 1
+    page = shown("two", width=width)
+    assert page.locator(".finds li").count() == 6
+    assert page.locator("#found h3").count() == 2
+
+
+@pytest.mark.parametrize("width", [1440, 390])
 def test_heads_are_filtered_by_their_kinds(shown: Callable[..., Page], width: int) -> None:
     page = shown("even", width=width)
     counts = {name: int(number) for name, number in (each.split() for each in page.locator(".chip").all_inner_texts())}
@@ -149,7 +168,7 @@ def test_a_second_census_is_next_to_the_first_one(shown: Callable[..., Page], wi
         assert page.input_value("select[name=shows]") == each
         assert page.locator("#grid .cell:not(.none)").count() == 8
     page.click("#rows a >> nth=0")
-    page.wait_for_selector(".sides h3")
-    assert page.locator(".sides > div").count() == 2
+    page.wait_for_selector("#head .sides h3")
+    assert page.locator("#head .sides > div").count() == 2
     assert page.locator(".card >> nth=0 >> .bins").count() == 2
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from click.testing import CliRunner, Result
 
 import multihead as mh
 from multihead.cli import main
+from multihead.cli.census import parse_shard
+from multihead.errors import InputError
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 
@@ -82,8 +85,40 @@ def test_what_cannot_be_read_is_printed_and_the_status_is_1(model: str, corpus: 
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
         f"{gone}: No such file or directory",
-        "Shards without a result: 1. Run the same command again to count them.",
+        "Shards without a result: 1 (1). Run the command that counts them again.",
     ]
+    again = run(str(tmp_path / "out"))
+    assert (again.exit_code, again.stderr) == (1, result.stderr)
+
+
+def test_the_runs_of_a_split_may_have_several_processes_and_are_merged_once(
+    model: str, corpus: str, counted: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for part in ("0/2", "1/2"):
+        given = ("--texts", corpus, "--out", str(out), "--threads", "1", "--probes", "entropy", "--shard", part)
+        assert run(model, *given, *(("--workers", "2") if part == "0/2" else ())).exit_code == 0
+    (out / "heads.parquet").unlink()
+    result = run(str(out))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1].startswith(f"The table: {out}/heads.parquet.")
+    assert (out / "heads.parquet").read_bytes() == (Path(counted) / "heads.parquet").read_bytes()
+
+
+def test_a_directory_that_cannot_be_written_is_read(
+    counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InputError("heads.parquet cannot be written: Read-only file system.", "Choose another folder.")
+
+    monkeypatch.setattr("multihead.counting.merge.write_atomically", refuse)
+    assert run(counted).exit_code == 0
+    copy = Path(shutil.copytree(counted, tmp_path / "copy"))
+    (copy / "heads.parquet").unlink()
+    result = run(str(copy))
+    assert (result.exit_code, result.stdout.startswith("tiny-bert: 12 texts")) == (1, True)
+    assert result.stderr == "heads.parquet cannot be written: Read-only file system. Choose another folder.\n"
+    assert run(str(copy), "--page", str(tmp_path / "page.html")).exit_code == 0
 
 
 def test_many_problems_are_cut_off(model: str, tmp_path: Path) -> None:
@@ -121,7 +156,8 @@ class TestTheNumberOfAProcess:
         "environment",
         [
             {"RANK": "1", "WORLD_SIZE": "2"},
-            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "4"},
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
             {"SLURM_ARRAY_TASK_ID": "8", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "7"},
         ],
     )
@@ -133,9 +169,18 @@ class TestTheNumberOfAProcess:
         assert result.exit_code == 0, result.output
         assert result.stdout.splitlines() == [
             "tiny-bert: 0 texts with 0 tokens, in 0 of 1 shards (0 truncated, 0 empty, 0 broken, 0 left out).",
-            "Shards that other processes count: 1. The last one writes the table.",
+            f"Shards that other runs count: 1. When all have ended, run multihead census {tmp_path / 'out'}.",
         ]
         assert run(model, "--texts", corpus, *out, "--shard", "0/2").stdout.startswith("tiny-bert: 12 texts")
+
+    def test_in_an_array_counts_the_processes_of_all_tasks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        array = {"ID": "9", "COUNT": "5", "MIN": "1", "STEP": "2"}
+        for name, value in {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}.items():
+            monkeypatch.setenv(name, value)
+        assert parse_shard("auto") == (4, 5)
+        monkeypatch.setenv("SLURM_PROCID", "3")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+        assert parse_shard("auto") == (4 * 8 + 3, 5 * 8)
 
     @pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2"])
     def test_out_of_range_is_an_error(self, shard: str) -> None:
@@ -145,7 +190,10 @@ class TestTheNumberOfAProcess:
 
     def test_is_unknown_without_a_launcher(self) -> None:
         result = run("model", "--texts", "a", "--out", "b", "--shard", "auto")
-        assert "--shard is auto, and neither torchrun nor Slurm started this. Give it as 0/8." in result.stderr
+        sentence = "--shard is auto, and neither torchrun nor Slurm nor mpirun started this. Give it as 0/8."
+        assert sentence in result.stderr
+        result = run("model", "--texts", "a", "--out", "b", "--shard", "auto", RANK="x", WORLD_SIZE="2")
+        assert "--shard is auto, and a variable of the launcher is no number: invalid literal" in result.stderr
 
 
 def test_an_error_of_the_library_is_one_line(model: str, corpus: str, tmp_path: Path) -> None:
@@ -179,10 +227,9 @@ def test_the_page_of_a_census_is_written_without_running_the_model(model: str, c
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ((), "Give --texts and --out to count, or a census with --page or --read."),
         (
             ("--texts", "a.txt", "--page", "p.html"),
-            "Give --texts and --out to count, or a census with --page or --read.",
+            "Give --texts and --out to count, or the directory of a census without both.",
         ),
         (("--against", "b"), "--against needs --page: the page compares the two. Give --page FILE."),
         (

@@ -1,4 +1,4 @@
-"""Ray Data counts the same table."""
+"""Ray counts the same table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from multihead.errors import InputError, MissingPackageError
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # those of Ray
 def test_an_embedded_ray_writes_the_same_bytes(model: str, corpus: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    found = mh.census(model, corpus, out=tmp_path / "out", shard_bytes=1000, threads=1, ray=EMBEDDED)
+    found = mh.census(model, corpus, out=tmp_path / "out", shard_bytes=1000, threads=1, ray=EMBEDDED, workers=2)
     assert (found.texts, found.problems) == (60, [])
     for name in (HEADS, SHARDS):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()

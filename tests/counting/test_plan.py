@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,17 @@ def test_the_plan_that_is_there_is_kept(plan: Plan, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
 
 
-def test_a_file_system_without_links_is_enough(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr("os.link", refuse)
-    assert plan.write_or_check(tmp_path) == plan
-    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
+def test_a_census_of_the_version_before_is_read_and_not_continued(plan: Plan, tmp_path: Path) -> None:
+    old = replace(plan, version=1)
+    content = {
+        name: value for name, value in asdict(old).items() if name not in ("model", "device", "title", "version")
+    }
+    written = json.dumps(content, sort_keys=True).encode()
+    assert old.id == hashlib.blake2b(written, digest_size=16).hexdigest() != plan.id
+    old.write_or_check(tmp_path)
+    assert read_plan(tmp_path) == old
+    with pytest.raises(ArgumentError, match=r"^The directory holds a census with another version, 1, not 2\. Give"):
+        plan.write_or_check(tmp_path)
 
 
 def test_the_name_of_the_model_and_its_device_do_not_change_the_result(plan: Plan) -> None:

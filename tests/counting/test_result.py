@@ -263,7 +263,8 @@ class TestLoading:
         self, counted: mh.Census, folder: Path, tmp_path: Path
     ) -> None:
         copy = Path(shutil.copytree(folder, tmp_path / "out"))
-        counted.plan.shard_file(copy, 1).unlink()
+        for file in (copy / HEADS, counted.plan.shard_file(copy, 1)):
+            file.unlink()
         found = mh.Census.load(copy)
         assert found.missing == [1]
         assert 0 < found.texts < 60

@@ -74,6 +74,36 @@ def test_the_page_has_the_chance_of_every_mean_and_the_kinds_of_every_head(
     assert (legend["pointed"], legend["previous"], legend["induction"], legend["local"]) == (True, True, False, False)
 
 
+def test_the_first_screen_has_the_findings_and_the_heads_of_each_kind(
+    counted: tuple[mh.Census, mh.Census], tmp_path: Path
+) -> None:
+    pointed = mh.kinds.Kind("pointed", mh.probes.PROBES["entropy"], above_chance=None, of_largest=0.1)
+    mine = mh.Census.load(counted[0].folder)
+    mine.add_kinds(pointed)
+    data = data_of(mine.report(tmp_path / "page.html", lang="zh"))
+    sentences = [(each.layer, each.head, "entropy", each.sentence, each.count) for each in mine.findings(lang="zh")]
+    assert sentences
+    assert [tuple(each.values()) for each in data["findings"]] == sentences
+    (found,) = [each for each in data["runs"][0]["found"] if each["kind"] == "pointed"]
+    heads = mine.kinds("pointed")
+    assert found["number"] == len(heads)
+    assert [(each["layer"], each["head"], each["share"]) for each in found["best"]] == [
+        (each.layer, each.head, pointed.written(each.share)) for each in heads[:3]
+    ]
+
+
+def test_a_head_opens_on_the_statistic_of_its_kind_or_on_the_share_farthest_above_chance(
+    counted: tuple[mh.Census, mh.Census], tmp_path: Path
+) -> None:
+    mine = mh.Census.load(counted[0].folder)
+    assert all(each.kind == "broad" for each in mine.kinds())
+    data = data_of(mine.report(tmp_path / "page.html"))
+    broad = ["broad" in names for names in data["runs"][0]["kinds"]]
+    assert data["own"] == ["entropy" if each else "previous_mass" for each in broad]
+    mine.add_kinds(mh.kinds.Kind("turned", mh.probes.PROBES["previous_mass"], above_chance=None, at_least=0.0, rank=-1))
+    assert data_of(mine.report(tmp_path / "page.html"))["own"] == ["previous_mass"] * 8
+
+
 def test_the_page_of_a_census_of_an_earlier_version_has_neither(
     counted: tuple[mh.Census, mh.Census], tmp_path: Path
 ) -> None:
@@ -110,10 +140,15 @@ def test_two_censuses_are_on_one_page_with_their_divergences(
     data = data_of(write_census_page(one, tmp_path / "page.html", other, lang="zh"))
     found = {(each.layer, each.head): each for each in one.changed(other)}
     heads = [(layer, head) for layer in range(2) for head in range(4)]
+    first = one.changed(other)[0]
+    assert (data["findings"][0]["layer"], data["findings"][0]["head"]) == (first.layer, first.head)
+    assert data["findings"][0]["count"] == f"散度 {first.divergence:.3f} 奈特"
+    assert (data["findings"][0]["statistic"], len(data["findings"])) == (first.most_different, 6)
     assert data["divergence"][""] == pytest.approx([found[head].divergence for head in heads], rel=1e-3)
     assert data["divergence"]["entropy"] == pytest.approx(
         [found[head].divergences["entropy"] for head in heads], rel=1e-3
     )
+    assert data_of(one.report(tmp_path / "same.html", one))["findings"] == []
     means = data["runs"][1]["numbers"]["entropy"]["mean"]
     assert means == pytest.approx([found[head].after["entropy"] for head in heads], rel=1e-3)
 

@@ -12,6 +12,7 @@ import click
 
 from multihead.cli.model_options import model_options, parse_layers
 from multihead.cli.progress import Steps
+from multihead.errors import InputError
 from multihead.errors.optional import require
 from multihead.files import check_writable
 from multihead.locale.escaping import visible
@@ -33,13 +34,15 @@ Examples:
   torchrun --nproc-per-node 8 -m multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
   srun multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
   multihead census ./my-model --texts '*.parquet' --out census/ --ray ray://head:10001 --workers 64
+  multihead census ./my-model --texts '*.parquet' --out census/ --shard 0/2 --workers 8
+  multihead census census/
   multihead census census/ --page census.html
   multihead census before/ --page changes.html --against after/
   multihead census census/ --read 0:17 | multihead look ./my-model --text -
 
-A census that was stopped continues where it was: run the same command again. Several machines may run it on one
-directory at the same time. Without --texts the argument is the directory of a census, which is read. In Python:
-mh.Census.load("census/").
+A census that was stopped continues where it was: run the same command again. With --shard each run counts its part
+of the shards, and the last one writes the table. Without --texts the argument is the directory of a census, which is
+read; its table is written if all shards are there. In Python: mh.Census.load("census/").
 """
 
 NAMED = 10
@@ -48,12 +51,13 @@ NAMED = 10
 BEST = 3
 """How many heads are printed per statistic, and per kind."""
 
-# The variables for a process's index and the number of processes: of torchrun, of a Slurm job array, and of srun.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
 )
+"""The variables for a process's index and the number of processes: of torchrun, srun, Open MPI, and other mpirun."""
 
 
 @click.command(epilog=EXAMPLES)
@@ -89,7 +93,7 @@ _LAUNCHERS = (
     help="Threads of each process.  [default: all, or 1 with several processes]",
 )
 @click.option(
-    "--shard", metavar="I/N", help="Count every N-th shard from the I-th on; auto: as torchrun or Slurm says."
+    "--shard", metavar="I/N", help="Count every N-th shard from the I-th on; auto: as torchrun, Slurm or mpirun says."
 )
 @click.option(
     "--ray",
@@ -138,9 +142,9 @@ def census(
 
     Writes DIR/heads.parquet: per layer, head and statistic the number of queries, their mean, spread, extremes and
     distribution, and the strongest examples with the text around them. No activations are stored. Exit status 1: some
-    of the texts could not be read, or there are none.
+    of the texts could not be counted, or there are none.
     """
-    part = None if shard is None else _parse_shard(shard)
+    part = None if shard is None else parse_shard(shard)
     require("pyarrow", purpose="A census", extra="census")
     if against is not None and page is None:
         raise click.UsageError("--against needs --page: the page compares the two. Give --page FILE.")
@@ -148,9 +152,12 @@ def census(
         check_writable([page])
     other = None if against is None else _load_census(against)
     if not texts or out is None:
-        if texts or out is not None or (page is None and place is None):
-            raise click.UsageError("Give --texts and --out to count, or a census with --page or --read.")
-        _print_text_or_write_page(model, page, other, place, lang)
+        if texts or out is not None:
+            raise click.UsageError("Give --texts and --out to count, or the directory of a census without both.")
+        if page is None and place is None:
+            _print_census(context, _merge(model), lang)
+        else:
+            _print_text_or_write_page(model, page, other, place, lang)
         return
     if place is not None:
         raise click.UsageError("--read prints a text of a census that exists. Give its directory, without --texts.")
@@ -186,28 +193,57 @@ def census(
             dtype=dtype,
             progress=show_progress,
         )
-    _print_counts(found, last[0] if last else None, lang)
-    table = Path(out) / "heads.parquet"
-    if part is not None and not table.exists():
+    if part is not None and all(index % part[1] != part[0] for index in found.missing) and not _table(found).exists():
+        _print_counts(found, last[0], lang)
         _print_problems(found, lang)
-        click.echo(text("census.others", lang, number=len(found.missing)))
+        click.echo(text("census.others", lang, number=len(found.missing), folder=visible(out)))
         return
-    _print_heads(found, lang)
-    _print_problems(found, lang)
-    if found.missing:
-        click.echo(text("census.missing", lang, number=len(found.missing)), err=True)
-    if table.exists():
-        click.echo(text("census.files", lang, file=visible(str(table)), folder=visible(out)))
-    if page is not None and len(found.missing) < len(found.plan.shards):
-        _write_page(found, page, other, lang)
-    if found.missing or found.counts()["broken"] or not found.texts or not table.exists():
-        context.exit(1)
+    _print_census(context, found, lang, last[0], page=page, other=other)
 
 
 def _load_census(folder: str) -> Census:
     from multihead.counting.result import Census
 
     return Census.load(folder)
+
+
+def _merge(folder: str) -> Census:
+    """Load a census, and write its tables if all shards are there."""
+    found = _load_census(folder)
+    try:
+        found.write_tables()
+    except InputError as error:
+        found.problems.append(str(error))
+    return found
+
+
+def _table(found: Census) -> Path:
+    return found.folder / "heads.parquet"
+
+
+def _print_census(
+    context: click.Context,
+    found: Census,
+    lang: str,
+    progress: Progress | None = None,
+    *,
+    page: str | None = None,
+    other: Census | None = None,
+) -> None:
+    """Print what was counted and what is missing, write the page, and exit with 1 if something could not be counted."""
+    table = _table(found)
+    _print_counts(found, progress, lang)
+    _print_heads(found, lang)
+    _print_problems(found, lang)
+    if found.missing:
+        named = ", ".join(map(str, found.missing[:NAMED])) + (" ..." if len(found.missing) > NAMED else "")
+        click.echo(text("census.missing", lang, number=len(found.missing), shards=named), err=True)
+    if table.exists():
+        click.echo(text("census.files", lang, file=visible(str(table)), folder=visible(str(found.folder))))
+    if page is not None and len(found.missing) < len(found.plan.shards):
+        _write_page(found, page, other, lang)
+    if found.missing or found.counts()["broken"] or not found.texts or not table.exists():
+        context.exit(1)
 
 
 def _print_text_or_write_page(
@@ -248,7 +284,7 @@ def _print_heads(found: Census, lang: str) -> None:
     from rich.console import Console
 
     rows = found.table().rows
-    for table in (_statistics_table(found, rows, lang), _kinds_table(found, rows, lang)):
+    for table in (_statistics_table(found, rows, lang), _kinds_table(found, lang)):
         if table.row_count:
             click.echo()
             Console(highlight=False, markup=False).print(table)
@@ -286,17 +322,11 @@ def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: st
     return made
 
 
-def _kinds_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
+def _kinds_table(found: Census, lang: str) -> Table:
     made = _empty_table(("kind", "heads", "chance", "largest shares"), lang)
-    heads = (
-        found.kinds() if any("kind" in row for row in rows) else []
-    )  # rows have kinds only if chance levels are known
-    for kind in found.all_kinds:
-        named = [each for each in heads if each.kind == kind.name]
-        if named:
-            levels = dict.fromkeys(kind.written(of(each.chance for each in named)) for of in (min, max))
-            best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in named[:BEST])
-            made.add_row(visible(kind.label(lang)), str(len(named)), "–".join(levels), best)
+    for kind, heads, chance in found.kind_counts():
+        best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in heads[:BEST])
+        made.add_row(visible(kind.label(lang)), str(len(heads)), chance, best)
     return made
 
 
@@ -308,15 +338,31 @@ def _print_problems(found: Census, lang: str) -> None:
         click.echo(text("census.more problems", lang, number=len(found.problems) - NAMED), err=True)
 
 
-def _parse_shard(shard: str) -> tuple[int, int]:
+def parse_shard(shard: str) -> tuple[int, int]:
     """Parse "3/8" as (3, 8), and "auto" by the variables of the program that started this process."""
     if shard == "auto":
-        for number, count in _LAUNCHERS:
-            if number in os.environ and count in os.environ:
-                first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0")) if "ARRAY" in number else 0
-                return int(os.environ[number]) - first, int(os.environ[count])
-        raise click.UsageError("--shard is auto, and neither torchrun nor Slurm started this. Give it as 0/8.")
+        shard = _shard_of_launcher()
     index, _, total = shard.partition("/")
     if not (index.isdigit() and total.isdigit() and int(index) < int(total)):
         raise click.UsageError(f"--shard is {shard!r}. Give it as 0/8: from 0/8 to 7/8 for eight processes.")
     return int(index), int(total)
+
+
+def _shard_of_launcher() -> str:
+    """Return "3/8" by the variables of the programs that started this process; a job array multiplies the others."""
+    known = os.environ
+    name = next((each for each in _LAUNCHERS if each[0] in known and each[1] in known), None)
+    in_array = "SLURM_ARRAY_TASK_ID" in known and "SLURM_ARRAY_TASK_COUNT" in known
+    if name is None and not in_array:
+        raise click.UsageError(
+            "--shard is auto, and neither torchrun nor Slurm nor mpirun started this. Give it as 0/8."
+        )
+    try:
+        index, total = (0, 1) if name is None else (int(known[each]) for each in name)
+        if in_array:
+            first, step = int(known.get("SLURM_ARRAY_TASK_MIN", "0")), int(known.get("SLURM_ARRAY_TASK_STEP", "1"))
+            index += (int(known["SLURM_ARRAY_TASK_ID"]) - first) // step * total
+            total *= int(known["SLURM_ARRAY_TASK_COUNT"])
+    except ValueError as error:
+        raise click.UsageError(f"--shard is auto, and a variable of the launcher is no number: {error}.") from None
+    return f"{index}/{total}"

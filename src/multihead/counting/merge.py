@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from multihead.counting.shard import (
     table_to_parquet,
 )
 from multihead.counting.sums import merge_moments
-from multihead.errors import InputError
 from multihead.files import write_atomically
 
 HEADS = "heads.parquet"
@@ -56,7 +56,7 @@ class MergedSums:
     excess_squares: Reals = field(default_factory=lambda: np.zeros(0))
     minimum: Reals = field(default_factory=lambda: np.zeros(0))
     maximum: Reals = field(default_factory=lambda: np.zeros(0))
-    _bins: Any = None  # table of (row, value, count): the bins that are not empty
+    _bins: list[Any] = field(default_factory=list)  # tables of (row, value, count): the bins that are not empty
     _best: Any = None  # the examples of all rows; `_row_of_best` has their rows
     _row_of_best: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -117,11 +117,17 @@ class MergedSums:
                 "count": pc.list_flatten(counts),
             }
         )
-        if self._bins is not None:
-            bins = pa.concat_tables([self._bins, bins])
-        # Sums of integers do not depend on their order, so the rows need no sorting.
-        summed = bins.group_by(["row", "value"], use_threads=False).aggregate([("count", "sum")])
-        self._bins = summed.rename_columns(["row", "value", "count"])
+        self._bins.append(bins)
+        # Grouping costs as much as there are bins, so that of each shard alone would take shards x bins.
+        if sum(map(len, self._bins[1:])) > len(self._bins[0]):
+            self._group_bins()
+
+    def _group_bins(self) -> None:
+        """Sum the counts of equal bins; sums of integers do not depend on their order."""
+        import pyarrow as pa
+
+        bins = pa.concat_tables(self._bins).group_by(["row", "value"], use_threads=False)
+        self._bins = [bins.aggregate([("count", "sum")]).rename_columns(["row", "value", "count"])]
 
     def _add_examples(self, table: Any, rows: Numbers) -> None:
         import pyarrow as pa
@@ -157,9 +163,10 @@ class MergedSums:
             columns[name] = pa.array(getattr(self, name)[order], mask=none | np.isnan(self.excess[order]))
         for name in ("minimum", "maximum"):
             columns[name] = pa.array(getattr(self, name)[order], mask=none)
-        if self._bins is None:
+        if not self._bins:
             return pa.Table.from_pydict({name: [] for name in heads_schema().names}, schema=heads_schema())
-        bins = self._bins.sort_by([("row", "ascending"), ("value", "ascending")])
+        self._group_bins()
+        bins = self._bins[0].sort_by([("row", "ascending"), ("value", "ascending")])
         columns["bin_value"] = group_values_by_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
         columns["bin_count"] = group_values_by_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
         columns["examples"] = group_values_by_row(self._row_of_best, self._best, order)
@@ -175,71 +182,88 @@ def _merge_moment_columns(
     return count.numpy(), mean.numpy(), squares.numpy()
 
 
-def missing_shards(folder: Path, plan: Plan) -> list[int]:
-    """Return the indices of the shards whose result file does not exist."""
-    present = {each.name for each in plan.shard_file(folder, 0).parent.iterdir()}
-    return [index for index in range(len(plan.shards)) if plan.shard_file(folder, index).name not in present]
+def read_shard(folder: Path, plan: Plan, index: int) -> Any:
+    """Read the table of a shard; None if its file is not there, is damaged, or is that of another shard or census."""
+    table = _read_table(plan.shard_file(folder, index))
+    if table is None:
+        return None
+    metadata = read_metadata(table.schema)
+    return table if (metadata.get("plan"), metadata.get("shard")) == (plan.id, index) else None
 
 
-def merge_shards(folder: Path, plan: Plan) -> MergedSums:
-    """Merge the shards whose result file exists.
-
-    Raises:
-        InputError: a file cannot be read, or belongs to another census.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    left_out, found = set(missing_shards(folder, plan)), MergedSums(plan.examples)
-    for index in range(len(plan.shards)):
-        if index in left_out:
-            continue
-        file = plan.shard_file(folder, index)
-        try:
-            table = pq.read_table(file, use_threads=False, partitioning=None)
-        except (OSError, pa.ArrowException) as error:
-            line = str(error).splitlines()[0]
-            raise InputError(f"{str(file)!r} cannot be read: {line}.", "Delete it and run the census again.") from None
-        if read_metadata(table.schema).get("plan") != plan.id:
-            raise InputError(f"{str(file)!r} is not a shard of this census.", "Delete it and run the census again.")
-        found.add_shard(add_missing_columns(table))
-    return found
-
-
-def write_merged_tables(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> None:
-    """Write the tables of heads and of shards, unless they exist or shards are missing that others may count.
-
-    Another process may have counted a shard and written its tables while this one merged. So the shards are listed
-    again after each write, until the tables are those of all shards that have a file.
-
-    Args:
-        folder: the directory of the census.
-        plan: its plan.
-        left_out: the shards that cannot be read; the others must have a file.
-    """
-    before: list[int] | None = None
-    while (missing := missing_shards(folder, plan)) != before and set(missing) <= set(left_out):
-        before = missing
-        done = [index for index in range(len(plan.shards)) if index not in missing]
-        if not done or all(read_merged_table(folder / file, plan, done) is not None for file in (HEADS, SHARDS)):
-            return
-        found = merge_shards(folder, plan)
-        metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
-        write_atomically(folder / HEADS, table_to_parquet(found.heads_table(), metadata))
-        write_atomically(folder / SHARDS, table_to_parquet(shards_table(plan, found.shards), metadata))
-
-
-def read_merged_table(file: Path, plan: Plan, done: Sequence[int]) -> Any:
-    """Read a merged table; None if the file does not exist or was merged from other shards than `done`."""
+def _read_table(file: Path) -> Any:
+    """Read a parquet file; None if it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        found = pq.read_table(file, use_threads=False, partitioning=None)
+        return pq.read_table(file, use_threads=False, partitioning=None)
     except (OSError, pa.ArrowException):
         return None
-    metadata = read_metadata(found.schema)
-    return found if (metadata.get("plan"), metadata.get("shards")) == (plan.id, list(done)) else None
+
+
+def missing_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> list[int]:
+    """Return which of some shards have no result that can be read."""
+    if (merged := read_merged_tables(folder, plan)) is not None and not merged.missing:
+        return []
+    return [index for index in shards if read_shard(folder, plan, index) is None]
+
+
+def problems_of_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> dict[int, str]:
+    """Return which of some shards could not be counted -> why."""
+    found = {}
+    for index in shards:
+        with suppress(OSError, UnicodeDecodeError):
+            found[index] = plan.problem_file(folder, index).read_text(encoding="utf-8")
+    return found
+
+
+class MergedTables(NamedTuple):
+    """The tables of heads and of shards, of pyarrow, and the shards that are not in them."""
+
+    heads: Any
+    shards: Any
+    missing: list[int]
+
+
+def merge_shards(folder: Path, plan: Plan) -> MergedTables:
+    """Merge the shards that have a result."""
+    found, missing = MergedSums(plan.examples), []
+    for index in range(len(plan.shards)):
+        table = read_shard(folder, plan, index)
+        if table is None:
+            missing.append(index)
+        else:
+            found.add_shard(add_missing_columns(table))
+    return MergedTables(found.heads_table(), shards_table(plan, found.shards), missing)
+
+
+def read_merged_tables(folder: Path, plan: Plan) -> MergedTables | None:
+    """Read the merged tables of a directory; None unless they hold all shards, or all that have a file."""
+    heads, shards = (_read_table(folder / file) for file in (HEADS, SHARDS))
+    if heads is None or shards is None:
+        return None
+    of_heads, of_shards = (read_metadata(each.schema) for each in (heads, shards))
+    every = list(range(len(plan.shards)))
+    done = of_heads.get("shards")
+    if of_heads != of_shards or of_heads.get("plan") != plan.id:
+        return None
+    if done not in (every, [index for index in every if plan.shard_file(folder, index).exists()]):
+        return None
+    return MergedTables(add_missing_columns(heads), shards, [index for index in every if index not in set(done)])
+
+
+def write_merged_tables(folder: Path, plan: Plan, merged: MergedTables) -> None:
+    """Write the merged tables, unless the directory holds them.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    if read_merged_tables(folder, plan) is not None:
+        return
+    metadata = {"plan": plan.id, "shards": merged.shards["shard"].to_pylist()}
+    for file, table in ((HEADS, merged.heads), (SHARDS, merged.shards)):
+        write_atomically(folder / file, table_to_parquet(table, metadata))
 
 
 def shards_table(plan: Plan, shards: Sequence[dict[str, Any]]) -> Any:

@@ -1,19 +1,22 @@
-"""Count shards with Ray Data: actors that load the model once, started as they are needed, and replaced if they die."""
+"""Count shards with actors of Ray, on this machine or on a cluster."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multihead.counting.merge import missing_shards
 from multihead.counting.plan import Plan
-from multihead.counting.work import Outcome, Progress, Report, count_shards, load_counter
+from multihead.counting.shard import ShardCounter
+from multihead.counting.work import Results, count_shard, load_counter
+from multihead.counting.workers import count_in_workers
 from multihead.errors import InputError
 from multihead.errors.optional import require
 from multihead.locale.escaping import visible
@@ -28,56 +31,79 @@ class CountingActor:
     Args:
         folder: the directory of the census, which all machines share.
         place: the working directory of the caller; relative file names start from it.
-        model: the MODEL argument.
-        device: where the model runs.
         threads: threads of torch.
     """
 
-    def __init__(self, folder: str, place: str, model: str, device: str, threads: int) -> None:
+    _counter: ShardCounter
+
+    def __init__(self, folder: str, place: str, threads: int) -> None:
         with suppress(OSError):  # a machine without this directory needs absolute file names
             os.chdir(place)
         torch.set_num_threads(threads)
         self._folder = Path(folder)
+
+    def load(self, model: str, device: str) -> None:
+        """Load the model."""
         self._counter = load_counter(self._folder, model, device)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Count the shards of a batch.
-
-        Args:
-            batch: "shard" -> their indices.
-
-        Returns:
-            per shard its index, why it failed ("" if it did not), and the numbers of its texts and tokens.
-        """
-        found: dict[str, list[Any]] = {"shard": [], "problem": [], "texts": [], "tokens": []}
-        for index in batch["shard"].tolist():
-            texts = tokens = 0
-
-            def add_counts(more_texts: int, more_tokens: int) -> None:
-                nonlocal texts, tokens
-                texts, tokens = texts + more_texts, tokens + more_tokens
-
-            problem = next(
-                (problem for _, problem in count_shards(self._counter, self._folder, [index], add_counts)), ""
-            )
-            for name, value in (("shard", index), ("problem", problem), ("texts", texts), ("tokens", tokens)):
-                found[name].append(value)
-        return found
+    def count(self, index: int) -> tuple[str, int, int]:
+        """Count a shard; return why it failed, or "", and the numbers of its texts and tokens."""
+        batches: list[tuple[int, int]] = []
+        problem = count_shard(self._counter, self._folder, index, lambda *batch: batches.append(batch))
+        return problem, sum(texts for texts, _ in batches), sum(tokens for _, tokens in batches)
 
 
-def count_on_ray(
-    plan: Plan, folder: Path, address: str, workers: int, threads: int, report: Report, *, gpus: float = 0
-) -> Outcome:
-    """Count shards with Ray Data.
+class RayWorker:
+    """An actor of Ray; it waits until the cluster has room for it.
 
     Args:
         plan: the plan.
-        folder: the directory of the census; on a cluster, one that all its machines share.
+        folder: the directory of the census.
+        threads: threads of torch, and the CPUs that the actor reserves.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
+        import ray
+        from ray.exceptions import OutOfMemoryError, RayActorError
+
+        self.ended: tuple[type[Exception], ...] = (RayActorError, OutOfMemoryError)
+        self._plan, self._kill = plan, ray.kill
+        gpus = 1 if torch.device(plan.device).type == "cuda" else 0
+        remote = ray.remote(CountingActor).options(num_cpus=threads, num_gpus=gpus)
+        self._actor: Any = remote.remote(str(folder.resolve()), str(Path.cwd()), threads)
+
+    def load(self) -> Future[Any]:
+        """See `Worker`."""
+        future: Future[Any] = self._actor.load.remote(self._plan.model, self._plan.device).future()
+        return future
+
+    def count(self, index: int) -> Future[tuple[str, int, int]]:
+        """See `Worker`."""
+        future: Future[tuple[str, int, int]] = self._actor.count.remote(index).future()
+        return future
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """See `Worker`: an actor reports whole shards."""
+        return iter(())
+
+    def how_it_ended(self) -> str:
+        """See `Worker`: Ray does not keep it."""
+        return ""
+
+    def end(self) -> None:
+        """See `Worker`."""
+        self._kill(self._actor)
+
+
+def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int, results: Results) -> None:
+    """Count shards with Ray.
+
+    Args:
         address: `EMBEDDED`, or the address of a cluster: "auto", "ray://host:10001".
-        workers: the most actors.
+        shards: the shards.
+        workers: the most actors; those that the cluster has room for count.
         threads: threads of torch in each actor, and the CPUs that it reserves.
-        report: called when a shard is finished.
-        gpus: the GPUs that an actor reserves.
+        results: receives the shards.
 
     Raises:
         InputError: the cluster cannot be reached.
@@ -92,43 +118,15 @@ def count_on_ray(
         options |= {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
         try:
             ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # a start that takes too long is no error of a class of its own
             raise InputError(
                 f"Ray at {visible(address)} cannot be used: {visible(str(error).splitlines()[0])}.",
                 "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",
             ) from error
     try:
-        return _count_in_actors(plan, folder, workers, threads, report, gpus)
+        count_in_workers(partial(RayWorker, results.plan, results.folder, threads), shards, workers, results)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
     finally:
         if started:
             ray.shutdown()
-
-
-def _count_in_actors(plan: Plan, folder: Path, workers: int, threads: int, report: Report, gpus: float) -> Outcome:
-    import ray.data
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    outcome, began, total = Outcome(), time.monotonic(), len(plan.shards)
-    missing = missing_shards(folder, plan)
-    progress = Progress(total - len(missing), total)
-    report(progress)
-    if not missing:
-        return outcome
-    data = ray.data.from_items([{"shard": index} for index in missing], override_num_blocks=len(missing))
-    counted = data.map_batches(
-        CountingActor,
-        fn_constructor_args=(str(folder.resolve()), str(Path.cwd()), plan.model, plan.device, threads),
-        batch_size=1,
-        concurrency=(1, min(workers, len(missing))),
-        num_cpus=threads,
-        num_gpus=gpus or None,
-    )
-    for row in counted.iter_rows():
-        outcome.add_shard(int(row["shard"]), str(row["problem"]))
-        progress.shards += not row["problem"]
-        progress.texts += int(row["texts"])
-        progress.tokens += int(row["tokens"])
-        progress.seconds = time.monotonic() - began
-        report(progress)
-    return outcome

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -23,14 +21,15 @@ from multihead.models.loading import LoadedModel
 from multihead.probes.catalogue import PROBES, probe_of_part
 from multihead.probes.probe import Probe, Statistic
 
-VERSION = 1
+VERSION = 2
+"""Version 1 kept several examples of one text; its censuses are read, and none is continued."""
+
 FILE = "plan.json"
 SHARDS = "shards"
-LEASES = "leases"
 
 _SAME = (
-    "model_id", "tokenizer_id", "probes", "seed", "texts", "column", "share", "tokens", "batch_tokens", "examples",
-    "layers", "dtype",
+    "version", "model_id", "tokenizer_id", "probes", "seed", "texts", "column", "share", "tokens", "batch_tokens",
+    "examples", "layers", "dtype",
 )  # fmt: skip
 _NAMES = {"model_id": "model", "tokenizer_id": "tokenizer"}
 
@@ -59,6 +58,7 @@ class Plan:
         files: the files with their sizes, None where one was missing.
         shards: the shards in order.
         versions: what else identifies the content of each file that was there.
+        version: the version of the files of the census.
     """
 
     model: str
@@ -80,11 +80,12 @@ class Plan:
     files: dict[str, int | None]
     shards: tuple[Shard, ...]
     versions: dict[str, Version] = field(default_factory=dict)
+    version: int = VERSION
 
     @cached_property
     def id(self) -> str:
         """A hash of the plan without what does not change the result, such as the model's name and the device."""
-        left_out = ("model", "device", "title", "versions")
+        left_out = ("model", "device", "title", "versions", *(("version",) if self.version == 1 else ()))
         content = {name: value for name, value in asdict(self).items() if name not in left_out}
         return _hash_of_content(json.dumps(content, sort_keys=True).encode())
 
@@ -96,6 +97,10 @@ class Plan:
     def shard_file(self, folder: Path, index: int) -> Path:
         """Return the file of a shard's result."""
         return folder / SHARDS / f"{index:06d}.parquet"
+
+    def problem_file(self, folder: Path, index: int) -> Path:
+        """Return the file that says why a shard has no result, if it could not be counted."""
+        return self.shard_file(folder, index).with_suffix(".txt")
 
     def built_in_probes(self) -> tuple[Probe, ...]:
         """Return the probes that the plan describes, for a process that has only the plan.
@@ -159,7 +164,7 @@ class Plan:
         return f"it was written at {now.written}, not at {was.written}", mend
 
     def write_or_check(self, folder: Path) -> Plan:
-        """Write the plan, or check the one that the directory holds; one of several processes writes it.
+        """Write the plan, or check the one that the directory holds.
 
         Returns:
             the plan of the directory.
@@ -169,24 +174,16 @@ class Plan:
             InputError: the directory cannot be written.
         """
         try:
-            for each in (SHARDS, LEASES):
-                (folder / each).mkdir(parents=True, exist_ok=True)
+            (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
                 f"{str(folder)!r} cannot be written: {error.strerror}.", "Choose another folder."
             ) from None
         file = folder / FILE
         if not file.exists():
-            content = {"version": VERSION, "id": self.id, **asdict(self)}
-            part = folder / f".{FILE}.{secrets.token_hex(4)}"
-            write_atomically(part, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-            try:
-                os.link(part, file)  # fails if another process has written its plan
-            except FileExistsError:
-                pass
-            except OSError:  # no hard links: replace the file, which other processes write alike
-                part.replace(file)
-            part.unlink(missing_ok=True)
+            # Processes that start at the same time with the same command write the same bytes.
+            content = {"id": self.id, **asdict(self)}
+            write_atomically(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         found = read_plan(folder)
         found.check_same_census(self)
         return replace(found, model=self.model or found.model, device=self.device)
@@ -205,11 +202,10 @@ def read_plan(folder: Path) -> Plan:
         raise InputError(f"{str(folder)!r} holds no census.", "Run multihead census with --out first.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{str(file)!r} cannot be read: {error}.", "Delete the directory and run again.") from None
-    if not isinstance(content, dict) or content.get("version") != VERSION:
+    if not isinstance(content, dict) or content.get("version") not in (1, VERSION):
         raise InputError(f"{str(file)!r} is no plan of this version of multihead.", "Run the census again elsewhere.")
     try:
         expected = content.pop("id")
-        del content["version"]
         for name in ("special_ids", "probes", "texts"):
             content[name] = tuple(content[name])
         content["layers"] = None if content["layers"] is None else tuple(content["layers"])

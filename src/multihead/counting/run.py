@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from multihead.counting.corpus import divide_into_shards, file_sizes, file_versions, find_files
-from multihead.counting.merge import write_merged_tables
+from multihead.counting.merge import missing_shards
 from multihead.counting.on_ray import count_on_ray
 from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer_id
 from multihead.counting.result import Census
 from multihead.counting.shard import ShardCounter
 from multihead.counting.tally import census_probes
-from multihead.counting.work import Outcome, Report, check_reads_text, count_on_this_machine
+from multihead.counting.work import Progress, Report, Results, check_reads_text, count_in_this_process
+from multihead.counting.workers import ProcessWorker, count_in_workers
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -61,9 +62,9 @@ def census(
     r"""Count what every head of a model does over a corpus, in constant memory and without storing activations.
 
     The corpus is divided into shards. Each shard's result is one parquet file in `out`, written whole or not at all, so
-    that a census that was stopped continues where it was, and several processes or machines can share `out`: all run
-    the same call. At the end the shards are merged into `heads.parquet`; its bytes do not depend on how the work was
-    divided, at equal numbers of threads on one kind of CPU.
+    that a census that was stopped continues where it was when the same call is made again. At the end the shards are
+    merged into `heads.parquet`; its bytes do not depend on how the work was divided, at equal numbers of threads on one
+    kind of CPU.
 
     Args:
         model: a MODEL argument as in `multihead look`, or a Hugging Face model, which only this process can run.
@@ -77,12 +78,12 @@ def census(
         probes: the statistics, by name or as values; None takes those that cost next to nothing.
         kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
         layers: the layers to measure, as in `observe`; None measures all.
-        examples: how many of the strongest examples are kept per head and statistic.
+        examples: how many of the strongest examples are kept per head and statistic, at most one of each text.
         share: the share of the texts that is read, drawn at random per text.
         seed: the seed of that draw.
-        workers: the number of processes, or the most actors of Ray.
+        workers: the number of processes that count, or the most actors of Ray.
         threads: threads of each process; by default one each if there are several processes.
-        shard: (i, n) counts every n-th shard from the i-th on, as one of n processes that something else started.
+        shard: (i, n) counts every n-th shard from the i-th on, as one of n runs that something else started.
         ray: "local" starts Ray on this machine for this call; or the address of a cluster.
         batch_tokens: the most tokens of a batch.
         shard_bytes: bytes of text in a shard; by default a 64th of what is left of the corpus, from 16 KiB to 32 MiB.
@@ -91,12 +92,12 @@ def census(
         progress: called after each batch.
 
     Returns:
-        the census. Its `problems` name the shards and rows that could not be read.
+        the census. Its `problems` name the shards and rows that could not be counted.
 
     Raises:
         ArgumentError: an option out of range, two kinds of one name, or `out` holds another census.
         InputError: there is no text, or `out` cannot be written.
-        ModelError: the model reads no text, or its attention cannot be measured.
+        ModelError: the model reads no text, its attention cannot be measured, or no process could load it.
         MissingPackageError: pyarrow, or Ray, is not installed.
 
     >>> import multihead as mh, tempfile, pathlib
@@ -107,7 +108,7 @@ def census(
     (2, ['L0 H2: previous 100 %'])
     """
     require("pyarrow", purpose="A census", extra="census")
-    _check_options(workers, threads, shard, ray, share, examples, batch_tokens)
+    _check_options(workers, threads, shard, share, examples, batch_tokens)
     names = (texts,) if isinstance(texts, str) else tuple(texts)
     check_kinds((*KINDS, *kinds))
     wanted = census_probes(probes)
@@ -147,42 +148,32 @@ def census(
         plan.built_in_probes()
     folder = Path(out)
     plan = plan.write_or_check(folder)
-    if ray is not None:
-        del loaded  # the actors load the model themselves, so this one is freed
-        gpus = 1.0 if torch.device(device).type == "cuda" else 0.0
-        outcome = count_on_ray(plan, folder, ray, workers, threads or 1, progress, gpus=gpus)
+    first, step = shard or (0, 1)
+    mine = range(first, len(plan.shards), step)
+    missing = missing_shards(folder, plan, mine)
+    results = Results(plan, folder, Progress(len(mine) - len(missing), len(mine)), progress)
+    results.report_progress()
+    if not shares_model:
+        count_in_this_process(ShardCounter(loaded, plan, wanted), missing, threads, results)
     else:
-        first, step = shard or (0, 1)
-        outcome = count_on_this_machine(
-            ShardCounter(loaded, plan, wanted),
-            folder,
-            range(first, len(plan.shards), step),
-            threads if workers == 1 else threads or 1,
-            progress,
-            others=workers - 1,
-        )
-    found = _merge_and_load_census(plan, folder, outcome, partial=shard is not None)
+        del loaded  # the other processes load the model themselves, so this one is freed
+        if ray is not None:
+            count_on_ray(ray, missing, workers, threads or 1, results)
+        else:
+            count_in_workers(partial(ProcessWorker, plan, folder, threads or 1), missing, workers, results)
+    found = Census.load(folder, problems=list(results.failed.values()))
+    try:
+        found.write_tables()
+    except InputError as error:  # the disk is full: the files of the shards are complete, and are read instead
+        found.problems.append(str(error))
     found.add_kinds(*kinds)
     return found
-
-
-def _merge_and_load_census(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
-    """Write the merged tables, unless other processes still count shards, and return the census."""
-    problems, left_out = [*outcome.failed.values(), *outcome.dead], set(outcome.failed)
-    if partial:  # files that were missing when the plan was written: their shards failed in another process
-        left_out |= {index for index, shard in enumerate(plan.shards) if plan.files[shard.file] is None}
-    try:
-        write_merged_tables(folder, plan, left_out)
-    except InputError as error:  # the disk is full: the files of the shards are complete, and are read instead
-        problems.append(str(error))
-    return Census.load(folder, problems=problems)
 
 
 def _check_options(
     workers: int,
     threads: int | None,
     shard: tuple[int, int] | None,
-    ray: str | None,
     share: float,
     examples: int,
     batch_tokens: int,
@@ -193,13 +184,8 @@ def _check_options(
         check_integer("threads", threads)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ArgumentError(f"share is {share!r}.", "Give a number above 0 and at most 1.")
-    if shard is not None:
-        if len(shard) != 2 or not 0 <= shard[0] < shard[1]:
-            raise ArgumentError(f"shard is {shard!r}.", "Give (i, n) with i from 0 to n - 1.")
-        if workers > 1 or ray is not None:
-            raise ArgumentError(
-                "shard was given with workers or ray.", "Give shard where something else starts the processes."
-            )
+    if shard is not None and (len(shard) != 2 or not 0 <= shard[0] < shard[1]):
+        raise ArgumentError(f"shard is {shard!r}.", "Give (i, n) with i from 0 to n - 1.")
 
 
 def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:

@@ -43,12 +43,12 @@ def merge_moments(one: DistanceMoments, other: DistanceMoments) -> DistanceMomen
 
 @dataclass(eq=False)
 class StrongestExamples:
-    """The k largest values of each statistic and head, and their places; of equal values the earlier is kept.
+    """The k texts with the largest values of each statistic and head; of equal values the earlier is kept.
 
     Attributes:
-        value: (rows, k) float64, descending; -inf where there are fewer.
+        value: (rows, k) float64, descending: the largest value of a text; -inf where there are fewer.
         text: (rows, k) int64, index of the value's text in its shard.
-        position: (rows, k) int64, position of the query in its text.
+        position: (rows, k) int64, position of the query with that value in its text.
         key: (rows, k) int64, the key with the largest weight of that query, -1 where unknown.
         values: (rows, k, window) float32, the statistic at the tokens around the query; NaN outside the text and
             where a query does not count.
@@ -74,7 +74,7 @@ class StrongestExamples:
         )
 
     def add(self, values: Tensor, batch: Batch, largest_keys: Tensor) -> None:
-        """Keep the largest values of a batch.
+        """Keep the largest values of a batch, which holds its texts whole.
 
         Args:
             values: (statistics, heads, tokens), -inf where a query does not count.
@@ -92,9 +92,10 @@ class StrongestExamples:
             return
         left = flat[rows]  # a copy
         found = []
-        for _ in range(min(k, left.shape[1])):
+        for _ in range(min(k, len(batch.lengths))):
             found.append(left.max(-1))  # the first of equal values
-            left.scatter_(1, found[-1].indices[:, None], -torch.inf)
+            text = batch.text_of_token[found[-1].indices]
+            left.masked_fill_(batch.text_of_token == text[:, None], -torch.inf)
         value = torch.stack([each.values for each in found], 1)  # (some rows, k)
         index = torch.stack([each.indices for each in found], 1)
         place = index[..., None] + torch.arange(-BEFORE, AFTER + 1)  # (some rows, k, window)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from multihead.errors import ArgumentError, InputError
 from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import visible
-from multihead.locale.texts import check_language, section, text, unit_label
+from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
 from multihead.probes.probe import SHARE
 from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import Of
@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 
 STYLES = ("shared/base.css", "shared/heads.css", "report/report.css", "census/census.css")
 """The style sheets of the page, in their order."""
+
+MOST_CHANGED = 6
+"""How many heads the first screen of two censuses names."""
+
+LEAST_CHANGE = 0.0005
+"""Nats; a head whose distributions differ by less is shown with a divergence of 0.000."""
+
+BEST = 3
+"""How many heads the first screen names per kind."""
 
 BINS = 40
 """Bars of a distribution."""
@@ -121,6 +130,8 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
         name: [[_round_significant_digits(low), _round_significant_digits(high)] for low, high in found]
         for name, found in axes.items()
     }
+    data["own"] = _own_statistics(first, profiles[0], columns)
+    data["findings"] = _findings(runs, dict(zip(_heads_of_census(first), data["own"], strict=True)), lang)
     data["runs"] = [
         {
             "label": _label_of_run(run, runs),
@@ -132,10 +143,69 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
             },
             "chance": _chance_levels_per_head(of_run, _heads_of_census(first)),
             "kinds": [names for one in of_run for names in one.kinds] if any(one.evidence for one in of_run) else [],
+            "found": _heads_per_kind(run),
         }
         for run, of_run in zip(runs, profiles, strict=True)
     ]
     return data
+
+
+def _own_statistics(run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the statistic that each head's page opens on: that of its kind, or the share farthest above chance."""
+    counted = [each["id"] for each in columns]
+    shares = [each["id"] for each in columns if each["format"] == SHARE]
+    statistic_of = {kind.name: kind.statistic for kind in run.all_kinds if kind.statistic in counted}
+    found = []
+    for one in profiles:
+        for head, names in enumerate(one.kinds):
+            above = {
+                name: float(one.evidence[name].mean[head] - one.evidence[name].chance[head])
+                for name in shares
+                if name in one.evidence
+            }
+            of_kind = next((statistic_of[name] for name in names if name in statistic_of), None)
+            found.append(of_kind or max(above, key=above.__getitem__, default=counted[0]))
+    return found
+
+
+def _findings(runs: list[Census], own: Mapping[tuple[int, int], str], lang: str) -> list[dict[str, Any]]:
+    """Return what the first screen says: the most notable heads, or those that differ most between two censuses.
+
+    Args:
+        runs: the censuses.
+        own: (layer, head) -> the head's own statistic.
+        lang: "en" or "zh".
+    """
+    found: list[dict[str, Any]] = []
+    if len(runs) == 1:
+        for one in runs[0].findings(lang=lang):
+            place = {"layer": one.layer, "head": one.head, "statistic": own[one.layer, one.head]}
+            found.append(place | {"sentence": one.sentence, "count": one.count})
+        return found
+    for each in runs[0].changed(runs[1], top=MOST_CHANGED):
+        if each.divergence < LEAST_CHANGE:
+            break
+        name = each.most_different
+        shown = runs[0].plan.statistics[name]
+        label = visible(statistic_label(name, lang, shown.label))
+        before, after = (shown.text(of[name]) for of in (each.before, each.after))
+        count = text("census page.apart", lang, n=f"{each.divergence:.3f}")
+        place = {"layer": each.layer, "head": each.head, "statistic": name}
+        found.append(place | {"sentence": f"{label} {before} → {after}", "count": count})
+    return found
+
+
+def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
+    """Return each kind that heads have: its name, how many, their chance, and the heads with the largest shares."""
+    return [
+        {
+            "kind": kind.name,
+            "number": len(heads),
+            "chance": chance,
+            "best": [{"layer": one.layer, "head": one.head, "share": kind.written(one.share)} for one in heads[:BEST]],
+        }
+        for kind, heads, chance in run.kind_counts()
+    ]
 
 
 def _heads_of_census(census: Census) -> list[tuple[int, int]]:

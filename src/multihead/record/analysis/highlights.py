@@ -346,7 +346,7 @@ def findings(
     tokens: Sequence[str] | None = None,
     special: Sequence[bool] | None = None,
     lang: str = "en",
-    profiles: Sequence[LayerProfile] | None = None,
+    profiles: Sequence[LayerKinds] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> HeadList[Finding]:
     """Find the most notable heads, at most six, and describe what each does; no head twice.
@@ -364,7 +364,9 @@ def findings(
         among: the kinds to choose from.
     """
     words = section(lang, "common", "findings")
-    read = profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special, among=among)
+    read: Sequence[LayerKinds] = (
+        profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special, among=among)
+    )
 
     def quote(token: str) -> str:
         return words["quoted"].format(token=visible(token))
@@ -443,7 +445,7 @@ def _heads_of_topic(
                 yield layer, head, float(found.mean[head]), float(found.chance[head])
 
 
-def _describe_count(topic: Kind | None, profiles: Sequence[LayerProfile], words: Mapping[str, str]) -> str:
+def _describe_count(topic: Kind | None, profiles: Sequence[LayerKinds], words: Mapping[str, str]) -> str:
     if topic is None:
         values = torch.cat([one.means["mean_distance"] for one in profiles if "mean_distance" in one.means])
         return words["count.mean"].format(value=f"{float(values.nanmean()):.1f}")

@@ -5,12 +5,12 @@ import { kindTags } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { withUnit } from '../shared/statistics.js';
 import { setText } from '../shared/tokens.js';
-import { columnOf, D, kindsOf, layerOf, longName, state, summarised, TWO } from './record.js';
+import { columnOf, D, kindsOf, layerOf, longName, summarised, TWO } from './record.js';
 
 const writer = id => columnOf(id).format === 'share' ? value => +(value * 100).toFixed(1) + NBSP + '%' : value => String(+value.toPrecision(3));
 
 // The bars of a distribution. Their heights follow the square root of the share, so that rare values can be seen.
-function bars(id, i, run) {
+export function bars(id, i, run) {
   const shares = D.runs[run].bars[id][i];
   if (!shares) return el('div', { className: 'bins' });
   const top = Math.max(...shares, 1e-9);
@@ -22,11 +22,11 @@ export function distribution(id, i) {
   return [...D.runs.map((_, run) => bars(id, i, run)), el('div', { className: 'ends' }, ...ends.map(end => el('span', { textContent: write(end) })))];
 }
 
-function card(id, i, choose) {
+function card(id, i, opened, choose) {
   const one = summarised(id, 0, 'mean'), rest = ['median', 'p95', 'max'].map(of => translate(`of short.${of}`, { n: summarised(id, 0, of).text(i) }));
   const chance = new Set(D.runs.map((_, run) => summarised(id, run, 'mean').level(i)).filter(Boolean));
   const values = D.runs.map((_, run) => summarised(id, run, 'mean').text(i)).join(' → ');
-  return el('button', { className: 'card', 'aria-pressed': String(state.id === id), onclick: () => choose(id) },
+  return el('button', { className: 'card', 'aria-pressed': String(opened === id), onclick: () => choose(id) },
     el('b', {}, el('span', { textContent: withUnit(one) }), el('span', { textContent: values })), ...distribution(id, i), el('small', { textContent: [...chance, ...rest].join(translate('join.comma')) }));
 }
 
@@ -43,11 +43,11 @@ async function copy(command, box) {
 }
 
 // One example: [value, place, position, key, token of the key, start, tokens, values].
-function example([value, place, position, key, keyToken, start, tokens, values], run, i, rank) {
-  const parts = tokens.map(token => D.words[token]), one = summarised(state.id, run), end = one.percentage ? 1 : Math.max(D.axes[state.id][i][1], 1e-9);
+function example([value, place, position, key, keyToken, start, tokens, values], id, run, i, rank) {
+  const parts = tokens.map(token => D.words[token]), one = summarised(id, run), end = one.percentage ? 1 : Math.max(D.axes[id][i][1], 1e-9);
   const text = { shown: parts.map(part => part.trimStart()), gaps: parts.map(part => part.startsWith(' ') ? ' ' : ''), flags: parts.map(() => 0), labels: parts };
   const box = el('p', { className: 'reading', dir: 'auto' }), shown = el('div'), spans = setText(box, text, 0, parts.length);
-  const write = writer(state.id);
+  const write = writer(id);
   spans.forEach((span, p) => {
     if (!known(values[p])) return;
     paint(span, tone('linear', values[p], end));
@@ -62,20 +62,20 @@ function example([value, place, position, key, keyToken, start, tokens, values],
     el('button', { className: 'btn', textContent: translate('copy command'), 'aria-label': translate('copy command of', { n: rank + 1 }), onclick: () => copy(command, shown) })), shown);
 }
 
-function side(run, i) {
-  const found = D.examples[run][state.id]?.[i] ?? [];
-  const list = found.length ? el('ol', { className: 'examples' }, ...found.map((each, rank) => example(each, run, i, rank))) : el('p', { className: 'note', textContent: translate(D.kept ? 'no examples' : 'no room for examples') });
+function side(id, run, i) {
+  const found = D.examples[run][id]?.[i] ?? [];
+  const list = found.length ? el('ol', { className: 'examples' }, ...found.map((each, rank) => example(each, id, run, i, rank))) : el('p', { className: 'note', textContent: translate(D.kept ? 'no examples' : 'no room for examples') });
   return el('div', {}, ...(TWO ? [el('h3', { textContent: `${'AB'[run]}: ${D.runs[run].label}` })] : []), list);
 }
 
-// Fill the page of head i; choose(id) is called with the statistic whose examples are wanted.
-export function headPage(i, choose) {
-  const label = withUnit(summarised(state.id)), sides = el('div', { className: 'sides' }, ...D.runs.map((_, run) => side(run, i)));
+// Fill the page of head i with the examples of the statistic `opened`; choose(id) is called for those of another one.
+export function headPage(i, opened, choose) {
+  const label = withUnit(summarised(opened)), sides = el('div', { className: 'sides' }, ...D.runs.map((_, run) => side(opened, run, i)));
   sides.style.setProperty('--sides', D.runs.length);
   const apart = TWO ? [el('p', { className: 'sub', textContent: translate('apart', { n: D.divergence[''][i]?.toFixed(3) ?? '–' }) })] : [];
   const kinds = D.runs.map((_, run) => kindsOf(i, run)).map((named, run) => named.length ? [el('p', { className: 'sub' }, TWO ? `${'AB'[run]}: ` : '', kindTags(named))] : []).flat();
   $('head').replaceChildren(
     el('div', { className: 'hh' }, el('div', {}, el('a', { className: 'back', href: '#', textContent: translate('back to all') }), el('h1', { textContent: longName(i) }), el('p', { className: 'path', textContent: layerOf(i).name }), ...kinds, ...apart)),
-    el('section', {}, el('h2', { textContent: translate('distributions') }), el('p', { className: 'note', textContent: translate(TWO ? 'distributions note two' : 'distributions note') }), el('div', { className: 'cards' }, ...D.columns.map(one => card(one.id, i, choose)))),
+    el('section', {}, el('h2', { textContent: translate('distributions') }), el('p', { className: 'note', textContent: translate(TWO ? 'distributions note two' : 'distributions note') }), el('div', { className: 'cards' }, ...D.columns.map(one => card(one.id, i, opened, choose)))),
     el('section', {}, el('h2', { textContent: translate('strongest', { label }) }), el('p', { className: 'note', textContent: translate('strongest note') }), sides));
 }

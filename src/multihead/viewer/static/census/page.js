@@ -11,8 +11,8 @@ import { known } from '../shared/numbers.js';
 import { definitions, numberRows, withUnit } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
 import { returnTo, showView } from '../shared/views.js';
-import { distribution, headPage } from './head.js';
-import { addressOf, D, HEADS, indexOf, kindsOf, layerOf, longName, numbered, shortName, shownStatistic, state, summarised, tableStatistics, TWO, WIDEST } from './record.js';
+import { bars, distribution, headPage } from './head.js';
+import { addressOf, choose, D, HEADS, indexOf, kindsOf, layerOf, longName, numbered, shortName, shownStatistic, state, summarised, tableStatistics, TWO, WIDEST } from './record.js';
 
 let shownHead = -1;
 const ends = one => Math.max(1e-9, ...one.values.filter(known).map(Math.abs));
@@ -24,7 +24,7 @@ function choice(name, label, options, chosen, choose) {
 
 function choices() {
   $('choices').replaceChildren(
-    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { state.id = id; if (!TWO) state.order = '-' + id; }),
+    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { choose(id); if (!TWO) state.order = '-' + id; }),
     choice('of', translate('choose.of'), ['mean', 'median', 'p95', 'max'].map(of => [of, translate('of.' + of)]), state.of, of => { state.of = of; }),
     ...(TWO ? [choice('shows', translate('choose.shows'), ['A', 'B', 'difference', 'divergence'].map(each => [each, translate('shows.' + each)]), state.shows, shows => { state.shows = shows; })] : []));
 }
@@ -88,7 +88,29 @@ function headsTable() {
     order: state.order, reorder: order => { state.order = order; }, why: unmatched($('filter').value, statistics, [], HEADS.map((_, i) => described(i))), marks: () => [] });
 }
 
+function findings() {
+  $('finds').replaceChildren(...D.findings.map(({ layer, head, statistic, sentence, count }) => {
+    const i = numbered(layer, head), words = el('p', {}, el('b', { textContent: longName(i) }), translate('join.sentences') + sentence, el('small', { textContent: count }));
+    return el('li', {}, el('a', { href: addressOf(i, statistic) }, el('div', {}, ...D.runs.map((_, run) => bars(statistic, i, run))), words));
+  }));
+}
+
+// The kinds that heads have, with their chance and the heads with the largest shares.
+function kindsFound({ label, found }, run) {
+  const heading = ['kind', 'heads', 'chance', 'largest shares'].map(key => el('th', { scope: 'col', textContent: translate('found.' + key) }));
+  const rows = found.map(({ kind, number, chance, best }) => el('tr', {}, el('th', { scope: 'row' }, kindTags([kind])), el('td', { textContent: number }), el('td', { textContent: chance }),
+    el('td', {}, ...best.flatMap(({ layer, head, share }) => { const i = numbered(layer, head); return [el('a', { href: addressOf(i), textContent: `${shortName(i)} ${share}` }), ' ']; }))));
+  return el('div', {}, ...(TWO ? [el('h3', { textContent: `${'AB'[run]}: ${label}` })] : []), rows.length ? el('table', { className: 'found' }, el('thead', {}, el('tr', {}, ...heading)), el('tbody', {}, ...rows)) : el('p', { className: 'note', textContent: translate('no kinds') }));
+}
+
+function firstScreen() {
+  findings();
+  $('found').style.setProperty('--sides', D.runs.length);
+  $('found').replaceChildren(...D.runs.map(kindsFound));
+}
+
 function overview() {
+  firstScreen();
   choices();
   chips();
   grid();
@@ -96,12 +118,13 @@ function overview() {
   headsTable();
 }
 
-const openHead = () => headPage(shownHead, id => { state.id = id; location.replace(addressOf(shownHead)); });
+let opened = '';  // the statistic that the page of the head shows
+const openHead = () => headPage(shownHead, opened, id => { choose(id); location.replace(addressOf(shownHead)); });
 
 function route() {
   const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/), i = place ? numbered(+place[1], +place[2]) : -1, before = shownHead;
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the page of all heads
-  if (i >= 0 && D.columns.some(one => one.id === place[3])) state.id = place[3];
+  if (i >= 0) opened = D.columns.some(one => one.id === place[3]) ? place[3] : D.own[i];
   shownHead = i;
   showView(i, before, (i >= 0 ? longName(i) + ' · ' : '') + D.title);
   if (i >= 0) {

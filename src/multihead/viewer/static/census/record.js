@@ -8,9 +8,9 @@ export const D = JSON.parse(document.getElementById('data').textContent);
 export const TWO = D.runs.length > 1;
 addLegend(D.legend);
 
-// The choice of the reader: the statistic, how it is summarised over queries, which census or difference the grid shows,
-// one kind of head or all, the order of the table, and the head in the inspector.
-export const state = { kind: '', id: D.columns[0].id, of: 'mean', shows: 'A', order: TWO ? '-divergence' : 'head', lit: 0 };
+// The choice of the reader: the statistic, and whether the reader chose it; how it is summarised over queries, which
+// census or difference the grid shows, one kind of head or all, the order of the table, and the head in the inspector.
+export const state = { kind: '', id: D.columns[0].id, chosen: false, of: 'mean', shows: 'A', order: TWO ? '-divergence' : 'head', lit: 0 };
 
 export const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h, number: layer.number })));
 export const WIDEST = Math.max(...D.layers.map(layer => layer.heads));
@@ -20,7 +20,12 @@ export const layerOf = i => D.layers[HEADS[i].l];
 export const kindsOf = (i, run = 0) => D.runs[run].kinds[i] ?? [];  // none where chance is unknown
 export const shortName = i => `L${HEADS[i].number}${NBSP}H${HEADS[i].h}`;
 export const longName = i => translate('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
-export const addressOf = i => `#L${HEADS[i].number}H${HEADS[i].h}/${state.id}`;
+// The page of a head opens on the statistic that the reader chose, else on the head's own.
+export const addressOf = (i, id = state.chosen ? state.id : D.own[i]) => `#L${HEADS[i].number}H${HEADS[i].h}/${id}`;
+export function choose(id) {
+  state.id = id;
+  state.chosen = true;
+}
 
 export const columnOf = id => D.columns.find(one => one.id === id);
 // Chance is that of the mean.

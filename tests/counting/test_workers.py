@@ -1,0 +1,127 @@
+"""Processes share the shards; one that is killed is replaced, and changes no byte of the result."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import multihead as mh
+from multihead.counting.merge import HEADS, SHARDS
+from multihead.counting.plan import read_plan
+from multihead.counting.work import Progress, Results
+from multihead.counting.workers import ATTEMPTS, ProcessWorker, count_in_workers
+from multihead.errors import ModelError
+
+
+class FakeWorker:
+    """A worker that counts at once, and whose process ends as `fates` says: shard, or None for loading -> how often."""
+
+    ended: tuple[type[Exception], ...] = (BrokenProcessPool,)
+
+    def __init__(self, fates: dict[int | None, int], events: list[str]) -> None:
+        self.fates, self.events = fates, events
+
+    def _finished(self, index: int | None, result: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.fates.get(index, 0):
+            self.fates[index] -= 1
+            future.set_exception(BrokenProcessPool())
+        else:
+            future.set_result(result)
+        return future
+
+    def load(self) -> Future[Any]:
+        self.events.append("load")
+        return self._finished(None, None)
+
+    def count(self, index: int) -> Future[tuple[str, int, int]]:
+        self.events.append(f"count {index}")
+        return self._finished(index, ("", 1, 10))
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+    def how_it_ended(self) -> str:
+        return " by signal 9"
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+Run = Callable[[dict[int | None, int], int], tuple[Results, list[str]]]
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Run:
+    """Count four shards in some fake workers; returns the results and what the workers were asked."""
+    plan = read_plan(folder).write_or_check(tmp_path)
+
+    def count(fates: dict[int | None, int], number: int) -> tuple[Results, list[str]]:
+        events: list[str] = []
+        results = Results(plan, tmp_path, Progress(0, 4), lambda progress: None)
+        count_in_workers(partial(FakeWorker, fates, events), range(4), number, results)
+        return results, events
+
+    return count
+
+
+def test_a_shard_whose_process_ended_is_counted_again_after_all_others(run: Run) -> None:
+    results, events = run({1: 1}, 1)
+    assert events == [
+        *("load", "count 0", "count 1", "end"),
+        *("load", "count 2", "count 3", "end"),
+        *("load", "count 1", "end"),
+    ]
+    assert (results.failed, results.progress.shards, results.progress.texts) == ({}, 4, 4)
+
+
+def test_a_shard_that_ends_two_processes_is_named_and_the_others_are_counted(run: Run) -> None:
+    results, events = run({0: 5, 3: 1}, 2)
+    place = results.plan.shards[0]
+    assert results.failed == {0: f"{place}: two processes that counted it ended by signal 9."}
+    assert (results.progress.shards, events.count("count 0"), events.count("count 3")) == (3, 2, 2)
+    assert events.count("load") == events.count("end")
+
+
+def test_processes_that_end_while_they_load_the_model_are_replaced_a_few_times(run: Run) -> None:
+    assert run({None: ATTEMPTS - 1}, 1)[0].progress.shards == 4
+    sentence = r"^3 processes that loaded the model ended by signal 9\. Each process needs memory for the whole model"
+    with pytest.raises(ModelError, match=sentence):
+        run({None: ATTEMPTS}, 2)
+
+
+def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
+    model: str, corpus: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers: list[ProcessWorker] = []
+    seen: list[Progress] = []
+
+    class Kept(ProcessWorker):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            workers.append(self)
+
+    def kill_first(progress: Progress) -> None:
+        if progress.texts and not any(each.texts for each in seen):
+            os.kill(workers[0]._context.processes[0].pid or 0, signal.SIGKILL)
+        seen.append(replace(progress))
+
+    monkeypatch.setattr("multihead.counting.run.ProcessWorker", Kept)
+    options: dict[str, Any] = {"out": tmp_path / "out", "shard_bytes": 1000, "threads": 1}
+    found = mh.census(model, corpus, **options, workers=2, progress=kill_first)
+    assert (found.missing, found.problems) == ([], [])
+    assert workers[0].how_it_ended() == " by signal 9"
+    assert (seen[0].processes, seen[-1].processes) == (0, 0)
+    assert 1 <= max(each.processes for each in seen) <= 2
+    assert seen[-1].texts >= 60
+    for name in (HEADS, SHARDS):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
