@@ -13,15 +13,20 @@ from starlette.routing import Route
 from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
-from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, MemoryBudget, number_of_levels
-from multihead.viewer.page import installed_version
+from multihead.viewer.levels import BASE, IN_MEMORY, Array, MemoryBudget, number_of_levels
 from multihead.viewer.payload import (
+    MARGINS,
     RecordedRun,
     changed_heads,
     describe_run,
     describe_sample,
+    describe_view,
+    margin_of_map,
     nearest_heads,
+    small_map_level,
+    stored_small_maps,
     table_rows_of_heads,
+    weights_per_cell,
 )
 from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_building_progress
 from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
@@ -47,7 +52,6 @@ from multihead.viewer.tiles import (
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-    from torch import Tensor
 
     from multihead.errors import MultiheadError
     from multihead.record.sample import SampleRecord
@@ -91,6 +95,7 @@ class Viewer:
             Route(f"{sample}/share", self.share),
             Route(f"{head}/tile", self.tile),
             Route(f"{head}/row", self.weights_of_query),
+            Route(f"{head}/margins/{{name}}", self.margin),
             Route(f"{head}/weights.{{form}}", self.weights),
             Route(f"{head}/nearest", self.list_nearest_heads),
         ]
@@ -110,10 +115,8 @@ class Viewer:
         return file_response(request.path_params["folder"], request.path_params["name"])
 
     async def list_records(self, request: Request) -> Response:
-        """List the records, with the version and the language of the viewer."""
-        return json_response(
-            {"version": installed_version(), "lang": self.lang, "runs": [describe_run(run) for run in self.runs]}
-        )
+        """Describe the viewer and its records."""
+        return json_response(describe_view([describe_run(run) for run in self.runs], self.lang, served=True))
 
     async def sample(self, request: Request) -> Response:
         """Describe a sample and start building its coarse levels."""
@@ -147,13 +150,13 @@ class Viewer:
             return self._small_maps(run, sample, layer, cancelled)
 
         return floats_response(
-            await self._cached_or_computed(request, ("maps", *place[:3]), compute_maps), _weights_per_cell(one)
+            await self._cached_or_computed(request, ("maps", *place[:3]), compute_maps), weights_per_cell(one)
         )
 
     def _small_maps(self, run: int, sample: int, layer: int, cancelled: Callable[[], bool]) -> Array:
         """Return the small maps of a layer, (heads, rows, columns), given the layer's index in the record."""
         one = self.runs[run].record.layers[layer].sample(sample)
-        pooled, level = _stored_small_maps(one), number_of_levels(one.num_queries, one.num_keys) - 1
+        pooled, level = stored_small_maps(one), small_map_level(one)
         if pooled is not None:
             values: Array = pooled.float().numpy()
             return values
@@ -169,8 +172,11 @@ class Viewer:
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
         run, sample, layer, head, one = self._requested_head(request)
-        _require_map(one)
         params = request.query_params
+        pooled = stored_small_maps(one)
+        if pooled is not None and not one.keeps_weights:  # the record has this level alone, in one tile
+            return floats_response(pooled[head].float().numpy())
+        _require_map(one)
         level = parse_number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
         row = parse_number("row of tiles", params.get("row"), below=tiles_per_side(one.num_queries, level))
         column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
@@ -200,6 +206,16 @@ class Viewer:
                 request, ("row", *place, query), lambda _: weights_of_query(one, place[-1], query)
             )
         )
+
+    async def margin(self, request: Request) -> Response:
+        """Return a statistic per key or per query, which is drawn at a margin of a head's map."""
+        *_, head, one = self._requested_head(request)
+        name = request.path_params["name"]
+        if name not in MARGINS or name not in one.statistics:
+            raise NotFoundError(
+                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGINS)}."
+            )
+        return floats_response(margin_of_map(one, head, name).numpy())
 
     async def table(self, request: Request) -> Response:
         """Return every head's numbers as a file."""
@@ -271,7 +287,7 @@ class Viewer:
 
             def maps_if_built(place: int, layer: int) -> tuple[Array, tuple[int, int]] | None:
                 index = self._layer_index_by_number(shown[place])[layer]
-                block = _weights_per_cell(self.runs[shown[place]].record.layers[index].sample(sample))
+                block = weights_per_cell(self.runs[shown[place]].record.layers[index].sample(sample))
                 try:
                     return self._small_maps(shown[place], sample, index, cancelled), block
                 except NotReadyError:
@@ -415,20 +431,6 @@ class Viewer:
             workers.stop_waiting(job)
             # Retrieve the exception of an abandoned job, or asyncio logs it as never retrieved.
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
-
-
-def _stored_small_maps(sample: SampleRecord) -> Tensor | None:
-    """Return the small maps that a record stores, if a page can show them."""
-    pooled = sample.statistics.get("pooled_map")
-    return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
-
-
-def _weights_per_cell(sample: SampleRecord) -> tuple[int, int]:
-    """Return how many rows and columns of weights each cell of the small maps averages."""
-    if _stored_small_maps(sample) is not None:
-        return -(-sample.num_queries // sample.map_size), -(-sample.num_keys // sample.map_size)
-    block = 1 << (number_of_levels(sample.num_queries, sample.num_keys) - 1)
-    return block, block
 
 
 def _require_map(sample: SampleRecord) -> None:

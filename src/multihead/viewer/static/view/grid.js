@@ -28,6 +28,8 @@ function mapOf(record, i) {
   const { l, h } = record.heads[i], found = maps.get(nameOf(record, l));
   return found ? { rows: found.rows, cols: found.cols, block: found.block, values: found.heads[h] } : null;
 }
+// The weights per cell of the maps that are means.
+export const mapBlocks = record => record.layers.map(({ number }) => maps.get(nameOf(record, number))?.block).filter(block => block && !isSingle(block));
 export const mapsMissing = record => record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
 
 const queue = [], requested = new Set();
@@ -66,7 +68,7 @@ export function grid(record, passes, goTo) {
   largestSmall();
   const across = record.widest, roles = record.layers.some(layer => layer.role);
   shape = fitted({ layers: record.layers.length, heads: across, roles }, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
-  if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
+  if (lit < 0 || lit >= record.heads.length) lit = firstLit(record);
   const box = $('grid'), held = box.contains(root.activeElement), { cell, perColumn, phone } = shape;
   applied(box, shape, across, roles);
   box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth));  // on A4
@@ -84,8 +86,9 @@ export function grid(record, passes, goTo) {
   if (held) focusHead(lit);
 }
 
-// The head selected at first: the one with the lowest entropy.
-function sharpest(record) {
+// The head selected at first: that of the first finding, else the one with the lowest entropy.
+function firstLit(record) {
+  if (record.findings.length) return Math.max(0, record.index(record.findings[0].layer, record.findings[0].head));
   const values = record.metrics.find(one => one.id === 'entropy')?.values ?? [];
   return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
 }
@@ -160,7 +163,7 @@ const SIDE = 256, whole = new Map();  // "run sample layer head" -> { rows, cols
 let requesting = null;
 function everyWeight(record, i, size) {
   const { l, h } = record.heads[i], layer = record.layer(i), name = `${nameOf(record, l)} ${h}`;
-  if (!layer.levels || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1))) return null;
+  if (layer.rows !== 'all' || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1))) return null;
   if (whole.has(name) || requesting?.name === name) return whole.get(name) ?? null;
   requesting?.control.abort();
   const mine = requesting = { name, control: new AbortController() };

@@ -29,6 +29,6 @@ async function share() {
 
 export function sharing() {
   $('share').onclick = share;
-  const note = frame.dataset.shared;  // this page is such a file
+  const { note } = frame.dataset;  // this page is such a file
   if (note) { $('shared').hidden = false; $('shared').textContent = note; }
 }
