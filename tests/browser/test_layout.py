@@ -211,9 +211,16 @@ def test_axe_finds_nothing_serious_in_the_viewer(opened: Opened, place: str) -> 
 
 
 def share(shown: Shown, path: Path) -> str:
+    shown.at("#share").click()
+    shown.page.wait_for_selector("#shared button")
+    told = shown.text("#shared")
     with shown.page.expect_download() as saved:
-        shown.at("#share").click()
+        shown.at("#shared button").first.click()
     saved.value.save_as(path)
+    size = path.stat().st_size
+    assert told.startswith(
+        f"One file, {size / 1e3:.0f} kB." if size < 1e6 else f"One file, {round(size / 1e6, 1):g} MB."
+    )
     return saved.value.suggested_filename
 
 
@@ -268,9 +275,20 @@ def test_the_viewer_shows_the_findings_and_a_click_opens_the_head(opened: Opened
 
 def test_kinds_on_random_repeats_have_marks_of_their_own(opened: Opened) -> None:
     shown = opened("repeated")
-    marks = shown.page.eval_on_selector_all("#chips path", "all => all.map(path => path.getAttribute('fill'))")
-    kinds = shown.page.eval_on_selector_all("#chips button", "all => all.map(each => each.dataset.kind)")
-    assert {kind.startswith("repeated_"): mark for kind, mark in zip(kinds, marks, strict=True)} == {
-        True: "none",
-        False: "currentColor",
-    }
+    found = {}
+    for on_repeats in (False, True):
+        kinds = shown.page.eval_on_selector_all("#chips .chip", "all => all.map(each => each.dataset.kind)")
+        assert {kind.startswith("repeated_") for kind in kinds} == {on_repeats}
+        marks = shown.page.eval_on_selector_all("#chips path", "all => all.map(path => path.getAttribute('fill'))")
+        found[on_repeats] = set(marks)
+        shown.at("#chips [role=switch]").click()
+    assert found == {True: {"none"}, False: {"currentColor"}}
+
+
+def test_the_page_shows_a_bar_until_the_record_is_read(opened: Opened) -> None:
+    shown = opened("medium", wait=False)
+    shown.page.route("**/samples/0", lambda route: None)  # held: no answer ever comes
+    shown.page.goto("about:blank")
+    shown.page.goto(shown.address)
+    assert shown.at("#waiting progress").is_visible()
+    assert shown.text("#waiting") == "Reading every head of the record"

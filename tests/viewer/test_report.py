@@ -252,14 +252,19 @@ def page_rounding(page: Page) -> str:
 
 def test_a_page_that_holds_less_says_so_and_keeps_to_its_size(tmp_path: Path) -> None:
     length = 200
-    record = record_of(random_weights(6, length, length))
+    record, given = record_of(random_weights(6, length, length)), {"tokens": ["t"] * length, "special": None}
+    with pytest.raises(ArgumentError) as refusal:
+        write(record, tmp_path / "report.html", max_bytes=1, **given)
+    needed = re.search(r"needs ([\d,]+) bytes", str(refusal.value))
+    assert needed is not None
     seen = set()
-    for most in (228_000, 236_000, 270_000, 405_000, 540_000, 790_000):
-        summary = write(record, tmp_path / "report.html", tokens=["t"] * length, special=None, max_bytes=most)
+    for room in (500, 3_000, 45_000, 180_000, 315_000, 565_000):
+        most = int(needed[1].replace(",", "")) + room
+        summary = write(record, tmp_path / "report.html", max_bytes=most, **given)
         assert summary.num_bytes <= most
         assert (summary.left_out == "") == (summary.mode == "whole")
         seen.add(summary.mode)
-    assert {"whole", "largest"} <= seen
+    assert seen == {"none", "pooled", "largest", "whole"}
 
 
 REFUSALS = [

@@ -223,6 +223,22 @@ def test_two_records_that_cannot_be_compared_have_a_sentence_in_place_of_the_lis
     assert served.get(f"{SAMPLE}/changed/2").json == {"every": 1, "heads": [], "error": sentence}
 
 
+def test_the_heads_that_look_at_a_token_are_ranked_by_their_mean_weight_on_it(served: Served, record: Record) -> None:
+    key = 120
+    body = served.get(f"{SAMPLE}/looking?key={key}").json
+    columns = torch.stack([layer.weights(head)[key:, key] for layer in record.layers for head in range(2)]).double()
+    order = columns.mean(-1).argsort(descending=True).tolist()
+    assert [(each["layer"], each["head"]) for each in body["heads"]] == [(n // 2, n % 2) for n in order]
+    for each, n in zip(body["heads"], order, strict=True):
+        assert each["share"] == pytest.approx(float(columns[n].mean()), rel=1e-5)
+        best = columns[n].topk(3)
+        assert [query for query, _ in each["queries"]] == (best.indices + key).tolist()
+        assert [weight for _, weight in each["queries"]] == pytest.approx(best.values.tolist(), rel=1e-5)
+    assert body["tokens"][:key] == [0.0] * key
+    assert body["tokens"][key:] == pytest.approx(columns.mean(0).tolist(), rel=1e-4)
+    assert served.get(f"{SAMPLE}/looking?key=300").status == 404
+
+
 def test_the_margins_of_a_map_are_what_each_key_receives_and_the_entropy_of_each_query() -> None:
     seen = watch(50, mask=masks.Causal(), probes=("entropy", "received"))
     weights = seen.layers[0].weights(1).double()

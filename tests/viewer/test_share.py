@@ -127,6 +127,13 @@ def test_the_server_returns_the_file_with_two_heads_of_two_records(served: Serve
     assert values(page, "runs/0/samples/0/layers/1/maps").shape[0] == 2
 
 
+def test_the_server_returns_a_smaller_file_on_request(served: Served) -> None:
+    address = "api/runs/0/samples/0/share?a=1.0&place=%23a%3DL1H0%26n%3D40%26x%3D20%26y%3D30"
+    whole, small = (len(served.get(f"{address}{most}").body) for most in ("", "&most=600000"))
+    assert small <= 600_000 < whole
+    assert served.get(f"{address}&most=20000001").status == 404
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

@@ -32,7 +32,7 @@ FINE_WEIGHTS_PER_QUERY = 16
 """Where fewer than this many of a query's weights fit in 16 bits, they are stored in 8."""
 
 MAX_CELLS = 1 << 31
-"""Up to this many weights (heads x queries x keys), all are read to find each query's largest: a minute."""
+"""Up to this many weights (heads x queries x keys), all are read to find each query's largest: some minutes."""
 
 Progress = Callable[[int, int], None]
 

@@ -37,6 +37,9 @@ OPENING = 12  # tokens
 DIRECT_SIZE = 96
 """Up to this many queries and keys, small maps hold single weights; beyond, means over blocks."""
 
+LOOKING_HEADS, LOOKING_QUERIES = 8, 3
+"""Heads, and queries per head, that are listed for a token which they look at."""
+
 MARGINS = ("received", "entropy")
 """The statistics at the margins of a map: per key below it, per query at its right."""
 
@@ -72,6 +75,7 @@ def describe_view(
     foot: str = "",
     precision: str = "",
     similar: bool = True,
+    looking: bool = True,
     served: bool = False,
 ) -> dict[str, Any]:
     """Describe a viewer.
@@ -82,6 +86,7 @@ def describe_view(
         foot: the sentences at the foot of the page.
         precision: what the page says of the precision of a weight; by default that it is exact.
         similar: whether the heads with similar weights can be listed.
+        looking: whether the heads that look at a token can be listed.
         served: whether a server answers, which writes files and ranks what changed; else the page is a file.
     """
     return {
@@ -90,6 +95,7 @@ def describe_view(
         "foot": foot or text("viewer.foot", lang, version=installed_version()),
         "precision": precision or text("viewer.exact", lang),
         "similar": similar,
+        "looking": looking,
         "served": served,
     }
 
@@ -257,6 +263,48 @@ def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int
         }
         for each in run.record.nearest(layer, head, top=top, sample=sample)
     ]
+
+
+def heads_looking_at(
+    run: RecordedRun, sample: int, key: int, layers: Sequence[Mapping[str, Any]], progress: Callable[[], None]
+) -> dict[str, Any]:
+    """List the heads that look most at a token of the main text, each with its queries of the largest weights on it.
+
+    Args:
+        run: the run of the record.
+        sample: index of the text.
+        key: position of the token.
+        layers: the descriptions of the layers, of which those whose keys are the main text are read.
+        progress: called before each layer; it may raise to stop.
+
+    Returns:
+        heads: layer, head, share (the mean weight on the token over the queries that may see it) and queries (pairs of
+        position and weight); tokens: how much each token of the main text looks at it, the mean over the heads.
+    """
+    found: list[dict[str, Any]] = []
+    totals, heads = torch.zeros(layers[0]["keys"], dtype=torch.float64), 0
+    for layer, described in zip(run.record.layers, layers, strict=True):
+        progress()
+        one = layer.sample(sample)
+        if described["keyText"] != 0 or described["rows"] != "all" or key >= one.num_keys:
+            continue
+        keys = slice(key, key + 1)
+        seen = one.visible(keys=keys)[..., 0].expand(one.num_heads, -1)
+        weights = torch.where(seen, one.weights(keys=keys)[..., 0].double(), torch.nan)  # (heads, queries)
+        for head, (share, of_head) in enumerate(
+            zip(weights.nanmean(-1).tolist(), weights.nan_to_num(nan=0.0), strict=True)
+        ):
+            best = of_head.topk(min(LOOKING_QUERIES, one.num_queries))
+            pairs = [
+                list(pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True) if pair[1] > 0
+            ]
+            if math.isfinite(share) and pairs:
+                found.append({"layer": layer.number, "head": head, "share": share, "queries": pairs})
+        if not described["crosses"] and one.num_keys == len(totals):
+            totals[one.query_start :] += weights.nan_to_num(nan=0.0).sum(0)
+            heads += one.num_heads
+    found.sort(key=lambda each: -each["share"])
+    return {"heads": found[:LOOKING_HEADS], "tokens": finite_numbers_or_none(totals / max(1, heads))}
 
 
 def changed_heads(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from multihead.viewer.payload import (
     describe_run,
     describe_sample,
     describe_view,
+    heads_looking_at,
     margin_of_map,
     nearest_heads,
     small_map_level,
@@ -39,7 +41,7 @@ from multihead.viewer.responses import (
     wait_for_disconnect,
 )
 from multihead.viewer.security import json_response
-from multihead.viewer.share import SharedHead, name_shared_file, shared_page
+from multihead.viewer.share import MAX_BYTES, SharedHead, name_shared_file, shared_page
 from multihead.viewer.tiles import (
     ArrayCache,
     WorkerThreads,
@@ -92,6 +94,7 @@ class Viewer:
             Route(f"{sample}/layers/{{layer}}/maps", self.maps),
             Route(f"{sample}/table.{{form}}", self.table),
             Route(f"{sample}/changed/{{other}}", self.list_changed_heads),
+            Route(f"{sample}/looking", self.list_looking_heads),
             Route(f"{sample}/share", self.share),
             Route(f"{head}/tile", self.tile),
             Route(f"{head}/row", self.weights_of_query),
@@ -234,17 +237,25 @@ class Viewer:
         top = parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
 
         def rank_heads(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            def raise_if_cancelled() -> None:
-                if cancelled():
-                    raise CancelledError
-
-            return changed_heads(
-                self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=raise_if_cancelled
-            )
+            stop = partial(_raise_if, cancelled)
+            return changed_heads(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=stop)
 
         return json_response(
             await self._compute_in_worker(request, ("changed", run, sample, other, top), rank_heads, by=self.slow)
         )
+
+    async def list_looking_heads(self, request: Request) -> Response:
+        """Return the heads that look most at a token of the main text."""
+        run, sample = self._requested_sample(request)
+        longest = max(layer.sample(sample).num_keys for layer in self.runs[run].record.layers)
+        key = parse_number("key", request.query_params.get("key"), below=longest)
+
+        def find_heads(cancelled: Callable[[], bool]) -> dict[str, Any]:
+            layers = self._cached_description(run, sample)["layers"]
+            return heads_looking_at(self.runs[run], sample, key, layers, partial(_raise_if, cancelled))
+
+        found = await self._compute_in_worker(request, ("looking", run, sample, key), find_heads, by=self.slow)
+        return json_response(found)
 
     async def weights(self, request: Request) -> Response:
         """Return a part of a head's map as a file."""
@@ -273,11 +284,12 @@ class Viewer:
         return json_response(found)
 
     async def share(self, request: Request) -> Response:
-        """Return a view as one file: a head, or two that are compared, with the place in view."""
+        """Return a view as one file of at most `most` bytes: a head, or two that are compared, and its place."""
         run, sample = self._requested_sample(request)
         params = request.query_params
         other = parse_number("record", params.get("run"), below=len(self.runs), default=run)
         parse_number("sample", str(sample), below=self.runs[other].num_samples)
+        most = parse_number("size", params.get("most"), minimum=1, below=MAX_BYTES + 1, default=MAX_BYTES)
         shown = [run] if other == run else [run, other]
 
         def write_page(cancelled: Callable[[], bool]) -> tuple[str, bytes]:
@@ -301,6 +313,7 @@ class Viewer:
                 small=maps_if_built,
                 place=params.get("place", ""),
                 lang=self.lang,
+                max_bytes=most,
             )
             return name_shared_file(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
@@ -431,6 +444,11 @@ class Viewer:
             workers.stop_waiting(job)
             # Retrieve the exception of an abandoned job, or asyncio logs it as never retrieved.
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
+
+
+def _raise_if(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise CancelledError
 
 
 def _require_map(sample: SampleRecord) -> None:

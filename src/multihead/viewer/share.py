@@ -116,7 +116,7 @@ def shared_page(
     """
     place, view = _renumbered_place(place, second_run=len(runs) > 1)
     held = _ArraysOfFile()
-    plain: dict[str, Any] = {"view": describe_view(runs, lang, similar=False)}
+    plain: dict[str, Any] = {"view": describe_view(runs, lang, similar=False, looking=False)}
     for run, described in enumerate(samples):
         plain[f"runs/{run}/samples/0"] = described
         plain[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}

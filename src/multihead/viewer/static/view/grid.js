@@ -10,6 +10,7 @@ import { known } from '../shared/numbers.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
 import { size } from './host.js';
 import { state, toHead } from './permalink.js';
+import { view } from './record.js';
 
 const maps = new Map();  // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
 let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
@@ -53,7 +54,7 @@ async function next() {
     if (record === current) largestSmall();
     listeners.arrived(record, l);
   } catch (error) {
-    if (error instanceof Later) setTimeout(() => seen.has(l) && fetchMaps(record, l), 1500);
+    if (error instanceof Later) setTimeout(() => fetchMaps(record, l), 1500);
     else { maps.set(name, null); listeners.arrived(record, l); }
   } finally {
     busy--;
@@ -107,7 +108,7 @@ function gridRow(record, layer, l) {
   return made;
 }
 
-// Only the rows near the window are requested and drawn.
+// Only the rows near the window, and the maps of findings, are requested and drawn; a file has all of them at hand.
 function watching(record) {
   watch?.disconnect();
   seen = new Set();
@@ -120,7 +121,8 @@ function watching(record) {
       if (!maps.has(nameOf(record, l))) fetchMaps(record, l);
       drawRow(l);
     }
-  }, { rootMargin: '600px' });
+  }, { rootMargin: view.served ? '600px' : '100000px' });
+  for (const { layer } of record.findings) fetchMaps(record, layer);
   for (const rowOf of $('grid').querySelectorAll('[data-l]')) watch.observe(rowOf);
 }
 

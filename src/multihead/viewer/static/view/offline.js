@@ -150,6 +150,40 @@ async function nearest(run, layer, h, top) {
   return { every: step, heads: found.filter(one => one.divergence === one.divergence).sort((a, b) => a.divergence - b.divergence).slice(0, top) };
 }
 
+// The heads that look most at a token of the main text, as `heads_looking_at` lists them; weights that are not stored are 0.
+async function looking(run, key) {
+  const found = [], tokens = new Float64Array(layersOf(run)[0].keys);
+  let heads = 0;
+  for (const { layer, h, name } of headsOf(run)) {
+    if (layer.keyText !== 0 || !layer.rows || key >= layer.keys) continue;
+    const column = await columnOf(name, layer, key), best = [];
+    let total = 0, seen = 0;
+    column.forEach((w, q) => {
+      if (w !== w) return;
+      seen++;
+      total += w;
+      if (w > 0) best.push([q, w]);
+    });
+    if (best.length) found.push({ layer: layer.number, head: h, share: total / seen, queries: best.sort((a, b) => b[1] - a[1]).slice(0, 3) });
+    if (layer.crosses || layer.keys !== tokens.length) continue;
+    column.forEach((w, q) => { if (w > 0) tokens[q + layer.queryStart] += w; });
+    heads++;
+  }
+  return { heads: found.sort((a, b) => b.share - a.share).slice(0, 8), tokens: [...tokens].map(w => w / Math.max(1, heads)) };
+}
+
+// The weights of all queries on a key.
+async function columnOf(head, layer, key) {
+  const column = new Float32Array(layer.queries);
+  if (has(head)) {
+    const weights = await unpacked(head);
+    return column.map((_, q) => weights[q * layer.keys + key]);
+  }
+  const { each, places, values } = await largestOf(head);
+  for (let i = 0; i < places.length; i++) if (places[i] === key && values[i] > 0) column[Math.floor(i / each)] = values[i];
+  return layer.pattern === 'causal' && !layer.crosses ? column.map((w, q) => q + layer.queryStart < key ? NaN : w) : column;
+}
+
 const json = (data, status = 200) => new Response(JSON.stringify(data), { status, headers: { 'Content-Type': 'application/json' } });
 const floats = (values, shape, block) => new Response(values.slice().buffer, { headers: { 'X-Shape': shape.join(','), ...(block ? { 'X-Block': block.join(',') } : {}) } });
 
@@ -161,6 +195,8 @@ async function answer(path, given) {
     const found = await smallMaps(run, layerOf(run, ofLayer));
     if (found) return floats(...found);
   }
+  const [, reads] = /^runs\/(\d+)\/samples\/0\/looking$/.exec(path) ?? [];
+  if (reads) return json(await looking(reads, number('key', 0)));
   const [, of, l, h, what] = /^runs\/(\d+)\/samples\/0\/heads\/(\d+)\/(\d+)\/(.+)$/.exec(path) ?? [], layer = of && layerOf(of, l), head = `${of}/${l}/${h}`;
   if (what === 'row') {
     const row = await rowOf(head, layer, number('query', 0));

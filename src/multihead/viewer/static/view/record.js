@@ -6,7 +6,7 @@ import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
 
 const BUILT = 6;
-export const view = { lang: 'en', runs: [], foot: '', precision: '', similar: false, served: false };
+export const view = { lang: 'en', runs: [], foot: '', precision: '', similar: false, looking: false, served: false };
 
 class Sample {
   constructor(run, sample, { kinds, columns, metrics, chance, full, ...rest }) {
