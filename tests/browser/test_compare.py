@@ -100,7 +100,7 @@ def test_what_changed_between_two_records_is_ranked_and_leads_to_the_two_maps(op
     assert not opened("whole").at("#changedsec").is_visible()
     shown = opened("causal", "other")
     shown.page.wait_for_selector("#changed tbody tr")
-    tops = [shown.at(part).bounding_box() for part in ("#changed", "#grid")]
+    tops = [shown.at(part).bounding_box() for part in ("#changed", "#words")]
     assert tops[0] is not None
     assert tops[1] is not None
     assert tops[0]["y"] < tops[1]["y"]  # the page opens with it

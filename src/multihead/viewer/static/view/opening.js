@@ -66,6 +66,7 @@ function choosable(box, spans, text) {
     span.classList.add('asks');
     span.classList.toggle('on', p === chosen);
     span.setAttribute('role', 'button');
+    span.setAttribute('aria-label', text.labels[p]);  // a line break has no text
     span.setAttribute('aria-pressed', String(p === chosen));
     span.tabIndex = p === Math.max(0, chosen) ? 0 : -1;
   });
