@@ -64,8 +64,10 @@ class DenseSample:
     num_heads = property(lambda self: self.dense.shape[0])
     num_queries = property(lambda self: self.dense.shape[1])
     num_keys = property(lambda self: self.dense.shape[2])
+    keeps_weights = property(lambda self: self.keep != "statistics")
     query_text = Text()
     crosses = False
+    map_size = 64
 
     @property
     def mask(self) -> Mask:
@@ -153,6 +155,7 @@ class DenseRecord:
     layers: list[DenseLayer]
 
     all_kinds = KINDS
+    title = ""
 
     def profiles(self, **options: Any) -> list[LayerProfile]:
         return layer_profiles(self.layers, **options)

@@ -99,8 +99,11 @@ def test_a_difference_leads_to_its_place(opened: Opened) -> None:
 def test_what_changed_between_two_records_is_ranked_and_leads_to_the_two_maps(opened: Opened) -> None:
     assert not opened("whole").at("#changedsec").is_visible()
     shown = opened("causal", "other")
-    shown.at("#changedtools button").click()
     shown.page.wait_for_selector("#changed tbody tr")
+    tops = [shown.at(part).bounding_box() for part in ("#changed", "#words")]
+    assert tops[0] is not None
+    assert tops[1] is not None
+    assert tops[0]["y"] < tops[1]["y"]  # the page opens with it
     expected = causal().changed(other_run(), top=12)
     assert [name.replace(" ", "") for name in shown.texts("#changed th a")] == [
         f"L{one.layer}H{one.head}" for one in expected

@@ -51,7 +51,7 @@ def test_zooming_in_ends_at_single_weights_with_the_exact_number(opened: Opened)
         assert f"key {k}" in shown.text("#read")
 
 
-@pytest.mark.parametrize(("size", "level"), [(40, 0), (300, 0), (500, 1), (700, 1)])
+@pytest.mark.parametrize(("size", "level"), [(40, 0), (300, 0), (500, 1), (640, 1), (700, 2)])
 def test_every_cell_on_the_screen_has_the_colour_of_the_mean_it_stands_for(
     opened: Opened, size: int, level: int
 ) -> None:
@@ -174,7 +174,7 @@ def test_tiles_that_are_no_longer_wanted_are_given_up(opened: Opened) -> None:
 
 
 def test_the_parent_level_is_shown_until_the_tile_arrives(opened: Opened) -> None:
-    shown = opened(place=f"{PLACE}&x=0&y=0&n=700&q=600&c=log")
+    shown = opened(place=f"{PLACE}&x=0&y=0&n=640&q=600&c=log")
     held: list[object] = []
     shown.page.route("**/tile?level=0*", lambda route: held.append(route))  # noqa: PLW0108 - playwright marks what it calls
     with shown.page.expect_request(re.compile("tile.level=0")):

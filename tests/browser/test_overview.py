@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from multihead.probes import PROBES
 from multihead.viewer.payload import RecordedRun, describe_sample
 from tests.browser.records import HEADS, LAYERS, causal, medium, of_a_script
-from tests.browser.shown import Shown, ink
+from tests.browser.shown import Shown, ink, percent
 
 Opened = Callable[..., Shown]
 
@@ -289,8 +290,13 @@ def test_a_head_has_several_kinds_and_every_share_its_chance(opened: Opened) -> 
     shown = opened("repeated")
     labels = shown.page.eval_on_selector_all("#grid [role=gridcell] a", "all => all.map(a => a.ariaLabel)")
     assert labels[2].startswith("Layer 1 head 0, induction on random repeats, previous")
-    chips = {text.replace("\n", " ") for text in shown.texts("#chips .chip")}
-    assert {"induction on random repeats 1", "previous 1"} <= chips
+    chips = [text.replace("\n", " ") for text in shown.texts("#chips .chip")]
+    assert "previous 1" in chips
+    assert not any("random repeats" in chip for chip in chips)
+    shown.at("#chips [role=switch]").click()
+    assert shown.at("#chips [role=switch]").get_attribute("aria-checked") == "true"
+    assert shown.text("#chips .chip").replace("\n", " ") == "induction on random repeats 1"
+    shown.at("#chips [role=switch]").click()
     shown.at("#chips [data-kind=previous]").click()
     assert heads(shown) == ["L1H0"]
     shown.at("#chips [data-kind=previous]").click()
@@ -307,3 +313,42 @@ def test_a_head_has_several_kinds_and_every_share_its_chance(opened: Opened) -> 
     assert ["induction", "on", "random", "repeats", "90", "%", "1.2"] in rows
     assert rows[0] == ["chance"]
     assert any("induction on random repeats" in text.lower() for text in shown.texts("#defs dt"))
+
+
+def test_the_first_screen_says_what_a_head_a_query_and_a_key_are(opened: Opened) -> None:
+    shown = opened()
+    starts = [text.split(" is ")[0] for text in shown.texts(".plain p")]
+    assert starts[:3] == ["A head", "A query", "A key"]
+    assert shown.text(".plain code") == "multihead walk"
+    box = shown.at(".plain").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] < 300
+
+
+def test_a_click_on_a_word_lists_the_heads_that_look_at_it_and_colours_the_words_that_do(opened: Opened) -> None:
+    shown, key = opened(), 40
+    weights = torch.cat([layer.weights()[:, key:, key] for layer in causal().layers]).double()  # (heads, queries)
+    shown.at("#words .tk").nth(key).click()
+    shown.page.wait_for_selector("#looking li")
+    order = weights.mean(-1).argsort(descending=True).tolist()[:8]
+    names = [name.replace(" ", "") for name in shown.texts("#looking a")]
+    assert names == [f"L{n // HEADS}H{n % HEADS}" for n in order]
+    shares = [percent(text) for text in shown.texts("#looking .num")]
+    assert shares == pytest.approx([float(weights[head].mean()) for head in order], rel=0.1)
+    means = weights.mean(0)
+    painted = shown.page.eval_on_selector_all("#words .tk", "all => all.map(each => each.style.background)")
+    for query in (key, key + 1, key + 50):
+        colour = tuple(int(part) for part in painted[query][4:-1].split(",")) if painted[query] else ink(0)
+        assert colour == pytest.approx(ink(float(means[query - key] / means.max())), abs=8), query
+    assert painted[key - 1] == ""  # a token before it may not see it
+    shown.at("#looking .btn").click()
+    assert shown.at("#looking").is_hidden()
+
+
+def test_a_word_is_reached_and_chosen_with_the_keyboard(opened: Opened) -> None:
+    shown = opened()
+    shown.at("#words .tk").first.focus()
+    shown.press("ArrowRight", "ArrowRight", "Enter")
+    shown.page.wait_for_selector("#looking li")
+    assert shown.page.evaluate("document.activeElement.dataset.p") == "2"
+    assert shown.at("#words .tk[aria-pressed=true]").count() == 1

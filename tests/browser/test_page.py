@@ -30,6 +30,11 @@ NAMED = "a:not([aria-hidden]), button, select, input, canvas:not([aria-hidden])"
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 3}
 
 
+def blocks(levels: int) -> list[list[int]]:
+    """The blocks of a map of so many levels."""
+    return [[1 << level, 1 << level] for level in range(levels)]
+
+
 def view(shown: Shown) -> list[float]:
     return [float(shown.place[name]) for name in "xyn"]
 
@@ -202,7 +207,7 @@ class TestWhatIsNotThere:
 
         def with_more_levels(route: Route) -> None:
             body = route.fetch().json()
-            route.fulfill(json=body | {"layers": [layer | {"levels": 9} for layer in body["layers"]]})
+            route.fulfill(json=body | {"layers": [layer | {"blocks": blocks(9)} for layer in body["layers"]]})
 
         shown.page.route("**/samples/0", with_more_levels)
         progress = [{"state": "building", "done": 6, "total": 12}]
@@ -220,7 +225,7 @@ class TestWhatIsNotThere:
 
         def as_if_longer(route: Route) -> None:
             body = route.fetch().json()
-            size = {"queries": length, "keys": length, "levels": 12, "keyText": 9, "queryText": 9}
+            size = {"queries": length, "keys": length, "blocks": blocks(12), "keyText": 9, "queryText": 9}
             route.fulfill(json=body | {"layers": [layer | size for layer in body["layers"]]})
 
         def tile(route: Route) -> None:

@@ -79,7 +79,7 @@ def test_all_heads_are_those_of_one_process(pages: list[Shown]) -> None:
         page.page.wait_for_load_state("networkidle")  # the head beside the grid has its map
     of_ranks, whole = (page.text("#all").splitlines() for page in pages)
     assert of_ranks == whole
-    assert "8 heads in 2 layers, as they read 512 tokens; attention: causal." in of_ranks
+    assert "8 attention heads, as they read one text of 512 tokens." in of_ranks
     pictures = [page.at("#rows").screenshot() for page in pages]
     assert pictures[0] == pictures[1]
 

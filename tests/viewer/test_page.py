@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 
 import jinja2
@@ -30,11 +31,11 @@ def test_data_comes_back_as_it_was_and_holds_no_markup(token: str) -> None:
 
 def test_a_template_asks_for_everything_it_shows() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        load_template("viewer/static/report/report.html").render()
+        load_template("viewer/static/view/index.html").render()
 
 
 def test_static_files_are_read_once() -> None:
-    assert read_package_file("viewer/static/report/report.css") is read_package_file("viewer/static/report/report.css")
+    assert read_package_file("viewer/static/view/view.css") is read_package_file("viewer/static/view/view.css")
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -46,15 +47,14 @@ def test_a_script_is_named_by_its_sha_256() -> None:
 
 
 def test_a_bundle_holds_each_module_once_after_the_modules_it_imports() -> None:
-    found = list_bundled_modules("viewer/static/report/page.js")
-    assert found[-1] == "viewer/static/report/page.js"
+    found = list_bundled_modules("viewer/static/view/main.js")
+    assert found[-1] == "viewer/static/view/main.js"
     assert len(found) == len(set(found))
     for place, path in enumerate(found):
-        imported = {
-            each for each in found if f"'{each.rpartition('/')[2]}'" in read_package_file(path).replace("./", "'")
-        }
+        named = re.findall(r" from '([^']+)';", read_package_file(path))
+        imported = {posixpath.normpath(f"{posixpath.dirname(path)}/{each}") for each in named}
         assert imported <= set(found[:place]), path
-    bundle = bundle_script("viewer/static/report/page.js")
+    bundle = bundle_script("viewer/static/view/main.js")
     assert not re.search(r"^(import|export)\b", bundle, re.MULTILINE)
     assert all(bundle.count(f"modules['{path}'] = ") == 1 for path in found)
 

@@ -17,20 +17,22 @@ def a_record(length: int = 120, **given: Any) -> Any:
 
 
 def size(kept: page_budget.StoredMaps) -> int:
-    return sum(len(content) + 60 for _, content in kept.packs)
+    return sum(len(content) + 140 for content in kept.packs.values())
 
 
 def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000)
     assert (kept.mode, kept.bits, kept.reason) == ("whole", 16, "")
-    assert {name for name, _ in kept.packs} == {"m0", "m1", "s0", "s1", "w0.0", "w0.1", "w0.2", "w1.0", "w1.1"}
+    heads = {"0/0/0", "0/0/1", "0/0/2", "0/1/0", "0/1/1"}
+    maps = {f"runs/0/samples/0/layers/{layer}/maps" for layer in (0, 1)}
+    margins = {f"0/{layer} {name}" for layer in (0, 1) for name in ("received", "entropy")}
+    assert set(kept.packs) == set(kept.arrays) == heads | maps | margins
     assert 0 < kept.rounding <= 1.6e-5
 
 
 def test_a_short_text_needs_no_pooled_maps_beside_its_weights() -> None:
     kept = page_budget.encode_fitting_maps(a_record(40), sample=0, room=10_000_000)
-    assert all(layer.direct for layer in kept.layers)
-    assert "m0" not in dict(kept.packs)
+    assert not any("maps" in name for name in kept.packs)
 
 
 def test_with_less_room_twelve_bits_are_tried() -> None:
@@ -47,6 +49,16 @@ def test_with_little_room_each_query_keeps_its_largest_weights() -> None:
     assert size(kept) <= 80_000
 
 
+def test_where_few_weights_of_a_query_fit_they_take_eight_bits() -> None:
+    fine = page_budget.encode_fitting_maps(a_record(), sample=0, room=100_000)
+    coarse = page_budget.encode_fitting_maps(a_record(), sample=0, room=60_000)
+    assert (fine.mode, fine.bits) == ("largest", 16)
+    assert fine.number >= page_budget.FINE_WEIGHTS_PER_QUERY
+    assert (coarse.mode, coarse.bits) == ("largest", 8)
+    assert 1 <= coarse.number < fine.number
+    assert coarse.rounding <= 4e-3
+
+
 @pytest.mark.parametrize("room", [9_000, 20_000, 35_000, 60_000, 100_000, 200_000])
 def test_no_room_is_ever_exceeded(room: int) -> None:
     assert size(page_budget.encode_fitting_maps(a_record(), sample=0, room=room)) <= room
@@ -60,8 +72,7 @@ def test_maps_become_coarser_before_they_are_left_out() -> None:
 
 def test_without_room_the_page_stores_no_map_and_names_the_reason() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=100)
-    assert (kept.mode, kept.reason, kept.packs) == ("none", "room", [])
-    assert len(kept.layers) == 2
+    assert (kept.mode, kept.reason, kept.packs) == ("none", "room", {})
 
 
 def test_statistics_without_a_pooled_map_give_no_map() -> None:
@@ -75,14 +86,14 @@ def test_statistics_with_a_pooled_map_give_that_map() -> None:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=10_000_000)
     assert (kept.mode, kept.reason) == ("pooled", "statistics")
-    assert kept.layers[0].row_block == 2
+    assert kept.blocks[0] == (2, 2)
 
 
 def test_a_pooled_map_of_other_blocks_is_pooled_anew() -> None:
     record = a_record()
     record.layers[0].sample().statistics["pooled_map"] = torch.full((3, 7, 7), 0.5)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=80_000)
-    assert kept.layers[0].rows == 60
+    assert kept.map_size == (60, 60)
 
 
 def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_read(
@@ -93,7 +104,7 @@ def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_r
     for layer in record.layers:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=80_000)
-    assert (kept.mode, kept.number, kept.reason) == ("largest", 1, "room")
+    assert (kept.mode, kept.number, kept.reason) == ("largest", 1, "time")
     assert [layer.sample().tiles for layer in record.layers] == [[1], []]  # whether there is one
 
 
@@ -107,7 +118,7 @@ def test_where_not_even_those_are_had_a_long_text_keeps_its_pooled_maps(
         layer.sample().statistics.pop(lacking, None)
     whole = size(page_budget.encode_fitting_maps(a_record(), sample=0, room=80_000))
     kept = page_budget.encode_fitting_maps(record, sample=0, room=whole - 100 if lacking == "room" else 80_000)
-    assert (kept.mode, kept.number, kept.reason) == ("pooled", 0, "room")
+    assert (kept.mode, kept.number, kept.reason) == ("pooled", 0, "time")
 
 
 def test_maps_are_read_head_by_head_and_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -14,9 +15,21 @@ from multihead.record.analysis import similar
 from multihead.record.analysis.highlights import findings
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
-from multihead.viewer.payload import RecordedRun, changed_heads, describe_run, describe_sample, table_rows_of_heads
-from multihead.viewer.tokens import SPECIAL
+from multihead.viewer.payload import (
+    PageText,
+    RecordedRun,
+    changed_heads,
+    describe_run,
+    describe_sample,
+    table_rows_of_heads,
+)
+from multihead.viewer.tokens import SPECIAL as SPECIAL_FLAG
+from multihead.viewer.tokens import layout_of_tokens
+from tests.dense_record import DenseRecord, random_weights, record_of
 from tests.viewer.watching import watch
+
+if TYPE_CHECKING:
+    from multihead.observation.record import Record
 
 
 def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
@@ -54,9 +67,10 @@ def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
     run = RecordedRun("a.safetensors", watch(9, keep="statistics"))
     assert describe_run(run)["keep"] == "statistics"
     layer = describe_sample(run, 0)["layers"][0]
-    assert (layer["levels"], layer["maps"]) == (0, False)
-    pooled = RecordedRun("b.safetensors", watch(9, keep="statistics", probes=("entropy", "pooled_map")))
-    assert describe_sample(pooled, 0)["layers"][0]["maps"] is True
+    assert (layer["blocks"], layer["rows"], layer["maps"]) == ([], "", False)
+    pooled = RecordedRun("b.safetensors", watch(90, keep="statistics", probes=("entropy", "pooled_map")))
+    layer = describe_sample(pooled, 0)["layers"][0]
+    assert (layer["blocks"], layer["rows"], layer["maps"]) == ([(2, 2)], "", True)
 
 
 def test_a_sample_is_described_head_by_head() -> None:
@@ -65,7 +79,7 @@ def test_a_sample_is_described_head_by_head() -> None:
     body = describe_sample(RecordedRun("a", record), 0)
     json.dumps(body, allow_nan=False)
     (text,) = body["texts"]
-    assert (text["gaps"][:2], text["shown"][:2], text["flags"][:2]) == (["", " "], ["t0", "t1"], [SPECIAL, 0])
+    assert (text["gaps"][:2], text["shown"][:2], text["flags"][:2]) == (["", " "], ["t0", "t1"], [SPECIAL_FLAG, 0])
     assert body["layers"][1] == {
         "number": 1,
         "name": "1",
@@ -78,7 +92,11 @@ def test_a_sample_is_described_head_by_head() -> None:
         "role": "",
         "aligned": (),
         "pattern": "causal",
-        "levels": 2,
+        "hides": True,
+        "blind": 0,
+        "blocks": [(1, 1), (2, 2)],
+        "rows": "all",
+        "margins": ["entropy"],
         "queryText": 0,
         "keyText": 0,
     }
@@ -172,3 +190,64 @@ def test_of_a_long_text_what_changed_is_read_off_some_queries(monkeypatch: pytes
     assert len(body["heads"]) == 1
     assert body["heads"][0]["divergence"] == before.record.changed(after.record, queries=16)[0].divergence
     assert steps
+
+
+SPECIAL = [True, *[False] * 28, True]
+TOKENS = ["[CLS]", *["word"] * 28, "[SEP]"]
+
+
+def given(tokens: list[str], special: list[bool] | None = None) -> PageText:
+    return PageText(len(tokens), tokens, special, layout_of_tokens(tokens), given=True)
+
+
+def described(record: DenseRecord, *texts: PageText) -> dict[str, Any]:
+    return describe_sample(RecordedRun("a", cast("Record", record)), 0, texts=texts)
+
+
+def test_the_texts_of_layers_without_tokens_are_found_by_their_lengths() -> None:
+    record = DenseRecord(
+        [
+            *record_of(random_weights(1, 9, 9)).layers,
+            *record_of(random_weights(1, 4, 4)).layers,
+            *record_of(random_weights(1, 4, 9)).layers,
+            *record_of(random_weights(1, 2, 4), query_start=2).layers,
+            *record_of(random_weights(1, 3, 5)).layers,
+        ]
+    )
+    body = described(record, given(["q"] * 4), given(["k"] * 9))
+    assert [(one["queryText"], one["keyText"]) for one in body["layers"][:4]] == [(1, 1), (0, 0), (0, 1), (0, 0)]
+    assert [layer["queryStart"] for layer in body["layers"]] == [0, 0, 0, 2, 0]
+    last = body["layers"][4]
+    assert body["texts"][last["queryText"]] is body["texts"][last["keyText"]] is None
+
+
+def test_a_statistic_that_a_layer_lacks_is_no_number() -> None:
+    record: Any = record_of(random_weights(1, 30, 30), random_weights(1, 30, 30))
+    del record.layers[1].sample().statistics["self_mass"]
+    body = described(record, given(TOKENS))
+    assert body["metrics"]["self_mass"][1] is None
+    assert "separator_mass" not in body["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("special", "tokens", "expected"),
+    [
+        (SPECIAL, TOKENS, ["[SEP]"]),
+        (None, TOKENS, []),
+        ([True, True, True], ["<s>", "</s>", "<pad>"], ["separator"]),
+    ],
+)
+def test_the_separator_is_called_by_its_name_where_it_has_one(
+    special: list[bool] | None, tokens: list[str], expected: list[str]
+) -> None:
+    record = record_of(random_weights(1, len(tokens), len(tokens)), special=special)
+    body = described(record, given(tokens, special))
+    assert [one["label"] for one in body["columns"] if one["id"] == "separator_mass"] == expected
+    assert ("special_mass" in body["metrics"]) == (not expected and special is not None)
+
+
+def test_what_each_token_receives_is_the_mean_over_heads_and_queries() -> None:
+    one, two = random_weights(2, 30, 30), random_weights(1, 30, 30)
+    received = described(record_of(one, two), given(TOKENS))["received"]
+    expected = torch.cat((one, two)).double().mean((0, 1))
+    torch.testing.assert_close(torch.tensor(received, dtype=torch.float64), expected, atol=1e-6, rtol=1e-5)

@@ -16,6 +16,8 @@ from multihead.masks import Full
 from multihead.record.analysis.highlights import layer_profiles
 from multihead.record.texts import Text
 from multihead.viewer import write_report
+from multihead.viewer.page_budget import StoredMaps
+from multihead.viewer.report import format_rounding_error, sentence_on_stored_maps
 from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of
 from tests.observation.recorded import Tokenizer, ids, read
 from tests.viewer.page import Page
@@ -52,7 +54,8 @@ def test_a_cell_that_may_not_be_seen_is_no_zero_on_the_page(tmp_path: Path) -> N
     record = record_of(random_weights(2, 20, 20, seen=seen), seen=seen)
     page = Page(write(record, tmp_path / "report.html").path)
     assert torch.equal(~page.weights(0, 1).isnan(), seen)
-    assert page.data["sight"] == {"hides": True, "later": True, "blind": 1}
+    layer = page.data["layers"][0]
+    assert (layer["hides"], layer["pattern"], layer["blind"]) == (True, "causal", 1)
 
 
 def test_the_numbers_on_the_page_are_those_of_the_record(tmp_path: Path) -> None:
@@ -93,14 +96,16 @@ def test_no_token_title_or_fact_can_become_markup(tmp_path: Path) -> None:
     clean = Page(write(record, tmp_path / "clean.html", facts={"a": "b"}, special=None).path)
     assert [tag for tag, _ in Tags(page.html).found] == [tag for tag, _ in Tags(clean.html).found]
     assert ATTACK not in page.html
-    assert page.data["texts"]["main"]["shown"][0] == ATTACK
+    assert page.data["texts"][0]["shown"][0] == ATTACK
     assert page.data["layers"][0]["name"] == ATTACK
 
 
 def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
     html = write(a_record(), tmp_path / "report.html").path.read_text()
-    assert not re.search(r'(?:src|href)="(?!#)', html)
-    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|https?://(?!www\.w3\.org/2000/svg)", html)
+    assert not re.search(r'(?:src|href)="(?!#|data:)', html)
+    script = html.replace("http%3A", "").replace("xmlns='http://www.w3.org/2000/svg'", "")
+    assert not re.search(r"@import|url\(|XMLHttpRequest|WebSocket|https?://(?!www\.w3\.org/2000/svg)", script)
+    assert html.index("globalThis.fetch = ") < html.index("fetch(")  # requests are answered from the file
     policy = next(attrs["content"] for tag, attrs in Tags(html).found if attrs.get("http-equiv"))
     assert policy is not None
     assert policy.startswith("default-src 'none';")
@@ -121,7 +126,7 @@ def test_no_script_of_the_page_sets_markup() -> None:
 def test_every_text_can_stand_on_the_page(tmp_path: Path, text: str) -> None:
     tokens = [text] * 20
     page = Page(write(record_of(random_weights(1, 20, 20)), tmp_path / "report.html", tokens=tokens, title=text).path)
-    assert page.data["texts"]["main"]["shown"] == tokens
+    assert page.data["texts"][0]["shown"] == tokens
 
 
 def test_readings_at_hand_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +141,18 @@ def test_a_page_speaks_chinese(tmp_path: Path) -> None:
     record = a_record()
     record.layers[0].samples[0] = record_of(torch.eye(20).roll(-1, 1).expand(3, -1, -1)).layers[0].samples[0]
     page = Page(write(record, tmp_path / "report.html", lang="zh").path)
-    assert '<html lang="zh">' in page.html
-    assert "5 个注意力头，读一段 20 个词元的文本。" in page.html
+    assert '<html lang="zh-CN"' in page.html
+    assert page.data["lead"] == "5 个注意力头，读一段 20 个词元的文本。"
     assert page.data["findings"][0]["sentence"][0] > "\u4e00"
 
 
 def test_layers_may_differ_in_heads_and_in_keys(tmp_path: Path) -> None:
     record = DenseRecord([*a_record().layers, *record_of(random_weights(4, 20, 33)).layers])
+    record.layers[2].number = 2
     page = Page(write(record, tmp_path / "report.html", key_tokens=[f"k{i}" for i in range(33)]).path)
     assert [layer["heads"] for layer in page.data["layers"]] == [3, 2, 4]
-    assert page.data["layers"][2]["keyTokens"] == {"text": "keys", "from": 0}
+    assert (page.data["layers"][2]["queryText"], page.data["layers"][2]["keyText"]) == (0, 1)
+    assert page.data["texts"][1]["shown"][32] == "k32"
     assert page.weights(2, 3).shape == (20, 33)
 
 
@@ -153,7 +160,8 @@ def test_a_record_of_statistics_gives_a_page_without_maps(tmp_path: Path) -> Non
     summary = write(a_record(keep="statistics"), tmp_path / "report.html")
     page = Page(summary.path)
     assert page.packs == {}
-    assert page.data["store"]["reason"] == "no maps"
+    assert {layer["maps"] for layer in page.data["layers"]} == {False}
+    assert page.data["noMaps"] == "q and k were not recorded, so there is no map."
     assert len(page.data["metrics"]["entropy"]) == 5
     assert summary.mode == "none"
     assert summary.left_out == "q and k were not recorded, so there is no map."
@@ -166,6 +174,7 @@ class LazySample(DenseSample):
 
     def __init__(self, name: str, heads: int, line: torch.Tensor, length: int) -> None:
         self.name, self.query_start, self.heads, self.length, self.line = name, 0, heads, length, line
+        self.keep = "cpu"
         self.text = Text()
         even = torch.rand(heads, length)
         masses = ("self_mass", "previous_mass", "next_mass", "first_mass")
@@ -215,7 +224,7 @@ def test_a_long_text_stays_under_twenty_megabytes_and_is_never_held_whole(tmp_pa
     line = torch.rand(length * length + heads * 1009) ** 8
     line /= line.mean() * length
     record = DenseRecord(
-        [DenseLayer(f"layer.{i}", [LazySample(f"layer.{i}", heads, line, length)]) for i in range(layers)]
+        [DenseLayer(f"layer.{i}", [LazySample(f"layer.{i}", heads, line, length)], i) for i in range(layers)]
     )
     LazySample.largest_tile = 0
     summary = write(record, tmp_path / "report.html", tokens=[f"t{i}" for i in range(length)], special=None)
@@ -236,21 +245,26 @@ def test_a_long_text_stays_under_twenty_megabytes_and_is_never_held_whole(tmp_pa
 
 
 def page_rounding(page: Page) -> str:
-    found = re.search(r"within ±([\d.]+) percentage points", page.html)
+    found = re.search(r"within ±([\d.]+) percentage points", page.view["foot"])
     assert found is not None
     return found[1]
 
 
 def test_a_page_that_holds_less_says_so_and_keeps_to_its_size(tmp_path: Path) -> None:
     length = 200
-    record = record_of(random_weights(6, length, length))
+    record, given = record_of(random_weights(6, length, length)), {"tokens": ["t"] * length, "special": None}
+    with pytest.raises(ArgumentError) as refusal:
+        write(record, tmp_path / "report.html", max_bytes=1, **given)
+    needed = re.search(r"needs ([\d,]+) bytes", str(refusal.value))
+    assert needed is not None
     seen = set()
-    for most in (138_000, 146_000, 180_000, 315_000, 450_000, 700_000):
-        summary = write(record, tmp_path / "report.html", tokens=["t"] * length, special=None, max_bytes=most)
+    for room in (500, 3_000, 45_000, 180_000, 315_000, 565_000):
+        most = int(needed[1].replace(",", "")) + room
+        summary = write(record, tmp_path / "report.html", max_bytes=most, **given)
         assert summary.num_bytes <= most
         assert (summary.left_out == "") == (summary.mode == "whole")
         seen.add(summary.mode)
-    assert {"whole", "largest"} <= seen
+    assert seen == {"none", "pooled", "largest", "whole"}
 
 
 REFUSALS = [
@@ -349,7 +363,7 @@ def test_names_on_the_page_cannot_turn_it(tmp_path: Path) -> None:
     record.layers[0].name = "\u202elayer"
     write(record, tmp_path / "page.html", title="\u202emodel\x1b", tokens=[*TOKENS[:-1], "\u2067[SEP]"])
     page = Page(tmp_path / "page.html")
-    assert page.data["title"] == "\\u202emodel\\x1b"
+    assert page.view["runs"][0]["title"] == "\\u202emodel\\x1b"
     assert page.data["layers"][0]["name"] == "\\u202elayer"
     labels = {each["id"]: each["label"] for each in page.data["columns"]}
     assert labels["separator_mass"] == "\\u2067[SEP]"
@@ -365,3 +379,31 @@ def test_title_and_tokens_are_by_default_those_of_the_record(tmp_path: Path) -> 
     tokens = record.texts[0].tokens
     assert tokens is not None
     assert json.dumps(tokens[1], ensure_ascii=False) in named.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.00001526, "0.0016"), (0.000244, "0.025"), (0.5, "50"), (0.0, "0")])
+def test_the_rounding_that_is_printed_is_a_bound(value: float, text: str) -> None:
+    assert format_rounding_error(value) == text
+
+
+@pytest.mark.parametrize(
+    ("store", "part"),
+    [
+        (
+            StoredMaps(mode="whole", bits=12, rounding=0.000244),
+            "in 12 bits on a square-root scale: a value shown is within ±0.025 ",
+        ),
+        (StoredMaps(mode="largest", number=9, reason="room"), "each query’s 9 largest weights"),
+        (
+            StoredMaps(mode="largest", number=1, reason="time"),
+            "each query’s largest weight, within ±0 percentage points; reading all the others would take minutes",
+        ),
+        (StoredMaps(mode="pooled", reason="room"), "single weights are left out to stay under 20 MB."),
+        (StoredMaps(mode="pooled", reason="time"), "reading every weight would take minutes"),
+        (StoredMaps(mode="pooled", reason="statistics"), "q and k were not recorded, so this page holds pooled maps"),
+        (StoredMaps(reason="statistics"), "q and k were not recorded, so there is no map."),
+        (StoredMaps(reason="room"), "All maps are left out to stay under 20 MB."),
+    ],
+)
+def test_the_foot_says_what_the_page_holds_and_why_not_more(store: StoredMaps, part: str) -> None:
+    assert part in sentence_on_stored_maps(store, max_bytes=20_000_000, lang="en")

@@ -69,7 +69,7 @@ def test_the_page_and_its_files_are_served(served: Served) -> None:
     [
         "static/view/../../server.py",
         "static/view/index.html",
-        "static/report/page.js",
+        "static/census/page.js",
         "static/../server.py",
         "static/..%2f..%2fserver.py",
         "static/%2e%2e/server.py",
@@ -107,7 +107,7 @@ def test_a_sample_is_described_and_a_hostile_token_is_plain_json(served: Served)
     answer = served.get(SAMPLE)
     assert answer.headers["content-type"] == "application/json"
     assert answer.json["texts"][0]["shown"] == TOKENS
-    assert [layer["levels"] for layer in answer.json["layers"]] == [4, 4]
+    assert [len(layer["blocks"]) for layer in answer.json["layers"]] == [4, 4]
     assert len(answer.json["kinds"]) == 4
     assert served.get(SAMPLE).body == answer.body
 
@@ -218,17 +218,54 @@ def test_what_changed_between_two_records_is_what_the_record_says(served: Served
     assert len(served.get(f"{SAMPLE}/changed/1").json["heads"]) == 4
 
 
+def test_two_records_that_cannot_be_compared_have_a_sentence_in_place_of_the_list(served: Served) -> None:
+    sentence = f"{NO_LAYER} Compare two runs of one model on the same text."
+    assert served.get(f"{SAMPLE}/changed/2").json == {"every": 1, "heads": [], "error": sentence}
+
+
+def test_the_heads_that_look_at_a_token_are_ranked_by_their_mean_weight_on_it(served: Served, record: Record) -> None:
+    key = 120
+    body = served.get(f"{SAMPLE}/looking?key={key}").json
+    columns = torch.stack([layer.weights(head)[key:, key] for layer in record.layers for head in range(2)]).double()
+    order = columns.mean(-1).argsort(descending=True).tolist()
+    assert [(each["layer"], each["head"]) for each in body["heads"]] == [(n // 2, n % 2) for n in order]
+    for each, n in zip(body["heads"], order, strict=True):
+        assert each["share"] == pytest.approx(float(columns[n].mean()), rel=1e-5)
+        best = columns[n].topk(3)
+        assert [query for query, _ in each["queries"]] == (best.indices + key).tolist()
+        assert [weight for _, weight in each["queries"]] == pytest.approx(best.values.tolist(), rel=1e-5)
+    assert body["tokens"][:key] == [0.0] * key
+    assert body["tokens"][key:] == pytest.approx(columns.mean(0).tolist(), rel=1e-4)
+    assert served.get(f"{SAMPLE}/looking?key=300").status == 404
+
+
+def test_the_margins_of_a_map_are_what_each_key_receives_and_the_entropy_of_each_query() -> None:
+    seen = watch(50, mask=masks.Causal(), probes=("entropy", "received"))
+    weights = seen.layers[0].weights(1).double()
+    with serving(RecordedRun("a", seen)) as served:
+        assert served.get("api/runs/0/samples/0").json["layers"][0]["margins"] == ["received", "entropy"]
+        received, entropy = (
+            served.get(f"api/runs/0/samples/0/heads/0/1/margins/{name}").floats for name in ("received", "entropy")
+        )
+        assert served.get("api/runs/0/samples/0/heads/0/1/margins/q").status == 404
+    assert received == pytest.approx(weights.mean(0).numpy(), abs=1e-6)
+    assert entropy == pytest.approx(-torch.xlogy(weights, weights).sum(-1).numpy(), abs=1e-5)
+
+
+def test_the_pooled_map_of_a_record_of_statistics_is_its_only_tile() -> None:
+    seen = watch(90, mask=masks.Causal(), keep="statistics", probes=("entropy", "pooled_map"))
+    with serving(RecordedRun("a", seen)) as served:
+        tile = served.get("api/runs/0/samples/0/heads/0/1/tile?level=0&row=0&column=0").floats
+    pooled = seen.layers[0].sample().statistics["pooled_map"][1]
+    assert np.array_equal(tile, pooled.float().numpy(), equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("path", "status", "sentence"),
     [
         (f"{SAMPLE}/changed/3", 404, "There is no record 3. Give a number from 0 to 2."),
         (f"{SAMPLE}/changed/1?top=0", 404, "There is no count of heads 0. Give a number from 1 to 100."),
         ("api/runs/0/samples/1/changed/1", 404, "There is no sample 1. Give a number from 0 to 0."),
-        (
-            f"{SAMPLE}/changed/2",
-            400,
-            f"{NO_LAYER} Compare two runs of one model on the same text.",
-        ),
         ("api/runs/3/samples/0", 404, "There is no run 3. Give a number from 0 to 2."),
         ("api/runs/x/samples/0", 400, "The run is 'x'. Give a whole number from 0 to 2."),
         ("api/runs/-1/samples/0", 400, "The run is '-1'. Give a whole number from 0 to 2."),
@@ -295,7 +332,7 @@ def test_too_many_weights_are_refused() -> None:
 
 def test_a_record_of_statistics_has_its_numbers_and_no_levels(served: Served) -> None:
     body = served.get("api/runs/2/samples/0").json
-    assert body["layers"][0]["levels"] == 0
+    assert body["layers"][0]["blocks"] == []
     assert len(body["metrics"]["entropy"]) == 4
     assert served.get("api/runs/2/samples/0/levels").json == {"state": "none", "done": 0, "total": 0}
     assert served.get("api/runs/2/samples/0/table.csv").status == 200
@@ -328,7 +365,7 @@ class TestLongTexts:
         folder = tmp_path / "run.safetensors.levels"
         run = RecordedRun("run.safetensors", long, folder)
         with serving(run, progress=lambda done, total: progress.append((done, total))) as served:
-            assert served.get(SAMPLE).json["layers"][0]["levels"] == 7
+            assert len(served.get(SAMPLE).json["layers"][0]["blocks"]) == 7
             assert self.until_ready(served) == {"state": "ready", "done": 2, "total": 2, "inMemory": False}
             found = served.get("api/runs/0/samples/0/heads/0/1/tile?level=6&row=0&column=0").floats
             expected = block_means(long.layers[0].sample(), 1, 6)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from multihead import masks
 from multihead.errors import ArgumentError
@@ -19,6 +15,7 @@ from multihead.record.texts import Text
 from multihead.viewer.payload import RecordedRun, describe_run, describe_sample
 from multihead.viewer.share import SharedHead, name_shared_file, shared_page
 from multihead.viewer.tiles import fine_tile, weights_of_query
+from tests.viewer.page import Page
 from tests.viewer.serving import Served, serving
 from tests.viewer.watching import watch
 
@@ -41,16 +38,11 @@ def served() -> Iterator[Served]:
         yield server
 
 
-def held(page: bytes) -> dict[str, Any]:
-    found = re.search(rb'<script type="application/json" id="held">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return dict(json.loads(found[1]))
-
-
-def values(packed: dict[str, Any]) -> np.ndarray:
+def values(page: Page, name: str) -> np.ndarray:
     """Decode an array of a file: four planes of bytes, the last byte of each little-endian float first."""
-    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"]), -15), np.uint8).reshape(4, -1)
-    return np.ascontiguousarray(planes[::-1].T).view("<f4").reshape(packed["shape"])
+    assert page.arrays[name]["coding"] == "float32"
+    planes = page.unpacked(name).numpy().astype(np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(planes[::-1].T).view("<f4").reshape(page.arrays[name]["shape"])
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -72,30 +64,31 @@ def written(*heads: SharedHead, place: str = "#a=L1H0&n=40&x=20&y=30&q=50", **gi
 
 
 def test_every_tile_of_a_head_is_in_the_file_bit_for_bit_if_it_fits() -> None:
-    arrays = held(written(a_head(1, 0)))["arrays"]
+    page = Page(written(a_head(1, 0)))
     one = RUN.record.layers[1].sample(0)
-    names = {name for name in arrays if re.fullmatch(r"0/1/0 \d+ \d+ \d+ [01]", name)}
+    names = {name for name in page.packs if re.fullmatch(r"0/1/0 \d+ \d+ \d+ [01]", name)}
     assert {int(name.split()[1]) for name in names} == {0, 1, 2, 3}
     whole = {f"0/1/0 0 {row} {column} 1" for row in range(2) for column in range(2)}
     assert {name for name in names if name.split()[1] == "0"} == whole
     assert {name for name in names if name.split()[1] == "1"} >= {"0/1/0 1 0 0 0", "0/1/0 1 0 0 1"}
     for name in names:
         level, row, column, sink = map(int, name.split()[1:])
-        assert same(values(arrays[name]), fine_tile(one, 0, level, row=row, column=column, sink=bool(sink))), name
+        assert same(values(page, name), fine_tile(one, 0, level, row=row, column=column, sink=bool(sink))), name
 
 
 def test_the_weights_of_the_queries_around_the_chosen_one_are_in_the_file() -> None:
-    rows = held(written(a_head(1, 0)))["arrays"]["0/1/0 rows"]
+    page = Page(written(a_head(1, 0)))
+    rows = page.arrays["0/1/0 rows"]
     assert rows["first"] <= 50 < rows["first"] + rows["shape"][0]
-    assert same(values(rows)[50 - rows["first"]], weights_of_query(RUN.record.layers[1].sample(0), 0, 50))
+    assert same(values(page, "0/1/0 rows")[50 - rows["first"]], weights_of_query(RUN.record.layers[1].sample(0), 0, 50))
 
 
 def test_a_smaller_limit_leaves_out_finer_levels_and_keeps_the_single_weights_in_view() -> None:
     most = 600_000  # the view alone takes 580 kB
     page = written(a_head(1, 0), max_bytes=most)
     assert len(page) <= most
-    levels = {int(name.split()[1]) for name in held(page)["arrays"] if name.count(" ") == 4}
-    whole = {name.split()[1] for name in held(page)["arrays"] if name.endswith(" 1 1 1")}
+    levels = {int(name.split()[1]) for name in Page(page).packs if name.count(" ") == 4}
+    whole = {name.split()[1] for name in Page(page).packs if name.endswith(" 1 1 1")}
     assert 0 in levels
     assert "0" not in whole
     assert b"in blocks of" in page
@@ -111,9 +104,9 @@ def test_a_view_that_does_not_fit_is_refused_with_its_size() -> None:
 
 def test_tokens_and_addresses_cannot_become_markup() -> None:
     page = written(a_head(1, 0), place=f"#a=L1H0&c={HOSTILE}&unknown=1&x=1e9&n=40")
-    assert page.count(b"<script") == 3
+    assert page.count(b"<script") == 3 + len(Page(page).packs)
     assert b"<script>window" not in page
-    place = held(page)["place"]
+    place = Page(page).held["place"]
     assert place == "#a=L1H0&c=%3C%2Fscript%3E%3Cscript%3Ewindow.broken%3D1%3C%2Fscript%3E&n=40"
 
 
@@ -126,12 +119,19 @@ def test_the_server_returns_the_file_with_two_heads_of_two_records(served: Serve
     answer = served.get("api/runs/0/samples/0/share?a=1.0&b=0.1&run=1&place=%23a%3DL1H0%26b%3DL0H1%26v%3Dab%26n%3D30")
     assert answer.status == 200
     assert answer.headers["content-disposition"] == 'attachment; filename="ModuleList-L1H0-L0H1.html"'
-    data = held(answer.body)
-    assert data["place"] == "#a=L1H0&b=L0H1&v=ab&n=30&rb=1"
-    assert set(data["keys"]) == {"0/1/0", "1/0/1"}
-    assert [each["name"] for each in data["plain"]["view"]["runs"]] == ["run 0.safetensors", "run 1.safetensors"]
-    assert "runs/1/samples/0/layers/0/maps" in data["arrays"]
-    assert torch.tensor(values(data["arrays"]["runs/0/samples/0/layers/1/maps"])).shape[0] == 2
+    page = Page(answer.body)
+    assert page.held["place"] == "#a=L1H0&b=L0H1&v=ab&n=30&rb=1"
+    assert {name.split()[0] for name in page.packs if name.endswith(" rows")} == {"0/1/0", "1/0/1"}
+    assert [each["name"] for each in page.view["runs"]] == ["run 0.safetensors", "run 1.safetensors"]
+    assert "runs/1/samples/0/layers/0/maps" in page.packs
+    assert values(page, "runs/0/samples/0/layers/1/maps").shape[0] == 2
+
+
+def test_the_server_returns_a_smaller_file_on_request(served: Served) -> None:
+    address = "api/runs/0/samples/0/share?a=1.0&place=%23a%3DL1H0%26n%3D40%26x%3D20%26y%3D30"
+    whole, small = (len(served.get(f"{address}{most}").body) for most in ("", "&most=600000"))
+    assert small <= 600_000 < whole
+    assert served.get(f"{address}&most=20000001").status == 404
 
 
 @pytest.mark.parametrize(

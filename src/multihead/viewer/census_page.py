@@ -32,7 +32,7 @@ from multihead.viewer.page import (
 if TYPE_CHECKING:
     from multihead.counting.result import Census
 
-STYLES = ("shared/base.css", "shared/heads.css", "report/report.css", "census/census.css")
+STYLES = ("shared/base.css", "shared/heads.css", "shared/page.css", "census/census.css")
 """The style sheets of the page, in their order."""
 
 MOST_CHANGED = 6

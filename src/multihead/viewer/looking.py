@@ -359,8 +359,8 @@ def write_page_of_run(
 
     one = record.layers[0].sample()
     facts = {
-        locale("report.fact.head size", lang): str(one.head_dim),
-        locale("report.fact.precision", lang): str(one.dtype).removeprefix("torch."),
+        locale("viewer.fact.head size", lang): str(one.head_dim),
+        locale("viewer.fact.precision", lang): str(one.dtype).removeprefix("torch."),
     }
     main = run.texts[0]
     return write_report(

@@ -74,9 +74,9 @@ def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: 
 
 
 def encode_largest_weights(
-    sample: SampleRecord, *, number: int, rounding: LargestRoundingError, head: int | None = None
+    sample: SampleRecord, *, number: int, rounding: LargestRoundingError, head: int | None = None, bits: int = 16
 ) -> list[str]:
-    """Encode each query's largest weights as base64: two planes of codes, then planes of differences between keys.
+    """Encode each query's largest weights as base64: planes of codes, then planes of differences between keys.
 
     The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the unused entries.
 
@@ -85,6 +85,7 @@ def encode_largest_weights(
         number: weights stored per query.
         rounding: updated with the rounding errors.
         head: index of one head, or None for all heads.
+        bits: 16 (two planes of codes), or 8 (one).
 
     Returns:
         One string per head.
@@ -98,14 +99,10 @@ def encode_largest_weights(
         key = torch.where(found < 0, sample.num_keys, key)
         key, order = key.sort(dim=-1)
         found = found.gather(-1, order)
-        codes.append(encode_weights(torch.where(found < 0, torch.nan, found), bits=16, rounding=rounding))
+        codes.append(encode_weights(torch.where(found < 0, torch.nan, found), bits=bits, rounding=rounding))
         steps.append(key.diff(dim=-1, prepend=torch.zeros_like(key[..., :1])).int())
     code, step = torch.cat(codes, 1), torch.cat(steps, 1)  # (heads, queries, number)
-    shifts = _byte_shifts_of_key(sample.num_keys)
-    return [
-        compress_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts))
-        for c, s in zip(code, step, strict=True)
-    ]
+    return _compress_codes_and_steps(code, step, sample.num_keys, bits)
 
 
 def encode_recorded_largest_weights(sample: SampleRecord, *, rounding: LargestRoundingError) -> list[str]:
@@ -126,10 +123,16 @@ def encode_recorded_largest_weights(sample: SampleRecord, *, rounding: LargestRo
     blind = key < 0
     code = encode_weights(weight.double().masked_fill(blind, torch.nan), bits=16, rounding=rounding)
     step = key.masked_fill(blind, sample.num_keys).int()
-    shifts = _byte_shifts_of_key(sample.num_keys)
+    return _compress_codes_and_steps(code, step, sample.num_keys, 16)
+
+
+def _compress_codes_and_steps(codes: Tensor, steps: Tensor, keys: int, bits: int) -> list[str]:
+    """Compress codes and steps from key to key, (heads, queries, number) each; returns one string per head."""
+    of_code = (8, 0) if bits == 16 else (0,)
+    of_key = (16, 8, 0) if keys > 0xFFFF else (8, 0)
     return [
-        compress_planes(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts))
-        for c, s in zip(code, step, strict=True)
+        compress_planes(*(c >> shift & 255 for shift in of_code), *(s >> shift & 255 for shift in of_key))
+        for c, s in zip(codes, steps, strict=True)
     ]
 
 
@@ -139,9 +142,10 @@ def pack_maps(maps: Tensor, rounding: LargestRoundingError) -> str:
     return compress_planes(codes >> 8, codes & 255)
 
 
-def encode_margin_strips(values: Tensor, top: float) -> Tensor:
-    """Encode numbers from 0 to `top`, (heads, bins), as linear 16-bit codes, (heads * bins,) int32."""
-    return (values.double().nan_to_num(nan=0.0) / (top or 1.0)).clamp(0, 1).mul(65535).round().int().flatten()
+def pack_margins(values: Tensor, top: float) -> str:
+    """Encode numbers from 0 to `top`, (heads, bins), as base64: two planes of linear 16-bit codes, deflated."""
+    codes = (values.double().nan_to_num(nan=0.0) / (top or 1.0)).clamp(0, 1).mul(65535).round().int()
+    return compress_planes(codes >> 8, codes & 255)
 
 
 def average_bins(values: Tensor, number: int) -> Tensor:
@@ -179,7 +183,3 @@ def _weights_with_masked_nan(sample: SampleRecord, head: int | None, block: slic
     tile = sample.weights(head, queries=block)
     seen = sample.visible(queries=block)
     return torch.where(seen if seen.dim() == 2 or head is None else seen[head], tile, torch.nan)
-
-
-def _byte_shifts_of_key(keys: int) -> tuple[int, ...]:
-    return (16, 8, 0) if keys > 0xFFFF else (8, 0)

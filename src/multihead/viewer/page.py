@@ -17,6 +17,9 @@ from multihead.errors.optional import require
 if TYPE_CHECKING:
     import jinja2
 
+STYLES = ("shared/base.css", "shared/heads.css", "view/view.css")
+"""The style sheets of the viewer's page, in their order."""
+
 # The forms of import and export that bundled modules may use.
 _IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:const|class|function|async function) (?P<name>[\w$]+))", re.MULTILINE)

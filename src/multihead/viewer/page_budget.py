@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.viewer import maps
+from multihead.viewer.payload import DIRECT_SIZE, MARGINS, margin_of_map
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -20,31 +22,19 @@ if TYPE_CHECKING:
 MAP_SIZE = 64
 """Blocks per side of a pooled map, if they fit."""
 
-DIRECT_SIZE = 96
-"""Up to this many queries and keys, the grid of heads draws every weight; beyond, it draws pooled maps."""
-
 STRIP_BINS = 256
 """Maximum number of bars in a margin strip."""
 
 MAX_WEIGHTS_PER_QUERY = 512
 """Maximum number of largest weights stored per query if not all weights fit."""
 
-MAX_CELLS = 1 << 30
-"""Up to this many weights (heads x queries x keys), all are read to find each query's largest: half a minute."""
+FINE_WEIGHTS_PER_QUERY = 16
+"""Where fewer than this many of a query's weights fit in 16 bits, they are stored in 8."""
+
+MAX_CELLS = 1 << 31
+"""Up to this many weights (heads x queries x keys), all are read to find each query's largest: some minutes."""
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass
-class StoredLayerMaps:
-    """The maps of one layer in the page: the size of the pooled maps, the weights per cell, and the margin strips."""
-
-    direct: bool = False
-    rows: int = 0
-    cols: int = 0
-    row_block: int = 1
-    col_block: int = 1
-    strips: list[dict[str, float | str]] = field(default_factory=list)
 
 
 @dataclass
@@ -54,44 +44,70 @@ class StoredMaps:
     Attributes:
         mode: "whole" (every weight), "largest" (pooled maps and each query's largest weights), "pooled"
             (pooled maps alone) or "none".
-        reason: why something is left out: "room", "statistics" (q and k were not kept), or "".
-        bits: bits per weight, in mode "whole".
+        reason: why something is left out: "room", "time" (reading every weight takes too long), "statistics" (q and k
+            were not kept), or "".
+        bits: bits per weight, in mode "whole" and "largest".
         number: largest weights stored per query, in mode "largest".
         rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
-        packs: (id of a script tag, the base64 data in it), in the order of the page.
-        layers: the maps of each layer.
+        arrays: name -> shape, coding and what else the page's script must know of a stored array.
+        packs: name -> its numbers, deflated, in base64.
+        blocks: per layer, the rows and columns of weights per cell of its pooled maps; None where they are not stored.
+        map_size: rows and columns of the largest pooled map.
     """
 
     mode: str = "none"
     reason: str = ""
-    bits: int = 16
+    bits: int = 0
     number: int = 0
     rounding: float = 0.0
-    packs: list[tuple[str, str]] = field(default_factory=list)
-    layers: list[StoredLayerMaps] = field(default_factory=list)
+    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    packs: dict[str, str] = field(default_factory=dict)
+    blocks: list[tuple[int, int] | None] = field(default_factory=list)
+    map_size: tuple[int, int] = (0, 0)
 
-    @property
-    def map_size(self) -> tuple[int, int]:
-        """Rows and columns of the largest pooled map."""
-        return max((one.rows for one in self.layers), default=0), max((one.cols for one in self.layers), default=0)
+    def describe_layer(self, index: int, layer: dict[str, Any]) -> dict[str, Any]:
+        """Return the description of a layer, reduced to what the page stores of its maps."""
+        margins = [name for name in layer["margins"] if f"0/{layer['number']} {name}" in self.arrays]
+        if self.mode == "whole":
+            return layer | {"margins": margins}
+        block = self.blocks[index] if self.mode != "none" else None
+        return layer | {
+            "maps": block is not None,
+            "blocks": [] if block is None else [block],
+            "rows": "largest" if self.mode == "largest" else "",
+            "margins": margins,
+        }
 
 
 class _PageFullError(Exception):
     """The page has no more room."""
 
 
-class _PageBudget:
-    """The bytes left in a page."""
+class _Room:
+    """The bytes left in a page, and the arrays that take them."""
 
     def __init__(self, size: int) -> None:
         self.left = size
+        self.arrays: dict[str, dict[str, Any]] = {}
+        self.packs: dict[str, str] = {}
 
-    def add_pack(self, packs: list[tuple[str, str]], name: str, content: str) -> None:
-        """Append a pack, or raise `_PageFullError`; the script tag around a pack takes about 60 bytes."""
-        self.left -= len(content) + 60
+    def add(self, name: str, content: str, **described: Any) -> None:
+        """Add an array, or raise `_PageFullError`; its script tag and its description take about 140 bytes."""
+        self.left -= len(content) + 140
         if self.left < 0:
             raise _PageFullError
-        packs.append((name, content))
+        self.packs[name] = content
+        self.arrays[name] = described
+
+    def part(self) -> _Room:
+        """Return the same room without arrays, to try some that may not fit."""
+        return _Room(self.left)
+
+    def take(self, part: _Room) -> None:
+        """Add the arrays of a part that fitted."""
+        self.left = part.left
+        self.arrays |= part.arrays
+        self.packs |= part.packs
 
 
 def keeps_weights(record: Record, sample: int) -> bool:
@@ -107,8 +123,8 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
     """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
-    the remaining room each query's largest weights; for a long text with more than `MAX_CELLS` weights, only the
-    single largest, from the statistics.
+    the remaining room each query's largest weights, in 16 bits or, if these are few, in 8; for a long text with more
+    than `MAX_CELLS` weights, only the single largest, from the statistics.
     """
     has_weights = keeps_weights(record, sample)
     report = progress or (lambda done, total: None)
@@ -126,124 +142,116 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
             return _encode_pooled_maps(record, sample, size, room, report, has_weights=has_weights)
         except _PageFullError:
             size //= 2
-    return StoredMaps(reason="room", layers=[StoredLayerMaps() for _ in record.layers])
+    return StoredMaps(reason="room")
 
 
 def _encode_whole_maps(record: Record, sample: int, bits: int, size: int, report: Progress) -> StoredMaps:
-    room, rounding = _PageBudget(size), maps.LargestRoundingError()
-    store = StoredMaps(mode="whole", bits=bits)
+    room, rounding = _Room(size), maps.LargestRoundingError()
     total, done = sum(layer.num_heads for layer in record.layers), 0
-    for index, one in enumerate(_sample_of_each_layer(record, sample)):
-        kept = StoredLayerMaps(direct=max(one.num_queries, one.num_keys) <= DIRECT_SIZE)
-        if not kept.direct:
-            _add_pooled_maps(
-                store, room, kept, index, _pooled_maps_of_layer(one, MAP_SIZE), one, maps.LargestRoundingError()
-            )
-        _add_margin_strips(store, room, kept, index, one)
+    for number, one in _numbered_samples(record, sample):
+        if (
+            max(one.num_queries, one.num_keys) > DIRECT_SIZE
+            and (small := _pooled_maps_of_layer(one, MAP_SIZE)) is not None
+        ):
+            _add_pooled_maps(room, number, small, one, maps.LargestRoundingError())
+        _add_margins(room, number, one)
         for head in range(one.num_heads):
-            room.add_pack(
-                store.packs, f"w{index}.{head}", maps.encode_all_weights(one, head, bits=bits, rounding=rounding)
-            )
+            content = maps.encode_all_weights(one, head, bits=bits, rounding=rounding)
+            room.add(f"0/{number}/{head}", content, shape=[one.num_queries, one.num_keys], coding=f"root{bits}")
             done += 1
             report(done, total)
-        store.layers.append(kept)
-    store.rounding = rounding.largest
-    return store
+    return StoredMaps("whole", bits=bits, rounding=rounding.largest, arrays=room.arrays, packs=room.packs)
 
 
 def _encode_pooled_maps(
     record: Record, sample: int, map_size: int, size: int, report: Progress, *, has_weights: bool
 ) -> StoredMaps:
-    room, rounding = _PageBudget(size), maps.LargestRoundingError()
-    store = StoredMaps(mode="pooled", reason="room" if has_weights else "statistics")
-    any_map = False
-    for index, one in enumerate(_sample_of_each_layer(record, sample)):
-        kept = StoredLayerMaps()
-        small = _pooled_maps_of_layer(one, map_size)
-        if small is not None:
-            any_map = True
-            _add_pooled_maps(store, room, kept, index, small, one, rounding)
-        store.layers.append(kept)
-    if not any_map:
-        return StoredMaps(reason="statistics", layers=store.layers)
-    for index, one in enumerate(_sample_of_each_layer(record, sample)):
-        try:
-            _add_margin_strips(store, room, store.layers[index], index, one)
-        except _PageFullError:
-            return store
-    if has_weights:
-        _add_largest_weights(record, sample, store, room, rounding, report)
+    room, rounding = _Room(size), maps.LargestRoundingError()
+    found = [(number, one, _pooled_maps_of_layer(one, map_size)) for number, one in _numbered_samples(record, sample)]
+    reason = "room" if has_weights else "statistics"
+    if all(small is None for _, _, small in found):
+        return StoredMaps(reason="statistics")
+    store = StoredMaps("pooled", reason, arrays=room.arrays, packs=room.packs)
+    for number, one, small in found:
+        store.blocks.append(None if small is None else _add_pooled_maps(room, number, small, one, rounding))
+    sides = [small.shape[-2:] for _, _, small in found if small is not None]
+    store.map_size = max(rows for rows, _ in sides), max(columns for _, columns in sides)
+    with suppress(_PageFullError):
+        margins = room.part()
+        for number, one, _ in found:
+            _add_margins(margins, number, one)
+        room.take(margins)
+        if has_weights:
+            _add_largest_weights(record, sample, store, room, rounding, report)
     store.rounding = rounding.largest
     return store
 
 
 def _add_largest_weights(
-    record: Record,
-    sample: int,
-    store: StoredMaps,
-    room: _PageBudget,
-    rounding: maps.LargestRoundingError,
-    report: Progress,
+    record: Record, sample: int, store: StoredMaps, room: _Room, rounding: maps.LargestRoundingError, report: Progress
 ) -> None:
     """Add each query's largest weights, as many per query as fit; none if not even one per query fits."""
     if _count_cells(record, sample) > MAX_CELLS:
-        _add_single_largest_weights(record, sample, store, room, rounding, report)
+        store.reason = "time"
+        encode = partial(maps.encode_recorded_largest_weights, rounding=rounding)
+        with suppress(_PageFullError, ProbeError):
+            _add_encoded(record, sample, store, room, report, encode, number=1, bits=16)
         return
-    queries = sum(one.num_heads * one.num_queries for one in _sample_of_each_layer(record, sample))
-    total = sum(layer.num_heads for layer in record.layers)
-    number = int(room.left / (queries * 3))  # about three bytes each, fewer if many are stored per query
-    for _ in range(2):
-        each = _bytes_per_stored_weight(record, sample, max(1, min(number, MAX_WEIGHTS_PER_QUERY)))
-        number = min(int(0.97 * room.left / (queries * each)), MAX_WEIGHTS_PER_QUERY)
+    queries = sum(one.num_heads * one.num_queries for _, one in _numbered_samples(record, sample))
+    numbers = {bits: _largest_that_fit(record, sample, room.left, queries, bits) for bits in (16, 8)}
+    bits = 16 if numbers[16] >= min(FINE_WEIGHTS_PER_QUERY, numbers[8]) else 8
+    number = numbers[bits]
     while number >= 1:
-        packs: list[tuple[str, str]] = []
-        trial, done = _PageBudget(room.left), 0
+        encode = partial(maps.encode_largest_weights, number=number, bits=bits, rounding=rounding)
         try:
-            for index, one in enumerate(_sample_of_each_layer(record, sample)):
-                for head, content in enumerate(maps.encode_largest_weights(one, number=number, rounding=rounding)):
-                    trial.add_pack(packs, f"k{index}.{head}", content)
-                done += one.num_heads
-                report(done, total)
+            _add_encoded(record, sample, store, room, report, encode, number=number, bits=bits)
         except _PageFullError:
             number = int(number * 0.85)  # the estimate was too low: its heads compress better than the others
-            continue
-        store.mode, store.number = "largest", number
-        store.packs += packs
-        return
+        else:
+            return
 
 
-def _add_single_largest_weights(
+def _add_encoded(
     record: Record,
     sample: int,
     store: StoredMaps,
-    room: _PageBudget,
-    rounding: maps.LargestRoundingError,
+    room: _Room,
     report: Progress,
+    encode: Callable[[SampleRecord], list[str]],
+    *,
+    number: int,
+    bits: int,
 ) -> None:
-    """Add each query's largest weight from the statistics; none if they do not all fit or were not recorded."""
-    total, done = sum(layer.num_heads for layer in record.layers), 0
-    packs: list[tuple[str, str]] = []
-    trial = _PageBudget(room.left)
-    try:
-        for index, one in enumerate(_sample_of_each_layer(record, sample)):
-            for head, content in enumerate(maps.encode_recorded_largest_weights(one, rounding=rounding)):
-                trial.add_pack(packs, f"k{index}.{head}", content)
-            done += one.num_heads
-            report(done, total)
-    except (_PageFullError, ProbeError):
-        return
-    store.mode, store.number = "largest", 1
-    store.packs += packs
+    """Add each query's `number` largest weights as `encode` returns them for a layer, one string per head."""
+    trial, done, total = room.part(), 0, sum(layer.num_heads for layer in record.layers)
+    for layer, one in _numbered_samples(record, sample):
+        shape = [one.num_queries, min(number, one.num_keys)]
+        for head, content in enumerate(encode(one)):
+            trial.add(f"0/{layer}/{head} largest", content, shape=shape, coding=f"root{bits}", keys=one.num_keys)
+        done += one.num_heads
+        report(done, total)
+    room.take(trial)
+    store.mode, store.number, store.bits = "largest", number, bits
 
 
-def _bytes_per_stored_weight(record: Record, sample: int, number: int) -> float:
+def _largest_that_fit(record: Record, sample: int, left: int, queries: int, bits: int) -> int:
+    """Estimate how many of each query's largest weights fit into the bytes left."""
+    number = int(left / (queries * 3))  # about three bytes each, fewer if many are stored per query
+    for _ in range(2):
+        each = _bytes_per_stored_weight(record, sample, max(1, min(number, MAX_WEIGHTS_PER_QUERY)), bits)
+        number = min(int(0.97 * left / (queries * each)), MAX_WEIGHTS_PER_QUERY)
+    return number
+
+
+def _bytes_per_stored_weight(record: Record, sample: int, number: int, bits: int) -> float:
     """Estimate the bytes of one stored weight and its key from at most eight heads spread over the record."""
     places = [(index, head) for index, layer in enumerate(record.layers) for head in range(layer.num_heads)]
     size, entries = 0, 0
     for index, head in places[len(places) // 16 :: max(1, len(places) // 8)]:
         one = record.layers[index].sample(sample)
-        (content,) = maps.encode_largest_weights(one, number=number, rounding=maps.LargestRoundingError(), head=head)
-        size += len(content) + 60
+        unused = maps.LargestRoundingError()
+        (content,) = maps.encode_largest_weights(one, number=number, bits=bits, rounding=unused, head=head)
+        size += len(content) + 140
         entries += one.num_queries * min(number, one.num_keys)
     return size / max(1, entries)
 
@@ -262,44 +270,33 @@ def _pooled_maps_of_layer(one: SampleRecord, size: int) -> Tensor | None:
 
 
 def _add_pooled_maps(
-    store: StoredMaps,
-    room: _PageBudget,
-    kept: StoredLayerMaps,
-    index: int,
-    small: Tensor | None,
-    one: SampleRecord,
-    rounding: maps.LargestRoundingError,
-) -> None:
-    if small is None:
-        return
-    kept.rows, kept.cols = small.shape[-2:]
-    kept.row_block, kept.col_block = -(-one.num_queries // max(1, kept.rows)), -(-one.num_keys // max(1, kept.cols))
-    room.add_pack(store.packs, f"m{index}", maps.pack_maps(small, rounding))
+    room: _Room, number: int, small: Tensor, one: SampleRecord, rounding: maps.LargestRoundingError
+) -> tuple[int, int]:
+    """Add the pooled maps of a layer; returns the rows and columns of weights per cell."""
+    rows, columns = small.shape[-2:]
+    block = -(-one.num_queries // max(1, rows)), -(-one.num_keys // max(1, columns))
+    name = f"runs/0/samples/0/layers/{number}/maps"
+    room.add(name, maps.pack_maps(small, rounding), shape=list(small.shape), coding="root16", block=block)
+    return block
 
 
-def _add_margin_strips(
-    store: StoredMaps, room: _PageBudget, kept: StoredLayerMaps, index: int, one: SampleRecord
-) -> None:
-    """Add the strips at the margins of a map: the mean weight on each key, and each query's entropy."""
-    found: list[tuple[str, Tensor, float]] = []
-    if "received" in one.statistics:
-        share = maps.average_bins(one.statistics["received"].double() / max(1, one.num_queries), STRIP_BINS)
-        found.append(("received", share, float(share.nan_to_num(nan=0.0).max())))
-    if "entropy" in one.statistics:
-        entropy = maps.average_bins(one.statistics["entropy"].double(), STRIP_BINS)
-        found.append(("entropy", entropy, math.log(max(2, one.num_keys))))
-    if not found:
-        return
-    codes = torch.cat([maps.encode_margin_strips(values, top) for _, values, top in found])
-    room.add_pack(store.packs, f"s{index}", maps.compress_planes(codes >> 8, codes & 255))
-    kept.strips = [{"id": name, "bins": values.shape[-1], "top": top} for name, values, top in found]
+def _add_margins(room: _Room, number: int, one: SampleRecord) -> None:
+    """Add the strips at the margins of a layer's maps: the mean weight on each key, and each query's entropy."""
+    for name in MARGINS:
+        if name in one.statistics:
+            every = torch.stack([margin_of_map(one, head, name) for head in range(one.num_heads)])
+            values = maps.average_bins(every, STRIP_BINS)
+            top = float(values.nan_to_num(nan=0.0).max())
+            content = maps.pack_margins(values, top)
+            room.add(f"0/{number} {name}", content, shape=list(values.shape), coding="linear16", top=top)
 
 
 def _count_cells(record: Record, sample: int) -> int:
     """Count heads x queries x keys over all layers."""
-    return sum(one.num_heads * one.num_queries * one.num_keys for one in _sample_of_each_layer(record, sample))
+    return sum(one.num_heads * one.num_queries * one.num_keys for _, one in _numbered_samples(record, sample))
 
 
-def _sample_of_each_layer(record: Record, sample: int) -> Iterator[SampleRecord]:
+def _numbered_samples(record: Record, sample: int) -> Iterator[tuple[int, SampleRecord]]:
+    """Yield the number of each layer and its record of the text."""
     for layer in record.layers:
-        yield layer.sample(sample)
+        yield layer.number, layer.sample(sample)

@@ -8,23 +8,40 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from multihead.errors import ArgumentError, ProbeError
 from multihead.locale.escaping import visible
+from multihead.locale.texts import text
+from multihead.probes.catalogue import SEPARATOR
 from multihead.record.analysis.highlights import LayerProfile, findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
 from multihead.record.texts import Text
 from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
+from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
 from multihead.viewer.levels import SIDE, number_of_levels
+from multihead.viewer.page import installed_version
 from multihead.viewer.tokens import SPECIAL, layout_of_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from multihead.observation.record import Record
+    from multihead.record.layer import LayerRecord
     from multihead.record.sample import SampleRecord
 
 
 OPENING = 12  # tokens
+
+DIRECT_SIZE = 96
+"""Up to this many queries and keys, small maps hold single weights; beyond, means over blocks."""
+
+LOOKING_HEADS, LOOKING_QUERIES = 8, 3
+"""Heads, and queries per head, that are listed for a token which they look at."""
+
+MARGINS = ("received", "entropy")
+"""The statistics at the margins of a map: per key below it, per query at its right."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +68,38 @@ class RecordedRun:
         return all(layer.sample(sample).keeps_weights for layer in self.record.layers)
 
 
+def describe_view(
+    runs: Sequence[Mapping[str, Any]],
+    lang: str,
+    *,
+    foot: str = "",
+    precision: str = "",
+    similar: bool = True,
+    looking: bool = True,
+    served: bool = False,
+) -> dict[str, Any]:
+    """Describe a viewer.
+
+    Args:
+        runs: the description of each record, see `describe_run`.
+        lang: the language of the page.
+        foot: the sentences at the foot of the page.
+        precision: what the page says of the precision of a weight; by default that it is exact.
+        similar: whether the heads with similar weights can be listed.
+        looking: whether the heads that look at a token can be listed.
+        served: whether a server answers, which writes files and ranks what changed; else the page is a file.
+    """
+    return {
+        "lang": lang,
+        "runs": list(runs),
+        "foot": foot or text("viewer.foot", lang, version=installed_version()),
+        "precision": precision or text("viewer.exact", lang),
+        "similar": similar,
+        "looking": looking,
+        "served": served,
+    }
+
+
 def describe_run(run: RecordedRun) -> dict[str, Any]:
     """Describe a run: its name, what was kept, and the lengths of its texts."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
@@ -67,46 +116,108 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 def _first_words(record: Record, sample: int) -> str:
     """Return the first words of a text, for a list of texts; "" if its tokens are unknown."""
-    text = main_sample(record, sample).text.part(0, OPENING)
-    if text.tokens is None:
+    opening = main_sample(record, sample).text.part(0, OPENING)
+    if opening.tokens is None:
         return ""
-    words = layout_of_tokens(text.tokens, special=text.special, gaps=text.gaps)
-    opening = "".join(
+    words = layout_of_tokens(opening.tokens, special=opening.special, gaps=opening.gaps)
+    shown = "".join(
         gap + word
         for gap, word, flags in zip(words["gaps"], words["shown"], words["flags"], strict=True)
         if not flags & SPECIAL
     )
-    return " ".join(opening.split())[:40]
+    return " ".join(shown.split())[:40]
 
 
-def describe_sample(run: RecordedRun, sample: int, lang: str = "en") -> dict[str, Any]:
-    """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head."""
-    main = main_sample(run.record, sample).text
-    profiles = run.record.profiles(sample=sample, special=main.special)
-    texts: list[Text] = [main]
-    named = roles(run.record.layers, sample=sample)
-    layers = [_describe_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
-    layers = [layer | {"role": role} for layer, role in zip(layers, named, strict=True)]
+@dataclass(frozen=True, eq=False)
+class PageText:
+    """A text of the page.
+
+    Attributes:
+        length: number of its tokens.
+        tokens: its tokens; None if they are unknown.
+        special: whether each token is a special one; None if that is unknown.
+        layout: the result of `layout_of_tokens`; None without tokens.
+        given: whether the caller of the page gave it: a layer may then be matched to it by its length.
+    """
+
+    length: int
+    tokens: Sequence[str] | None = None
+    special: Sequence[bool] | None = None
+    layout: dict[str, Any] | None = None
+    given: bool = False
+
+    @classmethod
+    def of(cls, text: Text, length: int) -> PageText:
+        """Return a recorded text for a page."""
+        if text.tokens is None:
+            return cls(length, special=text.special)
+        layout = layout_of_tokens(text.tokens, special=text.special, gaps=text.gaps)
+        return cls(length, text.tokens, text.special, layout)
+
+
+def texts_of_record(record: Record, sample: int) -> list[PageText]:
+    """Return the recorded texts of a page: the main one, and the other one of cross-attention if it has tokens."""
+    main = main_sample(record, sample)
+    texts = [PageText.of(main.text, main.num_keys)]
+    other = None if main.text.tokens is None else cross_attention_text(record, sample, main.text.tokens)
+    return texts if other is None else [*texts, PageText.of(other, other.length)]
+
+
+def describe_sample(
+    run: RecordedRun,
+    sample: int,
+    lang: str = "en",
+    *,
+    texts: Sequence[PageText] = (),
+    profiles: Sequence[LayerProfile] | None = None,
+) -> dict[str, Any]:
+    """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head.
+
+    Args:
+        run: the run of the record.
+        sample: index of the text.
+        lang: the language of labels and sentences.
+        texts: the texts of the page, the main one first; by default those of the record.
+        profiles: the result of `Record.profiles`; computed if None.
+    """
+    record = run.record
+    shown = list(texts) or texts_of_record(record, sample)
+    main, others = shown[0], [each for each in shown[1:] if each.tokens is not None]
+    profiles = profiles if profiles is not None else record.profiles(sample=sample, special=main.special)
+    layers = [
+        _describe_layer(layer, layer.sample(sample), profile, role, shown)
+        for layer, profile, role in zip(record.layers, profiles, roles(record.layers, sample=sample), strict=True)
+    ]
     names = names_of_statistics(profiles)
-    columns = [describe_column(run.record.statistic(name), lang) for name in names]
-    # With two texts, "the first token" is not one token.
-    tokens = None if main.tokens is None or cross_attention_text(run.record, sample, main.tokens) else main.tokens
+    unrecorded = columns_not_recorded(names, lang)
+    if SEPARATOR.name in names:  # the first token has a column of its own
+        names.remove("special_mass")
+    columns = [describe_column(record.statistic(name), lang) for name in names]
+    separator = _sole_special_token(main)
+    for one in columns:
+        if one["id"] == SEPARATOR.name and separator:
+            one["label"] = separator
     found = findings(
-        run.record.layers,
+        record.layers,
         sample=sample,
-        tokens=tokens,
+        tokens=None if others else main.tokens,  # with two texts, "the first token" is not one token
         special=main.special,
         lang=lang,
         profiles=profiles,
-        among=run.record.all_kinds,
+        among=record.all_kinds,
     )
     heads = [len(one.kinds) for one in profiles]
     return {
-        "texts": [
-            None if each.tokens is None else layout_of_tokens(each.tokens, special=each.special, gaps=each.gaps)
-            for each in texts
-        ],
+        "lead": lead_sentence(record, profiles, main.length, sample=sample, lang=lang),
+        "facts": facts_of_record(
+            record, profiles, main.length, [each.length for each in others], sample=sample, lang=lang
+        ),
+        "pattern": name_masks(profiles, lang),
+        "texts": [each.layout for each in shown],
+        "received": _attention_received_per_token(record, layers, sample, main.length),
+        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGINS},
         "layers": layers,
+        "noMaps": "" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
         "kinds": [kinds for one in profiles for kinds in one.kinds],
         "metrics": {
             one["id"]: _statistic_per_head([profile.means for profile in profiles], heads, one["id"]) for one in columns
@@ -117,11 +228,11 @@ def describe_sample(run: RecordedRun, sample: int, lang: str = "en") -> dict[str
             if any(one["id"] in profile.chance for profile in profiles)
         },
         "columns": columns,
-        "unrecorded": columns_not_recorded(names, lang),
+        "unrecorded": unrecorded,
         "findings": [asdict(one) for one in found],
         # The largest possible entropy of each head; None where the class of its mask is unknown.
         "full": _statistic_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
-        "legend": legend_of_kinds(run.record.all_kinds, profiles, lang),
+        "legend": legend_of_kinds(record.all_kinds, profiles, lang, bound=not all(layer["rows"] for layer in layers)),
     }
 
 
@@ -154,18 +265,64 @@ def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int
     ]
 
 
+def heads_looking_at(
+    run: RecordedRun, sample: int, key: int, layers: Sequence[Mapping[str, Any]], progress: Callable[[], None]
+) -> dict[str, Any]:
+    """List the heads that look most at a token of the main text, each with its queries of the largest weights on it.
+
+    Args:
+        run: the run of the record.
+        sample: index of the text.
+        key: position of the token.
+        layers: the descriptions of the layers, of which those whose keys are the main text are read.
+        progress: called before each layer; it may raise to stop.
+
+    Returns:
+        heads: layer, head, share (the mean weight on the token over the queries that may see it) and queries (pairs of
+        position and weight); tokens: how much each token of the main text looks at it, the mean over the heads.
+    """
+    found: list[dict[str, Any]] = []
+    totals, heads = torch.zeros(layers[0]["keys"], dtype=torch.float64), 0
+    for layer, described in zip(run.record.layers, layers, strict=True):
+        progress()
+        one = layer.sample(sample)
+        if described["keyText"] != 0 or described["rows"] != "all" or key >= one.num_keys:
+            continue
+        keys = slice(key, key + 1)
+        seen = one.visible(keys=keys)[..., 0].expand(one.num_heads, -1)
+        weights = torch.where(seen, one.weights(keys=keys)[..., 0].double(), torch.nan)  # (heads, queries)
+        for head, (share, of_head) in enumerate(
+            zip(weights.nanmean(-1).tolist(), weights.nan_to_num(nan=0.0), strict=True)
+        ):
+            best = of_head.topk(min(LOOKING_QUERIES, one.num_queries))
+            pairs = [
+                list(pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True) if pair[1] > 0
+            ]
+            if math.isfinite(share) and pairs:
+                found.append({"layer": layer.number, "head": head, "share": share, "queries": pairs})
+        if not described["crosses"] and one.num_keys == len(totals):
+            totals[one.query_start :] += weights.nan_to_num(nan=0.0).sum(0)
+            heads += one.num_heads
+    found.sort(key=lambda each: -each["share"])
+    return {"heads": found[:LOOKING_HEADS], "tokens": finite_numbers_or_none(totals / max(1, heads))}
+
+
 def changed_heads(
     before: RecordedRun, after: RecordedRun, sample: int, top: int, *, lang: str, progress: Callable[[], None]
 ) -> dict[str, Any]:
     """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
 
-    Of a long text only some queries are compared: as many as take a second or two.
+    Of a long text only some queries are compared: as many as take a second or two. Where the two records cannot be
+    compared, the list is empty and the answer has the sentence why.
     """
     ones = [layer.sample(sample) for layer in before.record.layers]
     queries = affordable_queries(2 * sum(one.num_keys * one.num_heads for one in ones))
-    found = before.record.changed(
-        after.record, sample=sample, top=top, queries=queries, progress=lambda done, total: progress()
-    )
+    try:
+        found = before.record.changed(
+            after.record, sample=sample, top=top, queries=queries, progress=lambda done, total: progress()
+        )
+    except (ArgumentError, ProbeError) as error:
+        return {"every": 1, "heads": [], "error": str(error)}
     return {
         "every": max(-(-one.num_queries // queries) for one in ones),
         "heads": [
@@ -183,8 +340,7 @@ def changed_heads(
 
 def has_maps(one: SampleRecord) -> bool:
     """Return whether the small maps of a layer are available: stored in the record, or computed from q and k."""
-    pooled = one.statistics.get("pooled_map")
-    return one.keeps_weights or (pooled is not None and max(pooled.shape[1:]) <= SIDE)
+    return one.keeps_weights or stored_small_maps(one) is not None
 
 
 def main_sample(record: Record, sample: int) -> SampleRecord:
@@ -197,47 +353,120 @@ def main_sample(record: Record, sample: int) -> SampleRecord:
 def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> Text | None:
     """Return the other text of the cross-attention layers, beside `tokens`; None if there is none with tokens."""
     crossing = [one for one in (layer.sample(sample) for layer in record.layers) if one.crosses]
-    texts = [text for one in crossing for text in (one.query_text, one.text) if text.tokens is not None]
-    return next((text for text in texts if text.tokens != list(tokens)), None)
+    texts = [each for one in crossing for each in (one.query_text, one.text) if each.tokens is not None]
+    return next((each for each in texts if each.tokens != list(tokens)), None)
 
 
 def _describe_layer(
-    run: RecordedRun, index: int, sample: int, reading: LayerProfile, texts: list[Text]
+    layer: LayerRecord, one: SampleRecord, profile: LayerProfile, role: str, texts: list[PageText]
 ) -> dict[str, Any]:
-    one = run.record.layers[index].sample(sample)
-    crosses = one.crosses or reading.crosses
-    # In cross-attention, the queries are of another text than the keys; its tokens may be unknown.
-    of_queries = one.text if not crosses else one.query_text if one.crosses else Text()
+    crosses = one.crosses or profile.crosses
+    key_text = _find_or_append_text(one.text, one.num_keys, texts, named=bool(role))
+    query_text = key_text
+    if crosses:  # the queries are of another text than the keys; its tokens may be unknown
+        of_queries = one.query_text if one.crosses else Text()
+        query_text = _find_or_append_text(of_queries, one.num_queries, texts, named=bool(role))
     return {
-        "number": reading.number,
-        "name": visible(reading.name),
+        "number": layer.number,
+        "name": visible(layer.name),
+        "role": role,
+        "aligned": layer.alignment_heads,
         "heads": one.num_heads,
-        "maps": has_maps(one),
         "queries": one.num_queries,
         "keys": one.num_keys,
         "queryStart": one.query_start,
         "crosses": crosses,
-        "aligned": run.record.layers[index].alignment_heads,
-        "pattern": reading.visibility.pattern,
-        "levels": number_of_levels(one.num_queries, one.num_keys) if one.keeps_weights else 0,
-        "queryText": _find_or_append_text(of_queries, texts),
-        "keyText": _find_or_append_text(one.text, texts),
+        "pattern": profile.visibility.pattern,
+        "hides": profile.visibility.hides,
+        "blind": profile.visibility.blind_queries,
+        "maps": has_maps(one),
+        "blocks": blocks_of_levels(one),
+        "rows": "all" if one.keeps_weights else "",
+        "margins": [name for name in MARGINS if name in one.statistics],
+        "queryText": query_text,
+        "keyText": key_text,
     }
 
 
-def _find_or_append_text(text: Text, texts: list[Text]) -> int:
-    """Return the index of a text in `texts`; append the text if it is missing."""
+def blocks_of_levels(one: SampleRecord) -> list[tuple[int, int]]:
+    """Return the rows and columns of weights per cell of each level of a map, the finest level first."""
+    if one.keeps_weights:
+        return [(1 << level, 1 << level) for level in range(number_of_levels(one.num_queries, one.num_keys))]
+    return [weights_per_cell(one)] if has_maps(one) else []
+
+
+def small_map_level(one: SampleRecord) -> int:
+    """Return the level of the small maps: single weights of a short text, else the coarsest level."""
+    short = max(one.num_queries, one.num_keys) <= DIRECT_SIZE
+    return 0 if short else number_of_levels(one.num_queries, one.num_keys) - 1
+
+
+def weights_per_cell(one: SampleRecord) -> tuple[int, int]:
+    """Return how many rows and columns of weights each cell of the small maps averages."""
+    if stored_small_maps(one) is not None:
+        return -(-one.num_queries // one.map_size), -(-one.num_keys // one.map_size)
+    block = 1 << small_map_level(one)
+    return block, block
+
+
+def stored_small_maps(one: SampleRecord) -> Tensor | None:
+    """Return the small maps that a record stores, if a page shows them."""
+    if one.keeps_weights and small_map_level(one) == 0:
+        return None
+    pooled = one.statistics.get("pooled_map")
+    return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
+
+
+def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, named: bool) -> int:
+    """Return the index of a text in `texts`: the one with its tokens, else a given one of its length; else append it.
+
+    The texts of an encoder and a decoder may have the same length, so a length does not identify a text where layers
+    have roles (`named`).
+    """
     for index, each in enumerate(texts):
-        if (each.length, each.tokens, each.special) == (text.length, text.tokens, text.special):
+        if text.tokens is not None and each.tokens is not None and list(each.tokens) == text.tokens:
             return index
-    texts.append(text)
+    for index, each in enumerate(texts):
+        if each.length == length and ((each.given and not named) or (each.tokens is None and text.tokens is None)):
+            return index
+    texts.append(PageText.of(text, length))
     return len(texts) - 1
+
+
+def margin_of_map(one: SampleRecord, head: int, name: str) -> Tensor:
+    """Return what is drawn at a margin of a head's map: the mean weight on each key, or each query's entropy."""
+    values = one.statistics[name][head].double()
+    return values / max(1, one.num_queries) if name == "received" else values
+
+
+def _attention_received_per_token(
+    record: Record, layers: Sequence[dict[str, Any]], sample: int, tokens: int
+) -> list[float | None] | None:
+    """Average the weights on each token over the queries and heads of all layers whose keys are the main text."""
+    total, heads = torch.zeros(tokens, dtype=torch.float64), 0
+    for layer, described in zip(record.layers, layers, strict=True):
+        one = layer.sample(sample)
+        if described["keyText"] == 0 and one.num_keys == tokens and "received" in one.statistics:
+            total += one.statistics["received"].double().sum(0) / max(1, one.num_queries)
+            heads += one.num_heads
+    return finite_numbers_or_none(total / heads) if heads else None
+
+
+def _sole_special_token(main: PageText) -> str:
+    """Return the special token after the first position, if there is only one kind; else ""."""
+    marked = zip(main.tokens or (), main.special or (), strict=False)
+    found = {token for token, mark in list(marked)[1:] if mark}
+    return visible(found.pop()) if len(found) == 1 else ""
 
 
 def _statistic_per_head(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
     """Return a statistic of every head, layer after layer; None where it is missing or not finite."""
     found: list[float | None] = []
     for of_layer, number in zip(values, heads, strict=True):
-        numbers = of_layer[name].tolist() if name in of_layer else [math.nan] * number
-        found += [value if math.isfinite(value) else None for value in numbers]
+        found += finite_numbers_or_none(of_layer[name]) if name in of_layer else [None] * number
     return found
+
+
+def finite_numbers_or_none(values: Tensor) -> list[float | None]:
+    """Return the values for JSON, rounded to six significant digits; None where a value is not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.files import check_writable, is_folder, write_atomically
 from multihead.locale.escaping import visible
-from multihead.locale.texts import check_language, section, text
-from multihead.record.analysis.highlights import LayerProfile, findings
-from multihead.viewer import report_data
-from multihead.viewer.page import (
-    bundle_script,
-    hash_of_script,
-    installed_version,
-    json_in_script,
-    load_template,
-    read_package_file,
-)
+from multihead.locale.texts import check_language
+from multihead.locale.texts import text as locale
+from multihead.record.analysis.highlights import LayerProfile
+from multihead.viewer.facts import readable_size
+from multihead.viewer.offline import offline_page
+from multihead.viewer.page import installed_version
 from multihead.viewer.page_budget import Progress, StoredMaps, encode_fitting_maps
-from multihead.viewer.payload import cross_attention_text, main_sample
+from multihead.viewer.payload import (
+    PageText,
+    RecordedRun,
+    cross_attention_text,
+    describe_run,
+    describe_sample,
+    describe_view,
+    texts_of_record,
+)
 from multihead.viewer.tokens import layout_of_tokens
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
-
-
-STYLES = ("shared/base.css", "shared/heads.css", "report/report.css")
-"""The style sheets of the page, in their order."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class ReportSummary:
         num_bytes: its size.
         mode: which weights it stores: "whole" (all), "largest" (of each query), "pooled" (only maps of means) or
             "none".
-        bits: bits per weight if every weight is stored, else 0.
+        bits: bits per stored weight, 0 if no single weight is stored.
         largest_per_query: weights stored per query if only the largest are stored, else 0.
         rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
         left_out: a sentence on what the page leaves out and why; empty if it leaves out nothing.
@@ -66,8 +64,8 @@ class ReportSummary:
 
     def __str__(self) -> str:
         """Return one line: the path, the size, and what the page contains or leaves out."""
-        size = report_data.readable_size(self.num_bytes, self.lang)
-        holds = text(f"report.holds.{self.mode}", self.lang)
+        size = readable_size(self.num_bytes, self.lang)
+        holds = locale(f"report.holds.{self.mode}", self.lang)
         return f"{visible(self.path)} ({size}, {holds}){' ' + self.left_out if self.left_out else ''}"
 
 
@@ -134,65 +132,39 @@ def write_report(
     """
     path = Path(path)
     _check_arguments(record, path, sample, max_bytes, lang)
-    gaps = None
-    if tokens is None:
-        main = main_sample(record, sample)
-        tokens = main.text.tokens or [str(position) for position in range(main.num_keys)]
-        gaps = main.text.gaps
-    _check_tokens(record, tokens, sample)
-    title = visible(title or record.title)
-    read = profiles if profiles is not None else record.profiles(sample=sample, special=special)
-    texts = {"main": layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets, gaps=gaps)}
-    other = None
+    texts = texts_of_record(record, sample)
+    if tokens is not None:
+        _check_tokens(record, tokens, sample)
+        layout = layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets)
+        texts[0] = PageText(len(tokens), tokens, special, layout, given=True)
+        if (other := cross_attention_text(record, sample, tokens)) is not None:
+            texts[1:] = [PageText.of(other, other.length)]
     if key_tokens is not None:
-        texts["keys"] = layout_of_tokens(key_tokens)
-    else:
-        other = cross_attention_text(record, sample, tokens)
-        if other is not None and other.tokens is not None:
-            texts["other"] = layout_of_tokens(other.tokens, special=other.special, gaps=other.gaps)
-    data = report_data.page_data(
-        record,
-        read,
-        texts,
-        sample=sample,
-        special=special,
-        tokens=tokens,
-        other=None if other is None else other.tokens,
-        lang=lang,
-    )
-    named = tokens if other is None else None  # of two texts, a first token has no name
-    found = findings(
-        record.layers, sample=sample, tokens=named, special=special, lang=lang, profiles=read, among=record.all_kinds
-    )
-    data |= {"findings": [asdict(one) for one in found], "title": title}
-    shell = {
-        "title": title,
-        "lang": lang,
-        "words": section(lang, "common", "page", "report"),
-        "lead": report_data.lead_sentence(record, read, len(tokens), sample=sample, lang=lang),
-        "facts": [*report_data.facts_of_record(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
-        "ends": "previous_mass" in data["metrics"] and "next_mass" in data["metrics"],
-    }
+        texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given=True)]
+    title = visible(title or record.title)
+    run = RecordedRun(title, record)
+    described = describe_sample(run, sample, lang, texts=texts, profiles=profiles)
+    described["facts"] = [*described["facts"], *(facts or {}).items()]
+    run_data = describe_run(run)
+    run_data |= {"title": title, "samples": [run_data["samples"][sample]]}
     # The maps get what the rest of the page leaves; some bytes are reserved for the sentences about them.
-    bare = len(_render_page(data, shell, StoredMaps(), max_bytes)) + 1000 + 400 * len(read)
+    bare = len(_render_page(described, run_data, StoredMaps(reason="room"), max_bytes, lang)) + 2000
     if bare > max_bytes:
         raise ArgumentError(
             f"max_bytes is {max_bytes:,}, and this page needs {bare:,} bytes without any map.",
             "Increase max_bytes, or use a shorter text.",
         )
     store = encode_fitting_maps(record, sample=sample, room=max_bytes - bare, progress=progress)
-    page = _render_page(data, shell, store, max_bytes)
+    page = _render_page(described, run_data, store, max_bytes, lang)
     write_atomically(path, page)
     return ReportSummary(
         path=path,
         num_bytes=len(page),
         mode=store.mode,
-        bits=store.bits if store.mode == "whole" else 0,
+        bits=store.bits,
         largest_per_query=store.number,
         rounding=store.rounding,
-        left_out=""
-        if store.mode == "whole"
-        else report_data.sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
+        left_out="" if store.mode == "whole" else sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
         lang=lang,
     )
 
@@ -228,34 +200,55 @@ def _check_tokens(record: Record, tokens: Sequence[str], sample: int) -> None:
         )
 
 
-def _render_page(data: dict[str, Any], shell: dict[str, Any], store: StoredMaps, max_bytes: int) -> bytes:
-    """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
-    words, lang = shell["words"], shell["lang"]
-    layers = [
-        layer | kept
-        for layer, kept in zip(data["layers"], _stored_maps_as_json(store, len(data["layers"])), strict=True)
-    ]
-    reason = {"room": "no room", "statistics": "no maps", "": ""}[store.reason]
-    store_data = {"mode": store.mode, "bits": store.bits, "number": store.number, "reason": reason}
-    foot = (
-        text("report.foot", lang, version=installed_version()),
-        report_data.sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
+def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMaps, max_bytes: int, lang: str) -> bytes:
+    """Render the page as UTF-8 bytes, given the description of its text and of its run."""
+    layers = [store.describe_layer(index, layer) for index, layer in enumerate(described["layers"])]
+    stored = sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang)
+    foot = locale("viewer.foot file", lang, version=installed_version())
+    view = describe_view(
+        [run],
+        lang,
+        foot=foot + locale("common.join.sentences", lang) + stored,
+        precision=locale("viewer.within", lang, rounding=format_rounding_error(store.rounding)),
+        similar=store.mode == "whole",
     )
-    source = bundle_script("viewer/static/report/page.js")
-    html = load_template("viewer/static/report/report.html").render(
-        **shell,
-        style=Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
-        script=Markup(source),
-        script_hash=hash_of_script(source),
-        texts=Markup(json_in_script(words)),
-        data=Markup(json_in_script(data | {"layers": layers, "store": store_data})),
-        packs=[(name, Markup(packed)) for name, packed in store.packs],
-        foot=words["join.sentences"].join(foot),
-    )
-    return html.encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate in a title
+    plain = {
+        "view": view,
+        "runs/0/samples/0": described
+        | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored},
+        "runs/0/samples/0/levels": {"state": "ready", "done": 1, "total": 1, "inMemory": False},
+    }
+    return offline_page(plain, store.arrays, store.packs.items(), title=run["title"], lang=lang)
 
 
-def _stored_maps_as_json(store: StoredMaps, layers: int) -> list[dict[str, Any]]:
-    names = {"row_block": "rowBlock", "col_block": "colBlock"}
-    kept = [{names.get(key, key): value for key, value in asdict(one).items()} for one in store.layers]
-    return kept or [{}] * layers
+def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> str:
+    """Return a sentence on what the page stores, the precision of its weights, and what it leaves out and why."""
+    rows, columns = store.map_size
+    key = store.mode
+    if store.mode == "largest" and store.number == 1:
+        key = "largest 1"
+    if store.reason in ("statistics", "time"):
+        key = f"{key} {store.reason}"
+    return locale(
+        f"report.stored.{key}",
+        lang,
+        bits=store.bits,
+        rounding=format_rounding_error(store.rounding),
+        rows=rows,
+        columns=columns,
+        n=store.number,
+        size=readable_size(max_bytes, lang),
+    )
+
+
+def format_rounding_error(rounding: float) -> str:
+    """Write the largest rounding error, a share, in percentage points: two digits, rounded up so that it stays a bound.
+
+    >>> format_rounding_error(0.0000152), format_rounding_error(0.0)
+    ('0.0016', '0')
+    """
+    points = rounding * 100
+    if points <= 0:
+        return "0"
+    decimals = 1 - math.floor(math.log10(points))
+    return f"{math.ceil(points * 10**decimals) / 10**decimals:.{max(0, decimals)}f}"

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from multihead.errors import InputError
 from multihead.locale.texts import section
-from multihead.viewer.page import json_in_script, load_template
+from multihead.viewer.page import STYLES, json_in_script, load_template
 from multihead.viewer.query_params import NotFoundError, NotReadyError
 from multihead.viewer.security import HEADERS, json_error_response
 
@@ -34,10 +34,6 @@ GONE = 499
 """The status of a response to a client that disconnected; nobody reads it."""
 
 
-STYLES = ("shared/base.css", "shared/heads.css", "view/view.css")
-"""The style sheets of the page, in their order."""
-
-
 def page_response(lang: str) -> Response:
     """Return the HTML page of the viewer in a language."""
     texts = section(lang, "common", "page", "viewer")
@@ -46,7 +42,7 @@ def page_response(lang: str) -> Response:
         words=texts,
         texts=Markup(json_in_script(texts)),
         styles=STYLES,
-        shared=None,
+        offline=None,
     )
     return Response(html, media_type="text/html; charset=utf-8")
 

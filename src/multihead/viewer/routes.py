@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -13,15 +14,21 @@ from starlette.routing import Route
 from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
-from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, MemoryBudget, number_of_levels
-from multihead.viewer.page import installed_version
+from multihead.viewer.levels import BASE, IN_MEMORY, Array, MemoryBudget, number_of_levels
 from multihead.viewer.payload import (
+    MARGINS,
     RecordedRun,
     changed_heads,
     describe_run,
     describe_sample,
+    describe_view,
+    heads_looking_at,
+    margin_of_map,
     nearest_heads,
+    small_map_level,
+    stored_small_maps,
     table_rows_of_heads,
+    weights_per_cell,
 )
 from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_building_progress
 from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
@@ -34,7 +41,7 @@ from multihead.viewer.responses import (
     wait_for_disconnect,
 )
 from multihead.viewer.security import json_response
-from multihead.viewer.share import SharedHead, name_shared_file, shared_page
+from multihead.viewer.share import MAX_BYTES, SharedHead, name_shared_file, shared_page
 from multihead.viewer.tiles import (
     ArrayCache,
     WorkerThreads,
@@ -47,7 +54,6 @@ from multihead.viewer.tiles import (
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-    from torch import Tensor
 
     from multihead.errors import MultiheadError
     from multihead.record.sample import SampleRecord
@@ -88,9 +94,11 @@ class Viewer:
             Route(f"{sample}/layers/{{layer}}/maps", self.maps),
             Route(f"{sample}/table.{{form}}", self.table),
             Route(f"{sample}/changed/{{other}}", self.list_changed_heads),
+            Route(f"{sample}/looking", self.list_looking_heads),
             Route(f"{sample}/share", self.share),
             Route(f"{head}/tile", self.tile),
             Route(f"{head}/row", self.weights_of_query),
+            Route(f"{head}/margins/{{name}}", self.margin),
             Route(f"{head}/weights.{{form}}", self.weights),
             Route(f"{head}/nearest", self.list_nearest_heads),
         ]
@@ -110,10 +118,8 @@ class Viewer:
         return file_response(request.path_params["folder"], request.path_params["name"])
 
     async def list_records(self, request: Request) -> Response:
-        """List the records, with the version and the language of the viewer."""
-        return json_response(
-            {"version": installed_version(), "lang": self.lang, "runs": [describe_run(run) for run in self.runs]}
-        )
+        """Describe the viewer and its records."""
+        return json_response(describe_view([describe_run(run) for run in self.runs], self.lang, served=True))
 
     async def sample(self, request: Request) -> Response:
         """Describe a sample and start building its coarse levels."""
@@ -147,13 +153,13 @@ class Viewer:
             return self._small_maps(run, sample, layer, cancelled)
 
         return floats_response(
-            await self._cached_or_computed(request, ("maps", *place[:3]), compute_maps), _weights_per_cell(one)
+            await self._cached_or_computed(request, ("maps", *place[:3]), compute_maps), weights_per_cell(one)
         )
 
     def _small_maps(self, run: int, sample: int, layer: int, cancelled: Callable[[], bool]) -> Array:
         """Return the small maps of a layer, (heads, rows, columns), given the layer's index in the record."""
         one = self.runs[run].record.layers[layer].sample(sample)
-        pooled, level = _stored_small_maps(one), number_of_levels(one.num_queries, one.num_keys) - 1
+        pooled, level = stored_small_maps(one), small_map_level(one)
         if pooled is not None:
             values: Array = pooled.float().numpy()
             return values
@@ -169,8 +175,11 @@ class Viewer:
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
         run, sample, layer, head, one = self._requested_head(request)
-        _require_map(one)
         params = request.query_params
+        pooled = stored_small_maps(one)
+        if pooled is not None and not one.keeps_weights:  # the record has this level alone, in one tile
+            return floats_response(pooled[head].float().numpy())
+        _require_map(one)
         level = parse_number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
         row = parse_number("row of tiles", params.get("row"), below=tiles_per_side(one.num_queries, level))
         column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
@@ -201,6 +210,16 @@ class Viewer:
             )
         )
 
+    async def margin(self, request: Request) -> Response:
+        """Return a statistic per key or per query, which is drawn at a margin of a head's map."""
+        *_, head, one = self._requested_head(request)
+        name = request.path_params["name"]
+        if name not in MARGINS or name not in one.statistics:
+            raise NotFoundError(
+                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGINS)}."
+            )
+        return floats_response(margin_of_map(one, head, name).numpy())
+
     async def table(self, request: Request) -> Response:
         """Return every head's numbers as a file."""
         run, sample = self._requested_sample(request)
@@ -218,17 +237,25 @@ class Viewer:
         top = parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
 
         def rank_heads(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            def raise_if_cancelled() -> None:
-                if cancelled():
-                    raise CancelledError
-
-            return changed_heads(
-                self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=raise_if_cancelled
-            )
+            stop = partial(_raise_if, cancelled)
+            return changed_heads(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=stop)
 
         return json_response(
             await self._compute_in_worker(request, ("changed", run, sample, other, top), rank_heads, by=self.slow)
         )
+
+    async def list_looking_heads(self, request: Request) -> Response:
+        """Return the heads that look most at a token of the main text."""
+        run, sample = self._requested_sample(request)
+        longest = max(layer.sample(sample).num_keys for layer in self.runs[run].record.layers)
+        key = parse_number("key", request.query_params.get("key"), below=longest)
+
+        def find_heads(cancelled: Callable[[], bool]) -> dict[str, Any]:
+            layers = self._cached_description(run, sample)["layers"]
+            return heads_looking_at(self.runs[run], sample, key, layers, partial(_raise_if, cancelled))
+
+        found = await self._compute_in_worker(request, ("looking", run, sample, key), find_heads, by=self.slow)
+        return json_response(found)
 
     async def weights(self, request: Request) -> Response:
         """Return a part of a head's map as a file."""
@@ -257,11 +284,12 @@ class Viewer:
         return json_response(found)
 
     async def share(self, request: Request) -> Response:
-        """Return a view as one file: a head, or two that are compared, with the place in view."""
+        """Return a view as one file of at most `most` bytes: a head, or two that are compared, and its place."""
         run, sample = self._requested_sample(request)
         params = request.query_params
         other = parse_number("record", params.get("run"), below=len(self.runs), default=run)
         parse_number("sample", str(sample), below=self.runs[other].num_samples)
+        most = parse_number("size", params.get("most"), minimum=1, below=MAX_BYTES + 1, default=MAX_BYTES)
         shown = [run] if other == run else [run, other]
 
         def write_page(cancelled: Callable[[], bool]) -> tuple[str, bytes]:
@@ -271,7 +299,7 @@ class Viewer:
 
             def maps_if_built(place: int, layer: int) -> tuple[Array, tuple[int, int]] | None:
                 index = self._layer_index_by_number(shown[place])[layer]
-                block = _weights_per_cell(self.runs[shown[place]].record.layers[index].sample(sample))
+                block = weights_per_cell(self.runs[shown[place]].record.layers[index].sample(sample))
                 try:
                     return self._small_maps(shown[place], sample, index, cancelled), block
                 except NotReadyError:
@@ -285,6 +313,7 @@ class Viewer:
                 small=maps_if_built,
                 place=params.get("place", ""),
                 lang=self.lang,
+                max_bytes=most,
             )
             return name_shared_file(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
@@ -417,18 +446,9 @@ class Viewer:
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
 
 
-def _stored_small_maps(sample: SampleRecord) -> Tensor | None:
-    """Return the small maps that a record stores, if a page can show them."""
-    pooled = sample.statistics.get("pooled_map")
-    return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
-
-
-def _weights_per_cell(sample: SampleRecord) -> tuple[int, int]:
-    """Return how many rows and columns of weights each cell of the small maps averages."""
-    if _stored_small_maps(sample) is not None:
-        return -(-sample.num_queries // sample.map_size), -(-sample.num_keys // sample.map_size)
-    block = 1 << (number_of_levels(sample.num_queries, sample.num_keys) - 1)
-    return block, block
+def _raise_if(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise CancelledError
 
 
 def _require_map(sample: SampleRecord) -> None:

@@ -10,22 +10,15 @@ from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 import torch
-from markupsafe import Markup
 
 from multihead.errors import ArgumentError
-from multihead.locale.texts import section, text
+from multihead.locale.texts import text
+from multihead.viewer.facts import readable_size
 from multihead.viewer.levels import TILE, number_of_levels
 from multihead.viewer.maps import compress_planes
-from multihead.viewer.page import (
-    bundle_script,
-    hash_of_script,
-    installed_version,
-    json_in_script,
-    load_template,
-    read_package_file,
-)
-from multihead.viewer.report_data import readable_size
-from multihead.viewer.responses import STYLES
+from multihead.viewer.offline import offline_page
+from multihead.viewer.page import STYLES, json_in_script, read_package_file
+from multihead.viewer.payload import describe_view
 from multihead.viewer.tiles import tiles_per_side, weights_of_queries
 
 if TYPE_CHECKING:
@@ -76,14 +69,18 @@ class PlaceInView:
     q: int = -1
 
 
+_Packed = Mapping[str, tuple[str, dict[str, Any]]]
+"""Name -> the numbers of an array, deflated and in base64, and its description."""
+
+
 @dataclass(eq=False)
 class _ArraysOfFile:
     """The packed arrays of a shared file, by name, and their total size."""
 
-    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    arrays: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def add(self, packed: Mapping[str, dict[str, Any]]) -> None:
+    def add(self, packed: _Packed) -> None:
         self.arrays |= packed
         self.num_bytes += _size_of_packed_arrays(packed)
 
@@ -119,7 +116,7 @@ def shared_page(
     """
     place, view = _renumbered_place(place, second_run=len(runs) > 1)
     held = _ArraysOfFile()
-    plain: dict[str, Any] = {"view": {"version": installed_version(), "lang": lang, "runs": list(runs)}}
+    plain: dict[str, Any] = {"view": describe_view(runs, lang, similar=False, looking=False)}
     for run, described in enumerate(samples):
         plain[f"runs/{run}/samples/0"] = described
         plain[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
@@ -145,15 +142,15 @@ def shared_page(
     names = [f"L{one.layer} H{one.head}" for one in heads]
     depth = text("viewer.share level all" if level == 0 else "viewer.share level", lang, n=1 << level)
     note = text("viewer.share file", lang, heads=text("common.join.comma", lang).join(names), level=depth)
-    data = {
-        "plain": plain,
-        "arrays": held.arrays,
-        "keys": {one.name: one.sample.num_keys for one in heads},
-        "tile": TILE,
-        "place": place,
-        "absent": text("viewer.share absent", lang),
-    }
-    return _render_page(data, note, str(runs[0]["title"] or runs[0]["name"]), lang)
+    return offline_page(
+        plain,
+        {name: described for name, (_, described) in held.arrays.items()},
+        ((name, content) for name, (content, _) in held.arrays.items()),
+        title=str(runs[0]["title"] or runs[0]["name"]),
+        lang=lang,
+        place=place,
+        note=note,
+    )
 
 
 def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
@@ -191,7 +188,7 @@ def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tup
     return found if len(found) <= MOST_TILES else []
 
 
-def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> _Packed:
     """Pack tiles of a head; those in the first column also without the first key, if their cells are means."""
     return {
         f"{one.name} {level} {row} {column} {int(sink)}": _pack_float32(one.tile(level, row, column, sink=sink))
@@ -200,19 +197,19 @@ def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) 
     }
 
 
-def _pack_rows_near_query(one: SharedHead, query: int) -> dict[str, dict[str, Any]]:
+def _pack_rows_near_query(one: SharedHead, query: int) -> _Packed:
     """Pack the weights of the queries around the chosen one, and the index of the first, as `{head} rows`."""
     chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
     first = max(0, chosen - ROWS // 2)
     queries = slice(first, min(first + ROWS, one.sample.num_queries))
-    return {f"{one.name} rows": _pack_float32(weights_of_queries(one.sample, one.head, queries)) | {"first": first}}
+    return {f"{one.name} rows": _pack_float32(weights_of_queries(one.sample, one.head, queries), first=first)}
 
 
 def _small_maps(
     heads: Sequence[SharedHead],
     samples: Sequence[Mapping[str, Any]],
     small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
-) -> Iterator[tuple[int, int, dict[str, Any]]]:
+) -> Iterator[tuple[int, int, tuple[str, dict[str, Any]]]]:
     """Yield the small maps of all layers that have them, those of the chosen heads first."""
     chosen = [(one.run, one.layer) for one in heads]
     every = [(run, layer["number"]) for run, one in enumerate(samples) for layer in one["layers"] if layer["maps"]]
@@ -220,14 +217,14 @@ def _small_maps(
         found = small(run, layer)
         if found is not None:
             maps, block = found
-            yield run, layer, _pack_float32(maps) | {"block": list(block)}
+            yield run, layer, _pack_float32(maps, block=list(block))
 
 
 def _add_whole_levels(heads: Sequence[SharedHead], held: _ArraysOfFile, room: int) -> int:
     """Add whole levels, the coarsest first, as long as they fit; returns the finest level that all heads have."""
     deepest = [number_of_levels(one.sample.num_queries, one.sample.num_keys) for one in heads]
     for level in reversed(range(max(deepest))):
-        added: dict[str, dict[str, Any]] = {}
+        added: dict[str, tuple[str, dict[str, Any]]] = {}
         for place, one in enumerate(heads):
             if level >= deepest[place]:
                 continue
@@ -245,32 +242,12 @@ def _add_whole_levels(heads: Sequence[SharedHead], held: _ArraysOfFile, room: in
     return 0
 
 
-def _pack_float32(values: Array) -> dict[str, Any]:
+def _pack_float32(values: Array, **described: Any) -> tuple[str, dict[str, Any]]:
     """Pack an array of float32 exactly: four planes of bytes, the byte with the exponent first, deflated."""
     octets = torch.from_numpy(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4))
-    return {"shape": list(values.shape), "data": compress_planes(*(octets[:, place] for place in (3, 2, 1, 0)))}
+    content = compress_planes(*(octets[:, place] for place in (3, 2, 1, 0)))
+    return content, {"shape": list(values.shape), "coding": "float32"} | described
 
 
-def _size_of_packed_arrays(packed: Mapping[str, dict[str, Any]]) -> int:
-    return sum(len(name) + len(each["data"]) + 60 for name, each in packed.items())
-
-
-def _render_page(data: Mapping[str, Any], note: str, title: str, lang: str) -> bytes:
-    words = section(lang, "common", "page", "viewer")
-    # Two bundles, each in a block of its own: the first answers the requests of the second.
-    source = "".join(f"{{\n{bundle_script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
-    html = load_template("viewer/static/view/index.html").render(
-        lang="zh-CN" if lang == "zh" else lang,
-        words=words,
-        texts=Markup(json_in_script(words)),
-        styles=[],
-        shared={
-            "title": title,
-            "note": note,
-            "style": Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
-            "script": Markup(source),
-            "script_hash": hash_of_script(source),
-            "data": Markup(json_in_script(data)),
-        },
-    )
-    return html.encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate in a title
+def _size_of_packed_arrays(packed: _Packed) -> int:
+    return sum(2 * len(name) + len(content) + 120 for name, (content, _) in packed.items())

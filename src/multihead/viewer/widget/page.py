@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from multihead.viewer.page import bundle_script, read_package_file
-from multihead.viewer.responses import STYLES, page_response
+from multihead.viewer.page import STYLES, bundle_script, read_package_file
+from multihead.viewer.responses import page_response
 
 _MAIN = "viewer/static/view/main.js"
 _HEAD = "viewer/static/view/head.js"

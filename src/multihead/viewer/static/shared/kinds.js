@@ -30,11 +30,19 @@ export const roleName = role => role ? translate('role.' + role) : '';
 export const alignmentTag = () => el('span', { className: 'aligned', title: translate('alignment note'), textContent: translate('alignment') });
 export const pathLine = (role, path) => el('p', { className: 'path' }, ...(role ? [el('b', { textContent: roleName(role) }), ' '] : []), path);
 
-// Buttons that filter by kind: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one.
+// Buttons that filter by kind: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one. Where some
+// kinds were measured on the text and others on repeated random tokens, a switch shows the ones or the others.
+let onRepeats = false;
 export function kindChips(box, kinds, chosen, choose) {
+  const counts = LEGEND.map(({ id }) => [id, kinds.filter(each => each.includes(id)).length]).filter(([, number]) => number), both = new Set(counts.map(([kind]) => isOutline(kind))).size > 1;
+  if (chosen) onRepeats = isOutline(chosen);
   box.setAttribute('aria-label', translate('show kind'));
-  const counts = LEGEND.map(({ id }) => [id, kinds.filter(each => each.includes(id)).length]).filter(([, number]) => number);
-  box.replaceChildren(...counts.map(([kind, number]) => {
+  const button = el('button', { className: 'btn', role: 'switch', 'aria-checked': String(onRepeats), title: translate('on repeats why'), textContent: translate('on repeats'), onclick: () => {
+    onRepeats = !onRepeats;
+    choose('');
+    box.querySelector('[role=switch]').focus();
+  } });
+  box.replaceChildren(...(both ? [button] : []), ...counts.filter(([kind]) => !both || isOutline(kind) === onRepeats).map(([kind, number]) => {
     const chip = el('button', { className: 'chip', k: kind, 'aria-pressed': String(chosen === kind), onclick: () => {
       choose(chosen === kind ? '' : kind);
       box.querySelector(`[data-kind=${kind}]`).focus();

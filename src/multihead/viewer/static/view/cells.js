@@ -3,13 +3,12 @@ import { SIDE, tile } from './tiles.js';
 
 const AWAIT = -1;  // a cell that is not loaded yet
 
-const sizeAt = (n, level) => Math.ceil(n / 2 ** level);
-
-// The range of cells at a level that a view covers: rows r0 up to r0 + rows, columns c0 up to c0 + cols.
+// The range of cells at a level that a view covers: rows r0 up to r0 + rows, columns c0 up to c0 + cols; a cell covers
+// high x wide weights.
 export function range(layer, view, level) {
-  const block = 2 ** level, cut = (from, to, n) => [Math.max(0, Math.floor(from / block)), Math.min(sizeAt(n, level), Math.ceil(to / block))];
-  const [r0, r1] = cut(view.y, view.y + view.rows, layer.queries), [c0, c1] = cut(view.x, view.x + view.cols, layer.keys);
-  return { level, r0, c0, rows: Math.max(0, r1 - r0), cols: Math.max(0, c1 - c0) };
+  const [high, wide] = layer.blocks[level], cut = (from, to, n, block) => [Math.max(0, Math.floor(from / block)), Math.min(Math.ceil(n / block), Math.ceil(to / block))];
+  const [r0, r1] = cut(view.y, view.y + view.rows, layer.queries, high), [c0, c1] = cut(view.x, view.x + view.cols, layer.keys, wide);
+  return { level, high, wide, r0, c0, rows: Math.max(0, r1 - r0), cols: Math.max(0, c1 - c0) };
 }
 
 // The tiles of a range, those nearest to its middle first.
@@ -31,7 +30,8 @@ export function cells(where, layer, span) {
     if (tile(t)) copy(values, span, rows, cols, t, 0);
     else {
       whole = false;
-      for (let level = span.level + 1; level < layer.levels; level++) {
+      // Where a map has several levels, each halves the sides of the one below it.
+      for (let level = span.level + 1; level < layer.blocks.length; level++) {
         const up = level - span.level, above = { ...where, level, i: t.i >> up, j: t.j >> up };
         if (tile(above)) { copy(values, span, rows, cols, above, up); break; }
       }

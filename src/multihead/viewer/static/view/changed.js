@@ -1,4 +1,4 @@
-// What changed between two records: the heads ranked by divergence, computed on demand, because it may take seconds.
+// What changed between two records, which the page opens with: the heads ranked by divergence.
 import { $, el, translate } from '../shared/dom.js';
 import { kindNames, kindTags } from '../shared/kinds.js';
 import { json, sampleAt } from './api.js';
@@ -9,7 +9,7 @@ const kept = new Map();  // the answers, by run, sample and other run
 let other = -1, turn = 0;
 
 export function changed(record) {
-  const others = view.runs.map((_, n) => n).filter(n => n !== record.run);
+  const others = view.served ? view.runs.map((_, n) => n).filter(n => n !== record.run) : [];
   $('changedsec').hidden = !others.length;
   if (!others.length) return;
   if (!others.includes(other)) other = others[0];
@@ -18,13 +18,13 @@ export function changed(record) {
   choice.value = other;
   const key = `${record.run} ${record.sample} ${other}`, mine = ++turn;
   const rank = async () => {
-    $('changed').replaceChildren(el('p', { className: 'note', role: 'status', textContent: translate('comparing') }));
+    $('changed').replaceChildren(el('p', { className: 'note waiting', role: 'status' }, el('progress'), ' ', translate('comparing')));
     const answer = await json(`${sampleAt(record.run, record.sample)}/changed/${key.split(' ')[2]}`).catch(error => ({ error: error.message, heads: [] }));
     if (!answer.error) kept.set(key, answer);
     if (mine === turn) show(record, answer);
   };
-  $('changedtools').replaceChildren(el('span', { textContent: translate('compare with') + ' ' }), choice, ' ', el('button', { className: 'btn', textContent: translate('rank'), onclick: rank }));
-  if (kept.has(key)) show(record, kept.get(key)); else $('changed').replaceChildren();
+  $('changedtools').replaceChildren(el('span', { textContent: translate('compare with') + ' ' }), choice);
+  if (kept.has(key)) show(record, kept.get(key)); else rank();
 }
 
 function show(record, { heads, every, error }) {

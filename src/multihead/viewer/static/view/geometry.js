@@ -44,9 +44,9 @@ export function move(layer, right, down) {
 }
 
 // The panes on a stage of width x height: one; or A, B and A - B in three of its four quarters; or, on a phone, A - B alone.
-export function panes(layer, width, height, { compare, long }) {
+export function panes(layer, width, height, { compare, long, margins }) {
   const phone = width < 620, two = compare && !phone, across = two ? 2 : 1, aspect = aspectOf(layer);
-  const left = phone ? 44 : long ? 104 : 96, gap = 24, right = 20, bottom = 22;
+  const left = phone ? 44 : long ? 104 : 96, gap = 24, strip = !margins ? 0 : phone ? 18 : 44, right = 20 + strip, bottom = 22 + strip;
   const top = phone ? (compare ? 64 : 46) : two ? (long ? 104 : 64) : 84;
   const ratio = clamped(Math.min(1, layer.queries * aspect / layer.keys), .25, 1);
   const wide = (width - left - right - gap * (across - 1)) / across, high = (height - across * (top + bottom)) / across;
@@ -63,7 +63,7 @@ export function panes(layer, width, height, { compare, long }) {
 export function levelFor(layer, cell) {
   const ratio = Math.min(2, devicePixelRatio || 1);
   let level = 0;
-  while (level < layer.levels - 1 && cell * 2 ** level * ratio < 1.9) level++;
+  while (level < layer.blocks.length - 1 && cell * layer.blocks[level][1] * ratio < 1.9) level++;
   return level;
 }
 

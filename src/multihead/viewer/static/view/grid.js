@@ -10,6 +10,7 @@ import { known } from '../shared/numbers.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
 import { size } from './host.js';
 import { state, toHead } from './permalink.js';
+import { view } from './record.js';
 
 const maps = new Map();  // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
 let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
@@ -28,6 +29,8 @@ function mapOf(record, i) {
   const { l, h } = record.heads[i], found = maps.get(nameOf(record, l));
   return found ? { rows: found.rows, cols: found.cols, block: found.block, values: found.heads[h] } : null;
 }
+// The weights per cell of the maps that are means.
+export const mapBlocks = record => record.layers.map(({ number }) => maps.get(nameOf(record, number))?.block).filter(block => block && !isSingle(block));
 export const mapsMissing = record => record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
 
 const queue = [], requested = new Set();
@@ -51,7 +54,7 @@ async function next() {
     if (record === current) largestSmall();
     listeners.arrived(record, l);
   } catch (error) {
-    if (error instanceof Later) setTimeout(() => seen.has(l) && fetchMaps(record, l), 1500);
+    if (error instanceof Later) setTimeout(() => fetchMaps(record, l), 1500);
     else { maps.set(name, null); listeners.arrived(record, l); }
   } finally {
     busy--;
@@ -66,7 +69,7 @@ export function grid(record, passes, goTo) {
   largestSmall();
   const across = record.widest, roles = record.layers.some(layer => layer.role);
   shape = fitted({ layers: record.layers.length, heads: across, roles }, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
-  if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
+  if (lit < 0 || lit >= record.heads.length) lit = firstLit(record);
   const box = $('grid'), held = box.contains(root.activeElement), { cell, perColumn, phone } = shape;
   applied(box, shape, across, roles);
   box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth));  // on A4
@@ -84,8 +87,9 @@ export function grid(record, passes, goTo) {
   if (held) focusHead(lit);
 }
 
-// The head selected at first: the one with the lowest entropy.
-function sharpest(record) {
+// The head selected at first: that of the first finding, else the one with the lowest entropy.
+function firstLit(record) {
+  if (record.findings.length) return Math.max(0, record.index(record.findings[0].layer, record.findings[0].head));
   const values = record.metrics.find(one => one.id === 'entropy')?.values ?? [];
   return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
 }
@@ -104,7 +108,7 @@ function gridRow(record, layer, l) {
   return made;
 }
 
-// Only the rows near the window are requested and drawn.
+// Only the rows near the window, and the maps of findings, are requested and drawn; a file has all of them at hand.
 function watching(record) {
   watch?.disconnect();
   seen = new Set();
@@ -117,7 +121,8 @@ function watching(record) {
       if (!maps.has(nameOf(record, l))) fetchMaps(record, l);
       drawRow(l);
     }
-  }, { rootMargin: '600px' });
+  }, { rootMargin: view.served ? '600px' : '100000px' });
+  for (const { layer } of record.findings) fetchMaps(record, layer);
   for (const rowOf of $('grid').querySelectorAll('[data-l]')) watch.observe(rowOf);
 }
 
@@ -160,7 +165,7 @@ const SIDE = 256, whole = new Map();  // "run sample layer head" -> { rows, cols
 let requesting = null;
 function everyWeight(record, i, size) {
   const { l, h } = record.heads[i], layer = record.layer(i), name = `${nameOf(record, l)} ${h}`;
-  if (!layer.levels || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1))) return null;
+  if (layer.rows !== 'all' || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1))) return null;
   if (whole.has(name) || requesting?.name === name) return whole.get(name) ?? null;
   requesting?.control.abort();
   const mine = requesting = { name, control: new AbortController() };

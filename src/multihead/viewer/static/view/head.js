@@ -1,8 +1,8 @@
-// The page of one head, or of two compared: its layout, and the pointer on the map.
+// The page of one head, or of two compared: its panels, and the pointer on the map.
 import { $, el, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
 import { kindNames, roleName } from '../shared/kinds.js';
-import { scaleChoice } from '../shared/legend.js';
+import { isSingle, scaleChoice } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { numberRows } from '../shared/statistics.js';
 import { headAt, server } from './api.js';
@@ -10,12 +10,15 @@ import { differences } from './compare.js';
 import { cellAt, centre, clamp, move, viewOf, zoom } from './geometry.js';
 import { address, zooms } from './host.js';
 import { legend } from './legend.js';
-import { draw, mini, shown } from './map.js';
+import { mini, shown } from './map.js';
 import { navigator } from './navigator.js';
 import { nearest } from './nearest.js';
+import { marginsLoaded } from './margins.js';
 import { building } from './overview.js';
-import { forgetPanel, panel } from './panel.js';
+import { forgetPanels, PANELS } from './panels.js';
 import { save, state, unsaved } from './permalink.js';
+import { view } from './record.js';
+import { pointing, reading } from './reading.js';
 import { row } from './rows.js';
 import { arrived } from './tiles.js';
 
@@ -30,7 +33,7 @@ function stage(record, other) {
   const name = (of, n, which) => runs ? `${of.short(n)} ${translate(which)}` : of.short(n);
   return {
     record, otherRecord, layer, otherLayer, i, j, runs, coarse: record.coarse && otherRecord.coarse, sides: record.sides(layer), otherSides: otherRecord.sides(otherLayer),
-    a: { run: state.run, sample: state.sample, l: a.l, h: a.h, masked: state.masked }, b: { run: otherRecord.run, sample: otherRecord.sample, l: second.l, h: second.h, masked: state.masked },
+    a: { run: state.run, sample: state.sample, l: a.l, h: a.h, masked: state.masked && layer.rows === 'all' }, b: { run: otherRecord.run, sample: otherRecord.sample, l: second.l, h: second.h, masked: state.masked && otherLayer.rows === 'all' },
     titles: {
       a: [name(record, i, 'in a'), runs ? record.name : kindNames(record.allKinds[i])], b: [name(otherRecord, j, 'in b'), runs ? otherRecord.name : kindNames(otherRecord.allKinds[j])],
       d: [runs ? translate('a minus b') : `${record.short(i)} − ${otherRecord.short(j)}`, translate('difference')],
@@ -43,8 +46,8 @@ const sameText = (one, two) => !one.text || !two.text || (one.text.shown.length 
 export function headPage(record, other) {
   scene = stage(record, other);
   pointed = null;
-  forgetPanel();
-  const { i } = scene, drawable = scene.layer.levels > 0;
+  forgetPanels();
+  const { i, layer } = scene, drawable = layer.blocks.length > 0;
   $('one').classList.toggle('mapless', !drawable);
   $('headname').textContent = record.named(i);
   $('shownhead').textContent = [roleName(scene.layer.role), kindNames(record.allKinds[i]), record.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma'));
@@ -52,13 +55,21 @@ export function headPage(record, other) {
   $('mini').setAttribute('aria-label', translate('mini label'));
   $('numbers').replaceChildren(...numberRows(record.metrics, i));
   if (listed !== `${record.run} ${record.sample} ${i}`) { listed = `${record.run} ${record.sample} ${i}`; nearest(scene); }
+  for (const part of ['nearest', 'nearesthead']) $(part).hidden = !view.similar || layer.rows !== 'all';
+  for (const part of ['export', 'exporthead']) $(part).hidden = !view.served || layer.rows !== 'all';
   navigator(scene);
-  for (const part of ['scales', 'sink', 'share', 'compare']) $(part).hidden = !drawable;
+  for (const part of ['scales', 'sink', 'compare']) $(part).hidden = !drawable;
+  $('share').hidden = !view.served || layer.rows !== 'all';
+  $('zoomone').hidden = !drawable || !isSingle(layer.blocks[0]);
   $('blank').hidden = drawable;
-  $('blank').textContent = translate('no maps');
+  $('blank').textContent = record.noMaps;
   redraw();
 }
 export const sceneNow = () => scene;
+pointing.point = query => {
+  pointed = query < 0 ? null : [query, -1];
+  redraw();
+};
 export const leaveHead = () => { scene = null; };
 
 export function redraw() {
@@ -69,23 +80,27 @@ export function redraw() {
     scene = stage(scene.record, scene.otherRecord);
     clamp(scene.layer);
     controls();
-    if (scene.layer.levels > 0) drawAll();
+    if (scene.layer.blocks.length) drawAll();
     save();
   });
 }
 
 function drawAll() {
-  draw(scene, pointed);
+  const read = reading(scene, pointed);
+  for (const panel of PANELS) {
+    const box = $(panel.box);
+    box.hidden = !panel.fits(scene);
+    if (!box.hidden) panel.draw(scene, pointed, read, redraw);
+  }
   mini(scene);
   differences(scene, redraw);
-  panel(scene, pointed);
-  const level = shown.span?.level ?? 0, block = 2 ** level, words = building(scene.record);
+  const [rows, columns] = scene.layer.blocks[shown.span?.level ?? 0], single = isSingle([rows, columns]), words = building(scene.record);
   $('legend').replaceChildren(...legend(shown.tops, state.compare));
-  $('level').textContent = [shown.span ? (block === 1 ? translate('single weights') : translate('means', { n: block })) + (state.compare ? '' : translate('exact')) + (state.masked ? translate('first key hidden') : '') : '', words, scene.strange ? translate('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(translate('join.parts'));
-  $('where').textContent = block === 1 ? '' : translate('block', { n: block });
-  $('map').dataset.level = String(level);
+  $('level').textContent = [shown.span ? (single ? translate('single weights') : translate('means', { rows, columns })) + (state.compare ? '' : view.precision) + (scene.a.masked ? translate('first key hidden') : '') : '', words, scene.strange ? translate('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(translate('join.parts'));
+  $('where').textContent = single ? '' : translate('block', { rows, columns });
+  $('map').dataset.level = String(shown.span?.level ?? 0);
   $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));
-  exportLinks();
+  if (!$('export').hidden) exportLinks();
 }
 
 function controls() {
@@ -99,9 +114,9 @@ function controls() {
 // The head in view, the queries and keys of the part of its map in view, and the chosen query; null without a head.
 export function inView() {
   if (!scene) return null;
-  const { layer, a } = scene, view = viewOf(layer), pane = shown.panes[0], high = pane ? pane.py / pane.y : view.rows;
+  const { layer, a } = scene, part = viewOf(layer), pane = shown.panes[0], high = pane ? pane.py / pane.y : part.rows;
   const ends = (from, size, n) => [Math.floor(from), Math.min(n, Math.ceil(from + size))];
-  return { layer: a.l, head: a.h, queries: ends(view.y, high, layer.queries), keys: ends(view.x, view.cols, layer.keys), query: state.q };
+  return { layer: a.l, head: a.h, queries: ends(part.y, high, layer.queries), keys: ends(part.x, part.cols, layer.keys), query: state.q };
 }
 
 function exportLinks() {
@@ -153,7 +168,7 @@ export function listen() {
   };
   $('mini').onpointerdown = jump;
   $('mini').onpointermove = jump;
-  arrived.notify = redraw;
+  arrived.notify = marginsLoaded.notify = redraw;
 }
 
 function dragged(event) {
@@ -189,8 +204,8 @@ export function pan(right, down) {
 }
 // Shift and an arrow move the selected cell, by a block where a cell is a block; Enter pins its query.
 export function step(right, down) {
-  const { layer } = scene, block = 2 ** (shown.span?.level ?? 0), from = pointed ?? [state.q, Math.floor(state.x + state.n / 2)];
-  pointed = [Math.max(0, Math.min(layer.queries - 1, from[0] + down * block)), Math.max(0, Math.min(layer.keys - 1, from[1] + right * block))];
+  const { layer } = scene, [high, wide] = layer.blocks[shown.span?.level ?? 0], from = pointed ?? [state.q, Math.floor(state.x + state.n / 2)];
+  pointed = [Math.max(0, Math.min(layer.queries - 1, from[0] + down * high)), Math.max(0, Math.min(layer.keys - 1, from[1] + right * wide))];
   const pane = shown.panes[0], outside = (p, start, size) => p < start || p >= start + size;
   if (outside(pointed[0], state.y, pane.py / pane.y) || outside(pointed[1], state.x, state.n)) centre(layer, pointed[0], pointed[1]);
   redraw();

@@ -18,7 +18,7 @@ export function keyboard(page) {
   const press = (names, key) => [names, translate('press.' + key)];
   $('helps').append(helpButton([press(['+', '−'], 'zoom'), press(['0'], 'whole'), press(['1'], 'one'), press(['←', '→', '↑', '↓'], 'move'), press(['⇧', '←'], 'cell'), press(['Enter'], 'keep'), press(['[', ']'], 'heads'),
     press(['l'], 'log'), press(['s'], 'first key'), press(['c'], 'compare'), press(['/'], 'filter'), press(['Esc'], 'back'), press(['?'], 'help')],
-  [...scaleWords(), ...firstTokenWords(), [translate('zoom one'), translate('zoom one why')], [translate('chance', { n: '' }).trim(), translate('chance why')]]));
+  [...['head', 'query', 'key'].map(name => [translate('term.' + name), translate('plain.' + name)]), ...scaleWords(), ...firstTokenWords(), [translate('zoom one'), translate('zoom one why')], [translate('chance', { n: '' }).trim(), translate('chance why')]]));
 }
 
 function onHead(event, page) {
@@ -29,7 +29,7 @@ function onHead(event, page) {
     return true;
   }
   if (arrow && reads) return false;
-  const maps = sceneNow()?.layer.levels > 0;
+  const maps = sceneNow()?.layer.blocks.length > 0;
   const does = {
     '[': () => page.stepHead(-1), ']': () => page.stepHead(1), l: () => page.nextScale(), s: () => page.flipSink(), c: () => page.flipCompare(), Escape: () => page.toAll(),
     ...(maps ? { '+': () => zoomBy(.5), '=': () => zoomBy(.5), '-': () => zoomBy(2), 0: zoomWhole, 1: zoomOne, ...(event.target.id === 'map' || isOutside(event.target) ? { Enter: keep } : {}) } : {}),
@@ -42,6 +42,7 @@ function onHead(event, page) {
 
 function onAll(event, page) {
   if (event.key === '/') { $('filter').focus(); return true; }
+  if (event.key === 's' && !$('sink').hidden) { page.flipSink(); return true; }
   if (!$('grid').contains(event.target)) return false;
   const next = moved(page.record(), litHead(), event.key);
   if (next === undefined) return false;

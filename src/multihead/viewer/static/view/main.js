@@ -11,8 +11,9 @@ import { retryMaps, focusHead, returnTo } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { entitle, place, resized, showKind, size, toTop } from './host.js';
 import { keyboard } from './keyboard.js';
-import { overview, patternOf, progressed } from './overview.js';
-import { forgetPanel, readingPanel } from './panel.js';
+import { openingText } from './opening.js';
+import { overview, progressed } from './overview.js';
+import { forgetPanels } from './panels.js';
 import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
 import { sampleOf, view } from './record.js';
 import { loaded } from './rows.js';
@@ -28,7 +29,7 @@ async function route() {
   unsaved();
   target.run = clampTo(target.run, view.runs.length);
   target.sample = clampTo(target.sample, view.runs[target.run].samples.length);
-  const slow = setTimeout(() => { $('waiting').hidden = false; }, 400);
+  const slow = setTimeout(() => { $('waiting').hidden = false; }, 400);  // at first it is shown by the page's markup
   const shown = await sampleOf(target.run, target.sample).finally(() => { clearTimeout(slow); $('waiting').hidden = true; }), run = target.b ? clampTo(target.b.r, view.runs.length) : target.run;
   const second = target.compare && run !== target.run ? await sampleOf(run, clampTo(target.sample, view.runs[run].samples.length)) : shown;
   if (mine !== turn) return;
@@ -82,7 +83,7 @@ function bar() {
   const names = view.runs.map(run => run.name), head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
   fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate(one.opening ? 'text n' : 'text without words', { n: n + 1, opening: one.opening, tokens: count(one.keys) })), state.sample);
-  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(translate('join.facts'));
+  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), record.pattern] : [])].filter(Boolean).join(translate('join.facts'));
   $('facts').title = $('facts').textContent;
   if (!head) return;
   $('back').textContent = translate('all heads', { n: count(record.heads.length) });
@@ -123,7 +124,11 @@ const page = {
   setHead: async (i, then) => { await again({ a: { ...record.heads[i] } }); then?.(); },
   stepHead: by => page.setHead((record.index(state.a.l, state.a.h) + by + record.heads.length) % record.heads.length),
   setSecond: (r, { l, h }) => again({ b: { r, l, h } }),
-  flipSink: () => { state.masked = !state.masked; remember('without first', state.masked); forgetPanel(); redraw(); },
+  flipSink: () => {
+    state.masked = !state.masked;
+    remember('without first', state.masked);
+    if (state.a) { forgetPanels(); redraw(); } else openingText();
+  },
   flipCompare: () => again({ compare: !state.compare, b: state.b ?? secondFor(record, state.a) }),
   nextScale: () => { state.scale = state.scale === 'log' ? 'linear' : 'log'; redraw(); },
   toAll: () => go(toAll()),
@@ -181,19 +186,20 @@ export function select(chosen) {
 
 async function start() {
   Object.assign(view, await json('api/view'));
+  $('link').hidden = !view.served;
   palette();
   keyboard(page);
   buttons();
   listen();
-  readingPanel(redraw);
   sharing();
   loaded.notify = redraw;
   place.listen(route);
-  resized(() => { if (sceneNow()) { forgetPanel(); redraw(); } else if (size().width !== drawnWidth && record) { drawnWidth = size().width; route(); } });
-  dark.addEventListener('change', () => { palette(); forgetPanel(); if (sceneNow()) redraw(); else if (record) route(); });
+  resized(() => { if (sceneNow()) { forgetPanels(); redraw(); } else if (size().width !== drawnWidth && record) { drawnWidth = size().width; route(); } });
+  dark.addEventListener('change', () => { palette(); forgetPanels(); if (sceneNow()) redraw(); else if (record) route(); });
   await route();
 }
 start().catch(error => {
+  $('waiting').hidden = true;
   $('gone').hidden = false;
   if (!server.gone) $('gone').textContent = error.message;
 });

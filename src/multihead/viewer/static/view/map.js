@@ -1,9 +1,11 @@
-// Draw the large canvas: panes of cells, hatching over masked cells, the pinned query, the cell under the pointer.
+// The panel of the map: panes of cells, hatching over masked cells, the pinned query, the cell under the pointer, and at the
+// margins of a single pane the attention that each key receives and the entropy of each query.
 import { bitmap, css, dark, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
 import { cells, difference, farthest, largest, range, tilesOf } from './cells.js';
 import { aspectOf, levelFor, panes, viewOf } from './geometry.js';
 import { state } from './permalink.js';
+import { margins } from './margins.js';
 import { captions, rulers, WORDS } from './rulers.js';
 import { arrived, want } from './tiles.js';
 
@@ -16,10 +18,10 @@ function spanFor(scene, view, cell) {
   return tilesOf({}, span).length > 24 ? null : span;
 }
 
-export function draw(scene, pointed) {
+function draw(scene, pointed) {
   const stage = $('stage'), width = stage.clientWidth, height = stage.clientHeight, { layer } = scene;
   // Tokens on the rulers need more room, but only if the cells then stay large enough to be labelled.
-  const fit = long => panes(layer, width, height, { compare: state.compare, long }), roomy = fit(true), view = viewOf(layer);
+  const strips = state.compare ? [] : margins(scene), fit = long => panes(layer, width, height, { compare: state.compare, long, margins: !state.compare && layer.margins.length }), roomy = fit(true), view = viewOf(layer);
   const boxes = scene.sides.key.text && roomy[0].x >= WORDS ? roomy : fit(false);
   // A wide map may be less high than it is wide; the rows in view follow from the pane.
   view.rows = boxes[0].py / boxes[0].y;
@@ -30,12 +32,13 @@ export function draw(scene, pointed) {
   gather(scene, span);
   const pen = sized($('map'), width, height);
   for (const pane of boxes) drawPane(pen, pane, scene, pointed);
-  captions(pen, boxes[0], layer, scene.sides);
+  for (const strip of strips) strip.draw(pen, boxes[0], pointed);
+  captions(pen, boxes[0], layer, scene.sides, strips.length && !boxes[0].phone ? 34 : strips.length && 12);
   maskedLabel(pen, boxes[0], layer, scene);
 }
 
 // The level of the small map of the whole: the finest that is one tile; not drawn until the coarse levels are built.
-const upperOf = layer => Math.max(0, layer.levels - 3);
+const upperOf = layer => Math.max(0, layer.blocks.length - 3);
 function wholeSpan(scene) {
   const { layer } = scene, level = upperOf(layer);
   return scene.coarse || level < 6 ? range(layer, { x: 0, y: 0, rows: layer.queries, cols: layer.keys }, level) : null;
@@ -53,18 +56,19 @@ function gather(scene, span) {
   before = key;
   const a = cells(scene.a, scene.layer, span), b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
   const d = b && difference(a, b);
-  shown.tops = { ink: endOf(Math.max(largest(a), b ? largest(b) : 0), span.level), apart: endOf(d ? farthest(d) : 0, span.level) };
+  shown.tops = { ink: endOf(Math.max(largest(a), b ? largest(b) : 0), span), apart: endOf(d ? farthest(d) : 0, span) };
   for (const [name, one] of [['a', a], ['b', b], ['d', d]]) {
     shown[name] = one && { ...one, picture: bitmap(one, name === 'd' ? 'apart' : 'ink', state.scale, shown.tops[name === 'd' ? 'apart' : 'ink']) };
   }
 }
 
-const endOf = (largest, level) => state.scale === 'linear' ? largest : rootEnd(largest, level === 0);
+const endOf = (largest, { high, wide }) => state.scale === 'linear' ? largest : rootEnd(largest, high * wide === 1);
 
-// Another run may have fewer tokens: cells outside of it are absent.
+// Another run may have fewer tokens, or no cells of this size: cells outside of it are absent.
 function within(layer, span) {
-  const size = n => Math.ceil(n / 2 ** span.level);
-  return { ...span, rows: Math.max(0, Math.min(span.rows, size(layer.queries) - span.r0)), cols: Math.max(0, Math.min(span.cols, size(layer.keys) - span.c0)) };
+  const [high, wide] = layer.blocks[span.level] ?? [], has = high === span.high && wide === span.wide;
+  const cut = (size, n, block, from) => has ? Math.max(0, Math.min(size, Math.ceil(n / block) - from)) : 0;
+  return { ...span, rows: cut(span.rows, layer.queries, high, span.r0), cols: cut(span.cols, layer.keys, wide, span.c0) };
 }
 function stretched(one, span) {
   if (one.rows === span.rows && one.cols === span.cols) return one;
@@ -83,13 +87,13 @@ function drawPane(pen, pane, scene, pointed) {
   pen.fillStyle = css('paper');
   pen.fillRect(left, above, width, height);
   if (one) {
-    const block = 2 ** shown.span.level, x0 = snap(x(one.c0 * block)), y0 = snap(y(one.r0 * block));
+    const { high, wide } = shown.span, x0 = snap(x(one.c0 * wide)), y0 = snap(y(one.r0 * high));
     pen.fillStyle = hatching(pen);
     pen.fillRect(left, above, width, height);
-    pen.imageSmoothingEnabled = Math.min(pane.x, pane.y) * block * ratio < 1;
-    pen.drawImage(one.picture, x0, y0, snap(x((one.c0 + one.cols) * block)) - x0, snap(y((one.r0 + one.rows) * block)) - y0);
+    pen.imageSmoothingEnabled = Math.min(pane.x * wide, pane.y * high) * ratio < 1;
+    pen.drawImage(one.picture, x0, y0, snap(x(Math.min(scene.layer.keys, (one.c0 + one.cols) * wide))) - x0, snap(y(Math.min(scene.layer.queries, (one.r0 + one.rows) * high))) - y0);
   }
-  if (state.masked && state.x < 1) line(pen, 'mark', [x(1), above, x(1), above + height], [3, 3]);
+  if (scene.a.masked && state.x < 1) line(pen, 'mark', [x(1), above, x(1), above + height], [3, 3]);
   chosen(pen, pane, x, y);
   if (pointed) crosshair(pen, pane, x, y, pointed);
   pen.restore();
@@ -124,6 +128,7 @@ function crosshair(pen, pane, x, y, [i, j]) {
   pen.strokeStyle = css('ink');
   if (pane.y > 3) pen.strokeRect(pane.left - 2, y(i), pane.width + 4, pane.y);
   else line(pen, 'ink', [pane.left, y(i + .5), pane.left + pane.width, y(i + .5)]);
+  if (j < 0) { pen.globalAlpha = 1; return; }
   if (pane.x > 3) pen.strokeRect(x(j), pane.above - 2, pane.x, pane.height + 4);
   else line(pen, 'ink', [x(j + .5), pane.above, x(j + .5), pane.above + pane.height]);
   pen.globalAlpha = 1;
@@ -167,11 +172,11 @@ export function mini(scene) {
   pen.fillStyle = css('paper');
   pen.fillRect(0, 0, width, height);
   if (span) {
-    const one = cells(scene.a, layer, span), block = 2 ** span.level;
+    const one = cells(scene.a, layer, span);
     pen.fillStyle = hatching(pen, 5);
     pen.fillRect(0, 0, width, height);
     pen.imageSmoothingEnabled = width / one.cols * (devicePixelRatio || 1) < 1;
-    pen.drawImage(bitmap(one, 'ink', state.scale, endOf(largest(one), span.level)), 0, 0, one.cols * block * scale, one.rows * block * scale * aspect);
+    pen.drawImage(bitmap(one, 'ink', state.scale, endOf(largest(one), span)), 0, 0, one.cols * span.wide * scale, one.rows * span.high * scale * aspect);
   }
   pen.strokeStyle = css('line2');
   pen.strokeRect(.5, .5, width - 1, height - 1);
@@ -182,3 +187,5 @@ export function mini(scene) {
   pen.strokeRect(x, y, w, h);
   return { scale, aspect };
 }
+
+export const mapPanel = { box: 'stage', fits: () => true, draw, forget: () => {} };

@@ -8,7 +8,7 @@ let turn = 0;
 export function nearest(scene) {
   const mine = ++turn, { run, sample, l, h } = scene.a, box = $('nearest');
   const find = async () => {
-    box.replaceChildren(el('p', { className: 'note', role: 'status', textContent: translate('comparing') }));
+    box.replaceChildren(el('p', { className: 'note waiting', role: 'status' }, el('progress'), ' ', translate('comparing')));
     const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({ error: error.message }));
     if (mine !== turn) return;
     const found = Array.isArray(answer) ? answer : answer.heads ?? [], every = answer.every ?? 1;

@@ -1,17 +1,17 @@
-// The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
+// The page of all heads: title and facts, the text, the findings, filter and kinds, the grid with its inspector, the table, the
+// definitions.
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { frame } from '../shared/host.js';
 import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
 import { colourOf } from '../shared/kindlist.js';
-import { cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
-import { count } from '../shared/numbers.js';
+import { blockNote, cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
 import { sampleAt } from './api.js';
 import { changed } from './changed.js';
-import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
+import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapBlocks, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
 import { address, printed } from './host.js';
+import { openingText } from './opening.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
@@ -27,7 +27,9 @@ export function overview(shown, openHead) {
   goTo = openHead;
   if (!record.legend.some(kind => kind.id === state.kind)) state.kind = '';
   $('title').textContent = record.title;
-  $('lead').textContent = translate(record.heads.length === 1 ? 'lead one' : 'lead', { heads: count(record.heads.length), layers: count(record.layers.length), tokens: count(record.keys), pattern: patternOf(record) });
+  $('lead').textContent = record.lead;
+  $('rowoffacts').replaceChildren(...record.facts.map(([label, value]) => el('div', {}, el('dt', { textContent: label }), el('dd', { className: 'num', textContent: value }))));
+  openingText(record);
   $('filter').value = state.filter;
   chips();
   grid(record, passes, goTo);
@@ -46,8 +48,9 @@ export function overview(shown, openHead) {
   statisticsTable();
   links();
   changed(record);
-  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), record.legend);
-  $('foot').textContent = translate('foot', { version: view.version });
+  definitions($('defs'), [...record.metrics.map(one => [one.id, one.label]), ...(record.received ? [['received', record.labels.received]] : [])], record.legend);
+  $('endsnote').hidden = !['previous_mass', 'next_mass'].every(id => record.metrics.some(one => one.id === id));
+  $('foot').textContent = view.foot;
 }
 
 // The small maps of the inspector and the table arrive with their layer; redrawn once per burst of layers.
@@ -55,11 +58,6 @@ let waiting = 0;
 function later() {
   clearTimeout(waiting);
   waiting = setTimeout(() => { inspect(litHead()); findings(); statisticsTable(); }, 150);
-}
-
-export function patternOf(of) {
-  const found = [...new Set(of.layers.map(layer => layer.crosses ? 'cross' : layer.pattern))];
-  return found.map(name => translate('pattern.' + name)).join(translate('join.parts'));
 }
 
 function findings() {
@@ -94,11 +92,14 @@ function scale() {
     save();
     $('scale').querySelector('[aria-pressed=true]').focus();
   };
-  const hidden = record.layers.some(layer => layer.pattern !== 'full'), notes = [translate('one scale'), ...(topWeight.single || state.scale === 'log' ? [] : [translate('scale.by means')]), hidden ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : translate('nothing hidden')];
+  const means = mapBlocks(record), hides = record.layers.some(layer => layer.hides), blind = record.layers.filter(layer => layer.blind).length;
+  const notes = [translate('one scale'), ...new Set(means.map(blockNote)), ...(topWeight.single || state.scale === 'log' ? [] : [translate('scale.by means')]),
+    hides ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : translate('nothing hidden')];
   if (record.heads.some((_, i) => record.aligned(i))) notes.push(translate('alignment note'));
+  if (blind) notes.push(translate(blind === 1 ? 'blind queries in 1 layer' : 'blind queries', { layers: blind }));
   $('scale').hidden = missing;
   $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, scaleTop()), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
-  const words = missing ? translate(frame.dataset.shared ? 'share absent' : 'no maps') : building();
+  const words = missing ? record.noMaps || translate('share absent') : building();
   $('gridstate').hidden = !words;
   $('gridstate').textContent = words;
 }
@@ -119,6 +120,7 @@ function inspect(i) {
 }
 
 function links() {
+  $('tablelinks').hidden = !view.served;
   const to = form => el('a', { href: address(`${sampleAt(record.run, record.sample)}/table.${form}`), download: '', textContent: form.toUpperCase() });
   $('tablelinks').replaceChildren(translate('download') + ' ', to('csv'), ' ', to('json'));
 }

@@ -6,11 +6,12 @@ import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
 
 const BUILT = 6;
-export const view = { version: '', lang: 'en', runs: [] };
+export const view = { lang: 'en', runs: [], foot: '', precision: '', similar: false, looking: false, served: false };
 
 class Sample {
-  constructor(run, sample, { layers, kinds, legend, columns, unrecorded, metrics, chance, findings, full, texts }) {
-    Object.assign(this, { run, sample, layers, legend, unrecorded, findings, texts });
+  constructor(run, sample, { kinds, columns, metrics, chance, full, ...rest }) {
+    const { layers, legend } = rest;
+    Object.assign(this, { run, sample, ...rest });  // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend
     addLegend(legend);
     this.allKinds = kinds;
     this.kinds = kinds.map(([first]) => first);  // the colour of each head
@@ -28,7 +29,7 @@ class Sample {
     const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys };  // of these the bars end at what the masks allow
     this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(largest, column.id) ? largest[column.id] : undefined, Object.hasOwn(chance, column.id) ? chance[column.id] : []));
     // Levels from 6 on are not requested until the server has built them.
-    this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
+    this.progress = { state: this.layers.some(layer => layer.blocks.length > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
 
   has(l, h) { return h >= 0 && h < (this.numbered.get(l)?.heads ?? 0); }
@@ -41,7 +42,7 @@ class Sample {
 
   get coarse() { return this.progress.state === 'ready'; }
   // Return whether the small maps of a layer are available; heads are computed one after the other.
-  mapped(l) { return this.keep === 'statistics' || this.numbered.get(l).levels <= BUILT || this.coarse || this.first.get(l) + this.numbered.get(l).heads <= this.progress.done; }
+  mapped(l) { return this.keep === 'statistics' || this.numbered.get(l).blocks.length <= BUILT || this.coarse || this.first.get(l) + this.numbered.get(l).heads <= this.progress.done; }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.
   sides(layer) {

@@ -62,15 +62,16 @@ function above(pen, pane, layer, side, pointed) {
   }
 }
 
-// The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map.
-export function captions(pen, pane, layer, sides) {
+// The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map and its
+// strips, which are so many pixels high.
+export function captions(pen, pane, layer, sides, strips) {
   const worded = { x: pane.x >= WORDS && sides.key.text && !pane.phone, y: pane.y >= WORDS && sides.query.text && !pane.phone };
   face(pen, false, 'faint');
   if (pane.which === 'b') return;
   const to = (from, size, n) => `${count(Math.ceil(from))}–${count(Math.min(n, Math.floor(from + size)) - 1)}`;
   if (worded.x || worded.y || pane.phone) {
     pen.textAlign = 'left';
-    pen.fillText(translate('ranges', { queries: to(state.y, pane.height / pane.y, layer.queries), keys: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12);
+    pen.fillText(translate('ranges', { queries: to(state.y, pane.height / pane.y, layer.queries), keys: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12 + strips);
   }
   if (!worded.x && pane.which === 'a' && !pane.phone) {
     pen.textAlign = 'left';

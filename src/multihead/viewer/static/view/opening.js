@@ -1,0 +1,100 @@
+// The panel of the text on the page of all heads, coloured by the attention that each token receives. A click on a token colours
+// it by how much each token looks at that one, and lists the heads that do.
+import { paint, rootEnd, tone } from '../shared/colour.js';
+import { $, el, translate } from '../shared/dom.js';
+import { glyph } from '../shared/kinds.js';
+import { count, exact, percent, short } from '../shared/numbers.js';
+import { PART, setText, UNKNOWN } from '../shared/tokens.js';
+import { json, sampleAt } from './api.js';
+import { state, toHead } from './permalink.js';
+import { label, view } from './record.js';
+
+const FOLDED = 180;  // tokens of a long text
+let record = null, unfolded = false, chosen = -1, turn = 0;
+
+const largest = (weights, hidden = -1) => weights.reduce((best, w, p) => p !== hidden && (best < 0 || w > weights[best]) ? p : best, -1);
+
+export function openingText(shown = record) {
+  if (shown !== record) { unfolded = false; chosen = -1; }
+  record = shown;
+  turn++;
+  const { texts: [text, ...others], received } = record, box = $('words');
+  $('sink').hidden = !text || !received;
+  $('sink').setAttribute('aria-pressed', String(state.masked));
+  $('opening').hidden = !text;
+  if (!text) return;
+  const long = text.shown.length > FOLDED, to = long && !unfolded ? FOLDED : text.shown.length, hidden = state.masked ? 0 : -1, spans = setText(box, text, 0, to);
+  if (to < text.shown.length) box.append(' …');
+  box.classList.toggle('folded', long && !unfolded);
+  // A text that scrolls can be reached with the keyboard.
+  for (const [name, value] of Object.entries({ role: 'region', tabindex: '0', 'aria-label': translate('the text') })) if (long && unfolded) box.setAttribute(name, value); else box.removeAttribute(name);
+  $('unfold').hidden = !long;
+  $('unfold').textContent = unfolded ? translate('less text') : translate('whole text', { tokens: count(text.shown.length) });
+  $('unfold').onclick = () => { unfolded = !unfolded; openingText(); };
+  const notes = [];
+  if (received) {
+    const top = largest(received, hidden), end = rootEnd(received[top] ?? 0, false);
+    spans.forEach((span, p) => {
+      paint(span, p === hidden ? 0 : tone(state.scale, received[p], end));
+      span.title = text.flags[p] & PART ? translate('part of', { token: text.labels[p] }) : translate('receives', { share: percent(received[p]) });
+    });
+    if (top >= 0) notes.push(translate('painted', { token: text.labels[top], share: percent(received[top]) }), ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]));
+    if (!hidden) notes.push(translate('first hidden', { token: text.labels[0], share: percent(received[0]) }));
+  }
+  if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
+  if (asks()) { choosable(box, spans, text); notes.push(translate('looks.why')); }
+  $('textnote').textContent = notes.join(translate('join.sentences'));
+  $('textnote').hidden = chosen >= 0;
+  $('looking').hidden = chosen < 0;
+  if (chosen >= 0) look(spans, text);
+  const other = others.find(each => each);
+  $('othertitle').hidden = $('othertext').hidden = !other;
+  if (other) { setText($('othertext'), other, 0, Math.min(other.shown.length, FOLDED)); if (other.shown.length > FOLDED) $('othertext').append(' …'); }
+}
+
+// Whether the page can answer: it has weights of layers whose keys are this text.
+const asks = () => view.looking && record.layers.some(layer => layer.rows && layer.keyText === 0);
+
+function choosable(box, spans, text) {
+  const choose = span => {
+    const p = +span.dataset.p;
+    chosen = p === chosen ? -1 : p;
+    openingText();
+    $('words').querySelector(`[data-p="${p}"]`).focus();
+  };
+  spans.forEach((span, p) => {
+    span.classList.add('asks');
+    span.classList.toggle('on', p === chosen);
+    span.setAttribute('role', 'button');
+    span.setAttribute('aria-label', text.labels[p]);  // a line break has no text
+    span.setAttribute('aria-pressed', String(p === chosen));
+    span.tabIndex = p === Math.max(0, chosen) ? 0 : -1;
+  });
+  box.onclick = event => { const span = event.target.closest('.asks'); if (span) choose(span); };
+  box.onkeydown = event => {
+    const span = event.target.closest('.asks'), next = span && spans[spans.indexOf(span) + { ArrowRight: 1, ArrowLeft: -1 }[event.key]];
+    if (next) { span.tabIndex = -1; next.tabIndex = 0; next.focus(); }
+    if (span && /^(Enter| )$/.test(event.key)) choose(span);
+    if (next || (span && /^(Enter| )$/.test(event.key))) { event.preventDefault(); event.stopPropagation(); }
+  };
+}
+
+async function look(spans, text) {
+  const mine = turn, token = text.labels[chosen], box = $('looking');
+  box.replaceChildren(el('progress'), ' ', translate('comparing'));
+  const { heads, tokens, error } = await json(`${sampleAt(record.run, record.sample)}/looking?key=${chosen}`).catch(found => ({ heads: [], error: found.message }));
+  if (mine !== turn) return;
+  const back = el('button', { className: 'btn', textContent: translate('looks.back'), onclick: () => { chosen = -1; openingText(); } });
+  if (!heads.length) { box.replaceChildren(el('p', { className: 'note', textContent: error ?? translate('looks.none') }), back); return; }
+  spans.forEach((span, p) => {
+    paint(span, tone('linear', tokens[p], tokens[largest(tokens)]));
+    span.title = `${text.labels[p]} ${short(tokens[p])}`;
+  });
+  const rows = heads.map(({ layer, head, share, queries }) => {
+    const i = record.index(layer, head), side = record.sides(record.numbered.get(layer)).query;
+    return el('li', {}, el('a', { href: toHead(record.run, record.sample, layer, head), k: record.kinds[i] }, glyph(record.kinds[i]), record.short(i)), el('span', { className: 'num', textContent: short(share) }),
+      el('small', {}, translate('looks.from') + ' ', ...queries.flatMap(([q, w], n) => [n ? translate('join.comma') : '', el('bdi', { textContent: label(side, q) }), ' ' + short(w)])));
+  });
+  const notes = [translate('looks.note', { token }), ...(record.layers.some(layer => layer.rows === 'largest') ? [translate('looks.stored')] : [])];
+  box.replaceChildren(el('h3', { textContent: translate('looks.title', { token }) }), el('ul', {}, ...rows), el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) }), back);
+}
