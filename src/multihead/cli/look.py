@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from multihead.cli.audio import read_audio
+from multihead.cli.language import lang_option
 from multihead.cli.look_output import (
     COLUMNS,
     REPEATED_COLUMNS,
@@ -82,13 +83,7 @@ SORTS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
     is_flag=True,
     help="Measure induction, duplicate, previous and first token heads on random tokens that repeat, too.",
 )
-@click.option(
-    "--lang",
-    type=click.Choice(["en", "zh"]),
-    default="en",
-    show_default=True,
-    help="Language of the page and the terminal output.",
-)
+@lang_option
 @click.pass_context
 def look(
     context: click.Context,
