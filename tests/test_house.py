@@ -210,3 +210,10 @@ def test_each_path_that_contributing_names_exists_and_contains_what_its_row_says
     assert not missing, f"CONTRIBUTING.md names {missing}, which do not exist. Name what took their place."
     for word, path in re.findall(r"`([^`/]+)`(?: and [^|`]*`[^`]*`)? in `([\w./]+)`", table):
         assert word in (ROOT / path).read_text(encoding="utf-8"), f"{path} does not contain {word!r}. Change the row."
+
+
+def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    fields = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE))
+    assert (fields["cff-version"], fields["version"]) == ("1.2.0", project["version"])
+    assert fields["license"] == project["license"]
