@@ -5,6 +5,9 @@ platform tag from the glibc symbols that the library needs. The wheel bundles no
 which has kept this name since torch 2.8, and is loaded first, so both use one OpenMP runtime and its threads.
 
     python -m tools.wheel
+
+A function of a glibc newer than 2.28, which torch's wheels need, is an error, because the wheel would exclude systems
+that torch runs on.
 """
 
 from __future__ import annotations

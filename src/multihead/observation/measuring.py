@@ -1,4 +1,8 @@
-"""Collect what probes need besides q and k, and measure all texts of a call at once."""
+"""Collect what probes need besides q and k, and measure all texts of a call at once.
+
+Each sample is measured alone, without its padding, so padding is in no mean, no map and no attention received. What the
+kernel measured for a whole batch is sliced; weights on special tokens are measured for the batch in one more pass.
+"""
 
 from __future__ import annotations
 

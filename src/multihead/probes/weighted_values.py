@@ -1,4 +1,8 @@
-"""Attention-weighted sums of a number per key: one attention call whose values are these numbers."""
+"""Attention-weighted sums of a number per key: one attention call whose values are these numbers.
+
+Masses on sets of tokens, and norms of contributions, are an attention whose values are indicator and norm columns: any
+number of them in one call, in linear memory.
+"""
 
 from __future__ import annotations
 

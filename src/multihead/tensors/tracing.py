@@ -1,4 +1,9 @@
-"""Whether the values of tensors may be read here, to check them or to branch on them."""
+"""Whether the values of tensors may be read here, to check them or to branch on them.
+
+Every tracer gets the operator: `torch.jit.trace`, `make_fx` and every dispatch mode (`recorded()` in
+`tensors/tracing.py`), with its registered gradients. Plans and rotary tables are not cached there: a cached fake tensor
+would later be read by its address. Plans without tensors are cached up to 32 MiB.
+"""
 
 from __future__ import annotations
 
