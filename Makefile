@@ -207,6 +207,6 @@ $(CHECKS): pyproject.toml constraints.txt | $(BROWSER)
 	@touch $@
 
 $(ALL_SETS): | $(LIBRARY)
-	@echo "Compiling the kernel for the other instruction sets, which the checks read: about 2 min on two cores ..."
+	@echo "Compiling the kernel for the other instruction sets, which the checks read: about 90 s on two cores ..."
 	@$(INSTALL) --no-deps $(EVERY_SET) --editable .
 	@touch $@
