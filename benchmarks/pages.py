@@ -1,4 +1,4 @@
-"""Write results: a dated page in benchmarks/results/, and tables in the README and in docs/."""
+"""Write results: a dated page in benchmarks/results/, and tables in docs/measured.md and its translation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
+PAGES = [ROOT / "docs" / name for name in ("measured.md", "measured.zh.md")]
 HEAD = "|---|---|---|\n"  # of a table with three columns
 
 

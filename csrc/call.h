@@ -3,6 +3,12 @@
 // Every field has 8 bytes, and no type comes from torch or Python. In shapes, `rows` are queries or keys and `dim` is
 // head_dim or value_dim. Strides count elements, not bytes; the last axis of a tensor with RowStrides is contiguous,
 // and tensors without strides are contiguous.
+//
+// What is left of the C struct's own door is for C++: `multihead_run` and `multihead_layout` serve the benchmark of two
+// builds and the fuzzer. `ctypes` calls the functions that choose and list instruction sets, and `multihead_summarise`.
+//
+// Bounds differ by sample and not by head: no mask of the package has an interval per head, so the kernel has no stride
+// for it. A mask that differs by head is evaluated cell by cell.
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,8 @@
 // How the forward pass for many queries divides a call: blocks of queries times blocks of packed keys.
+//
+// A thread packs the heads that it computes, where the heads divide evenly among the threads: it waits for no other
+// thread, and a packed head is still in its cache. Packing all heads first and computing them afterwards took 1.3 times
+// as long at 2,048 keys.
 #pragma once
 #include "call.h"
 #include "gemm_tile.h"

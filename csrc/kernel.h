@@ -9,6 +9,9 @@
 //
 // Only that table has external linkage, and no templates of the C++ library are used: the linker keeps one copy of a
 // shared inline function, and a copy with wide instructions would crash a CPU without them.
+//
+// Element types are template parameters only where elements are read or written, and statistics only in the loop over
+// the weights of a block of keys, so that a set takes 7 to 16 seconds to compile (GCC 12) and 0.2 to 0.5 MB.
 #pragma once
 #include "call.h"
 

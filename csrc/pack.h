@@ -1,4 +1,7 @@
 // Copy matrices into the memory order in which register tiles read them, and detect non-finite elements.
+//
+// Non-finite elements are handled key by key: packing turns the scores of such a key into NaN and its value into 0. So
+// a query that sees the key becomes NaN by its score, and no other query is affected.
 #pragma once
 #include "simd.h"
 #include "gemm_tile.h"

@@ -1,4 +1,10 @@
 // Operations on scores between the product q . k and the softmax (softcap, bias, mask), and dropout after the softmax.
+//
+// Scores are kept in units of log2, where the factor would overflow from 2^127 on; there a bias has the slope 1/2
+// (`to_log2` in `score_terms.h`), which keeps the order of distinct numbers, and their differences are too large to
+// matter. Next to a bias of the lowest float even float64 loses the logarithm of a row's sum: weights and statistics
+// subtract the largest bias of such a row first (`score_base` in `probes/tile.py`). The gradient of a row whose keys
+// all have such a bias is not normalised.
 #pragma once
 #include "call.h"
 #include "simd.h"

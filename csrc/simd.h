@@ -1,4 +1,8 @@
 // Vectors of LANES floats: arithmetic by the vector extensions of GCC and Clang, intrinsics for other instructions.
+//
+// float16 is converted to float when it is loaded and packed, so it has the code and the accuracy of float32 sums.
+// `vcvtph2ps` is part of AVX-512, and of F16C, which every processor with AVX2 has; NEON has `fcvtl`, and the other
+// sets compute the same with integers.
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -1,4 +1,19 @@
 // The online softmax of one query, block by block of keys (arXiv:1805.02867), and the statistics of its weights.
+//
+// The spread of the distance is merged from squares about a mean (Chan, Golub and LeVeque), not computed as a
+// difference of two large sums, which lost three tokens in float32 at 3,000 keys. The native kernel sums distances
+// relative to that of the key with the largest weight so far, and shifts the sums when another key becomes the largest:
+// that weight is a share of the variance, so what cancels is small.
+//
+// The kernel reduces nothing per block of keys. Where the queries are rows, the sums of a row are vectors, whose lanes
+// are added once when the results are written. On one side of the query a distance is a reference plus a step, so its
+// two moments cost two multiplications per vector of weights; only the block around the query needs the absolute value.
+// The largest key is searched without branches, and only in a block whose maximum exceeds those before. Reductions,
+// divisions and a scan per block cost twice as much.
+//
+// The key with the largest weight is searched for in one tile. The product leaves a mark per tile of 12 keys where a
+// query's largest score rises; comparing every score again was a quarter to a third of what statistics added to a pass.
+// Measuring now adds 5 to 7 % from 512 queries on, causal 7 to 9 %.
 #pragma once
 #include <math.h>
 

@@ -1,4 +1,7 @@
 // The threads of one call: a team that shares loops, each iteration taken by the next free thread.
+//
+// Its threads draw tickets, one per iteration, instead of sharing an OpenMP loop, so that the same code runs on POSIX
+// threads under ThreadSanitizer, which does not know the barriers of OpenMP.
 #pragma once
 #include <stdint.h>
 

@@ -1,5 +1,11 @@
 // The tile registers of AMX, as a tile of the matrix products uses them: two tiles of float, for its left and its right
 // columns, to which products of tiles of bfloat16 are added.
+//
+// AMX multiplies the tiles of `avx512_bf16`: the order of packed pairs is the one that tile registers load, so only
+// `gemm_tile` differs, with 12 rows like the other tiles and head_dim padded to 32. Each thread sizes its registers at
+// the start of a pass and releases them at its end; Linux is asked for them once, and where it refuses the next set is
+// used. The tests run the set `amx` where the processor has AMX. `emulated_amx.cpp` computes the documented arithmetic
+// of `tdpbf16ps`, with the same sizes and addresses, so that it is tested against the oracle on every processor.
 #pragma once
 #include "simd.h"
 

@@ -6,6 +6,8 @@ import os
 
 # Read once, when huggingface_hub is imported: it must be set before anything else is.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Commands print in the language of the locale, and their tests expect English.
+os.environ["LC_ALL"] = "C.UTF-8"
 # Read once, when torch is imported: an OpenMP thread that waits does not spin on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

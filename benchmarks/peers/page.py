@@ -1,4 +1,4 @@
-"""Format the results of the peers: a page, and a table for the READMEs."""
+"""Format the results of the peers: a page, and a table for docs/measured.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPLAINED = (
     "every call. Evaluation mode without gradients, except for the training step. Attention alone has no projections: "
     "its inputs and output are packed, (batch, length, features)."
 )
-MARK = "\n<!-- made by make bench, peers -->"  # after the table of a README
+MARK = "\n<!-- made by make bench, peers -->"  # after its table in docs/measured.md
 
 
 def page(rows: list[Row]) -> list[str]:
@@ -104,7 +104,7 @@ def is_met(case: Case, row: Row) -> bool | None:
     return best.ratio.high >= LEAST_SHARE and (best.ratio.median > 1 or not case.hides)
 
 
-def readme_lines(rows: list[Row]) -> list[tuple[str, ...]]:
+def table_lines(rows: list[Row]) -> list[tuple[str, ...]]:
     """Return one line per case: the result against the best peer, and its name, in each dtype; last the machine."""
     found = {(row.case, row.dtype): row for row in rows}
     lines = []

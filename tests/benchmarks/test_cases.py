@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import click
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from benchmarks import __main__ as program
 from benchmarks import cases, check_then_time, measure
-from benchmarks.pages import RESULTS, ROOT, replace_table
+from benchmarks.pages import PAGES, RESULTS, ROOT, replace_table
 from multihead import masks
 
 
@@ -70,13 +72,27 @@ def test_a_name_that_matches_no_case_is_rejected_with_the_list_of_cases() -> Non
         program.main.main(["--only", "nothing"], standalone_mode=False)
 
 
-@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
-def test_the_readme_shows_the_newest_results(readme: str) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_page_of_results_shows_the_newest(page: Path) -> None:
     newest = max(RESULTS.glob("*-fp32.md")).read_text(encoding="utf-8").splitlines()
     rows = [line.split(" | ")[:3] for line in newest if line.startswith("| ") and not line.startswith("| case")]
     assert len(rows) == len(cases.CASES)
-    page = (ROOT / readme).read_text(encoding="utf-8")
-    assert [row for row in rows if " | ".join(row) + " |" not in page] == []
+    shown = page.read_text(encoding="utf-8")
+    assert [row for row in rows if " | ".join(row) + " |" not in shown] == []
+
+
+@pytest.mark.parametrize("name", ["README", "README.zh"])
+def test_each_row_of_the_readme_is_a_result(name: str) -> None:
+    """A row names the CPU, the case, the rival and the ratio; the case and the ratio are those of docs/measured.md."""
+    rows = re.findall(
+        r"^\| AVX[^|]+ \| ([^|]+) \| [^|]+ \| ([^|]+) \|$", (ROOT / f"{name}.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert len(rows) == 6
+    shown = PAGES[0].read_text(encoding="utf-8")
+    for case, ratio in rows:
+        assert re.search(rf"^\| {re.escape(case)} \| .*{re.escape(ratio)}", shown, re.MULTILINE), (
+            f"{name}.md shows {ratio} for {case!r}, and docs/measured.md does not. Copy the newest row."
+        )
 
 
 def test_results_replace_the_rows_of_the_table_before_its_mark() -> None:

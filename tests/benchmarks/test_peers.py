@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.machine import machine_line
 from benchmarks.measure import Ratio
-from benchmarks.pages import HEAD, READMES, RESULTS, replace_table
+from benchmarks.pages import HEAD, PAGES, RESULTS, replace_table
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import page as peers_page
 from benchmarks.peers import race
@@ -266,9 +266,9 @@ def two_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(peers, "_measured", measure)
     monkeypatch.setattr(peers, "JOURNAL", tmp_path / "journals" / "peers.jsonl")
     monkeypatch.setattr(peers, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(peers, "READMES", [tmp_path / "README.md"])
+    monkeypatch.setattr(peers, "PAGES", [tmp_path / "measured.md"])
     table = f"before\n{HEAD}| old | row | here |{peers_page.MARK}\nbehind"
-    (tmp_path / "README.md").write_text(table, encoding="utf-8")
+    (tmp_path / "measured.md").write_text(table, encoding="utf-8")
     return measured
 
 
@@ -283,7 +283,7 @@ def test_an_interrupted_run_is_resumed(two_cases: list[str], tmp_path: Path) -> 
     target = "upper quartile at least 0.97 x, median above 1 x"
     assert f"| a case | fp32 | a peer | 2.00 x (0.50-9.00) | {target} | 1.5 ms | 2.0e-07 |" in lines
     assert "| another case | fp32 | a peer | 2.00 x (0.50-9.00) | 7 | 1.0e-07 |" in lines
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
+    assert (tmp_path / "measured.md").read_text(encoding="utf-8") == (
         f"before\n{HEAD}| a case | 2.00 x (0.50-9.00), a peer |\n"
         f"| another case | 2.00 x (0.50-9.00), a peer |\n"
         f"| measured on | {machine_line(['c0ffee'])} |  |{peers_page.MARK}\nbehind"
@@ -300,23 +300,23 @@ def test_a_whole_run_starts_a_new_journal_and_a_part_replaces_its_rows(two_cases
 def test_without_saving_nothing_is_written(two_cases: list[str], tmp_path: Path) -> None:
     peers.compare(only="", seconds=1.0, resume=False, save=False)
     assert len(two_cases) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert [path.name for path in tmp_path.iterdir()] == ["measured.md"]
 
 
 def test_a_page_without_the_mark_of_the_table_is_unchanged(two_cases: list[str]) -> None:
-    assert replace_table("a page", peers_page.MARK, peers_page.readme_lines([row(AHEAD)])) == "a page"
-    assert peers_page.readme_lines([row(AHEAD)])[1] == ("another case", "not measured")
+    assert replace_table("a page", peers_page.MARK, peers_page.table_lines([row(AHEAD)])) == "a page"
+    assert peers_page.table_lines([row(AHEAD)])[1] == ("another case", "not measured")
     assert two_cases == []
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
-def test_the_readme_shows_the_newest_results(readme: Path) -> None:
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_page_of_results_shows_the_newest(path: Path) -> None:
     newest = max(RESULTS.glob("*-peers.md")).read_text(encoding="utf-8").splitlines()
     head = next(line for line in newest if line.startswith("| case | dtype | best peer |"))
     table = newest[newest.index(head) + 2 :]
     rows = [line.strip("| ").split(" | ") for line in table[: table.index("")]]
     shown = [f"{finding}, {best}" for _, _, best, finding, *_ in rows if best]
-    page = readme.read_text(encoding="utf-8")
+    page = path.read_text(encoding="utf-8")
     assert [each for each in shown if each not in page] == []
     assert all(f"| {case.name} |" in page for case in CASES)
 
@@ -326,7 +326,7 @@ def test_a_case_is_measured_only_in_its_dtypes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(peers_page, "CASES", [LEVEL, AT_LEAST])
     monkeypatch.setattr(peers, "features", lambda: "avx512_bf16")
     assert peers.jobs() == [("fp32", LEVEL), ("fp32", AT_LEAST), ("bf16", LEVEL)]
-    assert peers_page.readme_lines([row(AT_LEAST)])[1] == ("at least", "2.00 x (0.50-9.00), a peer", "")
+    assert peers_page.table_lines([row(AT_LEAST)])[1] == ("at least", "2.00 x (0.50-9.00), a peer", "")
     assert peers_page.target(AT_LEAST) == "median at least 2 x"
 
 

@@ -1,4 +1,19 @@
-"""The command of the fuzzer: python -m tests.fuzz."""
+"""The command of the fuzzer: python -m tests.fuzz.
+
+`make fuzz` (`tests/fuzz/`) calls every public entry point with random arguments, as users do: without a `kernel=`. A
+case is an entry point and a seed. Each of its choices (a layout, a mask, a bias, a special number) has random numbers
+of its own, so one choice can be left out and all others stay. That is how a failure is reduced: feature after feature
+is left out, and sizes become smaller, as long as it fails with the same words. Failures with the same words that need
+the same features are one kind, which is printed once; a known kind hides no other, because a case that fails without
+the features of the kind is a new one.
+
+The judge is the oracle of the other tests (`tests/oracle.py`) in float64. `tests/fuzz/judge.py` adds which rows must be
+NaN and which may overflow, and how far each element may be off: the rounding of a call is followed to first order, and
+only where a result is outside is the plain computation made in its dtype, whose error counts, too. Cases run in child
+processes. Their tensors may end at a page that cannot be read, so a read past the end is a signal, which is a failure
+like another. `make test` runs a fixed sample; `python -m tools.mutants --fuzz` undoes corrections and measures how long
+the fuzzer needs to find each.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tools.markdown import parse
 
 ENGLISH = """\
 # Heads
-See [the map](docs/heads.md), [中文](README.zh.md) and [below](#one-head).
+See [the map](docs/architecture.md), [中文](README.zh.md) and [below](#one-head).
 ```python
 heads = 8
 ```
@@ -22,7 +22,7 @@ head 0
 """
 CHINESE = """\
 # 头
-参见[下文](#一个头)、[English](README.md) 和[地图](docs/heads.md)。
+参见[下文](#一个头)、[English](README.md) 和[地图](docs/architecture.md)。
 ```python
 heads = 8
 ```
@@ -65,7 +65,7 @@ def test_a_complete_translation_has_no_differences() -> None:
             "has 1 code blocks; the English page has 2.",
         ),
         (
-            "docs/heads.md",
+            "docs/architecture.md",
             "docs/masks.md",
             "links to docs/masks.md once; the English page 0 times.",
         ),
@@ -124,6 +124,24 @@ def test_a_block_of_the_english_page_may_not_be_marked_as_chinese() -> None:
     assert [each.sentence for each in translations.differences(page, page)] == [
         "has code block 1 (line 1) that the English page (line 1) marks as Chinese: remove the zh there."
     ]
+
+
+def test_comments_may_be_translated() -> None:
+    english = parse(
+        "```console\n$ make demo  # every head\n```\n```python\n# the layer\nx = y[1:]  # (batch, heads)\n```\n"
+    )
+    chinese = parse(
+        "```console\n$ make demo  # 每个头\n```\n```python\n# 层\nx = y[1:]  # （批，头）\n```\n".replace(
+            "    #", "  #"
+        )
+    )
+    assert translations.differences(english, chinese) == []
+
+
+def test_a_link_of_a_chinese_page_to_a_page_that_has_a_translation_is_a_warning(root: Path) -> None:
+    (root / "README.zh.md").write_text(CHINESE.replace("docs/architecture.md", "docs/heads.md#one"), encoding="utf-8")
+    sentence = "README.zh.md line 2 links to docs/heads.md#one, and docs/heads.zh.md is its translation."
+    assert translations.Finding(sentence, is_error=False) in translations.check(root)
 
 
 @pytest.fixture

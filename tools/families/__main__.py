@@ -1,6 +1,17 @@
 """Compare attention of every model class of transformers with ours.
 
 python -m tools.families [NAMES] [--write] [--mutate]
+
+`python -m tools.families` compares every exported model class of transformers with eager attention; families.md is its
+output. One set of rules shrinks every configuration by the names of its fields, and one table holds the exceptions
+(`tools/families/overrides.py`). Classes that transformers does not export are parts of exported ones: they are compared
+where the same rules build them, and not counted. A model that cannot be made tiny is judged by the layers of its
+full-size configuration on the meta device, so that it may be rejected, but never equal. Where transformers' own eager
+attention cannot be run or misreads its mask (three families), the reference is a plain softmax in the tool. timm,
+torchvision and scipy, which some models need, are installed in a folder that only the sweep sees, because transformers
+processes images in another way where torchvision can be imported. torchvision's wheel on PyPI is built for CUDA; next
+to a torch without CUDA two of its operators are declared first, so that it can be imported
+(`tools/families/packages.py`).
 """
 
 from __future__ import annotations

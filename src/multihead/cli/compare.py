@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from multihead.cli.language import lang_option
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, write_tables
 from multihead.cli.view import import_user_module
@@ -47,13 +48,7 @@ checkpoints of one model: `multihead look MODEL --text FILE --record before.safe
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write all heads as JSON too; - prints only that.")
 @click.option("--csv", "csv_file", metavar="FILE", help="Write all heads as CSV too; - prints only that.")
-@click.option(
-    "--lang",
-    type=click.Choice(["en", "zh"]),
-    default="en",
-    show_default=True,
-    help="Language of the terminal output.",
-)
+@lang_option
 @click.option(
     "--import",
     "modules",

@@ -1,4 +1,9 @@
-"""The command `look`: run a model on a text, and show every head in the terminal and on one page."""
+"""The command `look`: run a model on a text, and show every head in the terminal and on one page.
+
+`look` runs a whole encoder-decoder model once, on the text of its encoder and that of its decoder, which is given or
+was generated before. Recording the generation itself would merge as many calls per layer, and show the same weights.
+`--textbook` runs the encoder alone: random tokens have no text for a decoder.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from multihead.cli.audio import read_audio
+from multihead.cli.language import lang_option
 from multihead.cli.look_output import (
     COLUMNS,
     REPEATED_COLUMNS,
@@ -82,13 +88,7 @@ SORTS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
     is_flag=True,
     help="Measure induction, duplicate, previous and first token heads on random tokens that repeat, too.",
 )
-@click.option(
-    "--lang",
-    type=click.Choice(["en", "zh"]),
-    default="en",
-    show_default=True,
-    help="Language of the page and the terminal output.",
-)
+@lang_option
 @click.pass_context
 def look(
     context: click.Context,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from multihead.cli.language import lang_option
 from multihead.cli.progress import Steps
 from multihead.errors import InputError
 from multihead.errors.optional import require
@@ -50,13 +51,7 @@ REQUIRED_PACKAGES = ("jinja2", "starlette", "uvicorn", "safetensors")
 @click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port to listen on.  [default: a free one]")
 @click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
 @click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text to open.  [default: 0]")
-@click.option(
-    "--lang",
-    type=click.Choice(["en", "zh"]),
-    default="en",
-    show_default=True,
-    help="Language of the page and the terminal output.",
-)
+@lang_option
 @click.option(
     "--import",
     "modules",

@@ -1,4 +1,8 @@
-"""The request of an attention call, its result, and the listeners that receive both."""
+"""The request of an attention call, its result, and the listeners that receive both.
+
+What only listeners need is one field of the request, `origin: CallOrigin` (the layer, packed lengths, the position in a
+cached sequence), which is not built without listeners.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Count the floating point operations of attention, for `torch.utils.flop_counter.FlopCounterMode`."""
+"""Count the floating point operations of attention, for `torch.utils.flop_counter.FlopCounterMode`.
+
+FLOPs count the visible cells, read from the plan's values. Without values all cells count, as in PyTorch's own
+formulas. PyTorch has no formula for its fused CPU attention, which `sdpa` calls; importing multihead registers
+PyTorch's formula for other devices for it.
+"""
 
 from __future__ import annotations
 

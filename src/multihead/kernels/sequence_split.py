@@ -1,4 +1,11 @@
-"""The active split of a sequence over ranks (processes), each of which holds some of its tokens."""
+"""The active split of a sequence over ranks (processes), each of which holds some of its tokens.
+
+A sequence may be split over processes (`parallel/`, `kernels/sequence_split.py`). The seam is `functional.attend`:
+where a split is active, it passes the request on, so layers, functions and Hugging Face models are split alike.
+`request_of` checks masks and biases against the whole sequence, and a layer takes the positions of its tokens from the
+split. Calls without a split pay for reading one global variable; it is no ContextVar, because compiled graphs guard on
+it and backward passes run in other threads.
+"""
 
 from __future__ import annotations
 

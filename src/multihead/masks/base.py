@@ -13,6 +13,13 @@ To define a mask, subclass `Mask` and define `visible`. All other members have a
 | `translation_invariant` | False | True where only the distance from query to key matters: packed rows stay packed |
 | `sees_no_later_key` | False | True where no query sees a key after its own position |
 | `lookback` | None | a number of keys, where no query sees further back: a cache may drop older ones |
+
+Classes are registered by name when they are defined; names of this package are reserved. If a name is not defined, the
+record still opens: its statistics can be read, and its maps raise an error with the name.
+
+A mask is a pytree whose leaves are its tensors, so that `torch.export` takes it as an argument, and its lengths as
+inputs. A constant class of PyTorch would be simpler, but torch.compile guards such a value by equality, and would
+compile again for each tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Packed documents: a query sees the keys of its own document."""
+"""Packed documents: a query sees the keys of its own document.
+
+`Documents` depends on positions, so it needs `query_start` if there are fewer queries than keys.
+"""
 
 from __future__ import annotations
 

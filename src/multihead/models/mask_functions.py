@@ -1,4 +1,9 @@
-"""Convert mask functions of transformers, (batch, head, query, key) -> visible, to masks of this library."""
+"""Convert mask functions of transformers, (batch, head, query, key) -> visible, to masks of this library.
+
+Padding on the right becomes `Lengths`, once per forward pass, so that calls of a Hugging Face model are arithmetic and
+need no plan. The attention function of a plain call takes less time in Python than that of transformers for SDPA. In a
+graph the mask is a tensor, or none where it is causal: a graph must depend on no value.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Record attention calls: find the layer of a call, the samples in it, and the earlier call that it continues."""
+"""Record attention calls: find the layer of a call, the samples in it, and the earlier call that it continues.
+
+One listener serves `observe`, `census` and `Watch` (`Recorder`): it numbers the layers, finds the texts of a call, and
+passes their statistics to the samples of a layer or to its running summary. A census asks for a summary with moments,
+extremes and examples (`LayerSums`), and all texts of a call are measured for it at once (`observation/measuring.py`); a
+watch asks for one with the exact maximum of `largest_score`. So a watched step takes no memory per query.
+
+Statistics that a kernel computed before a call's positions were corrected are dropped (cross-attention in
+`observation/recorder.py`), because distances depend on positions.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
 """Communication between ranks, with gradients: gather a sequence, exchange heads for tokens, send ranges of keys.
 
 Every function raises a RankError within the timeout of the process group if another rank stops or makes another call.
+
+The ranks compare every call before they send anything else of it, by a digest of 8 bytes and the seed of dropout in one
+message of a fixed size: with messages of other sizes gloo ends the process. Readable values travel only after a
+difference. Tensors count bit for bit; `check="first call"` is for dense biases and for groups without a CPU backend,
+where the host waits for the device.
 """
 
 from __future__ import annotations

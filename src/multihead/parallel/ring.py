@@ -6,6 +6,18 @@ ring: keys and values are sent again, and their gradients are sent back, so that
 time and never the keys of the whole sequence.
 
 Source: Ring Attention, arXiv:2310.01889; outputs are merged by equation 2 of arXiv:2205.14135.
+
+A ring sends to each rank directly what its queries see, instead of passing blocks on: the bytes are the same where
+everything is visible, and hidden keys need no special case. Every rank plans its sends and its receives from the
+intervals of the whole sequence (16 bytes per token), so no message announces sizes. A mask without intervals counts as
+visible everywhere for what is sent.
+
+The backward pass of a ring computes the parts with the logsumexp of the whole row where the native kernel runs, as
+within one process. Other kernels compute the part again and differentiate the merge by the logsumexp.
+
+Dropout over ranks runs on the native kernel only, whose dropped weights are a function of the seed and of the position
+of each weight in the whole call (`AttentionRequest.dropout_slice`). Rank 0's seed travels with the comparison of every
+call with dropout, so that ranks need not have equal generators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Sequence parallelism: split a sequence over ranks, compute its attention, and join it again."""
+"""Sequence parallelism: split a sequence over ranks, compute its attention, and join it again.
+
+Attention over a split sequence stays outside of compiled graphs (`tracing.outside_of_graphs`). An operator of its own
+would make `fullgraph=True` possible, but an opaque one gives the compiler nothing to fuse, and it would have to plan
+the ring anew in every call, because a graph has the intervals of a mask as tensors. The graph breaks once per layer, at
+a function that is disabled by name, so that the ring itself is not compiled piece by piece; `explain` has a line on it.
+"""
 
 from __future__ import annotations
 

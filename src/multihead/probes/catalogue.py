@@ -1,4 +1,10 @@
-"""The built-in statistics, each with its definition, label, unit, number format and source."""
+"""The built-in statistics, each with its definition, label, unit, number format and source.
+
+`first_mass` counts the first key that any query of the sample may see, not key 0, which may be padding.
+
+By default `observe` measures the cheap statistics: those that the native kernel computes in its registers. Attention
+received, maps and norms take a second pass, and are chosen by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Compute an attention map tile by tile, and accumulate the parts of statistics."""
+"""Compute an attention map tile by tile, and accumulate the parts of statistics.
+
+Without the native kernel statistics come from one walk over tiles. The plan was entropy as a second fused call with V
+:= K; the walk was faster (0.84 to 0.96 of a fused forward against 1.0) and computes all sums at once. Offsets, first
+keys and equal tokens are looked up individually.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Compute weighted sums of numbers per key by an attention call whose values are these numbers."""
+"""Compute weighted sums of numbers per key by an attention call whose values are these numbers.
+
+Masses on sets of tokens, and norms of contributions, are an attention whose values are indicator and norm columns: any
+number of them in one call, in linear memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The record of one attention layer: its samples, or a running summary of all texts."""
+"""The record of one attention layer: its samples, or a running summary of all texts.
+
+A module that a model runs several times on purpose has a layer per call (ALBERT: `layer.module`, `layer.call`). The
+twelve calls of its one module are what twelve layers are in other models, so each has a number of its own. Numbers by
+module, with the call as a third coordinate of a head, would add that coordinate to each address, row, link and file for
+the few models that share layers.
+"""
 
 from __future__ import annotations
 

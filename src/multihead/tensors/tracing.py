@@ -1,4 +1,9 @@
-"""Detect tracing, transforms and compilation, under which values of tensors cannot be read."""
+"""Detect tracing, transforms and compilation, under which values of tensors cannot be read.
+
+Every tracer gets the operator: `torch.jit.trace`, `make_fx` and every dispatch mode (`recorded()` in
+`tensors/tracing.py`), with its registered gradients. Plans and rotary tables are not cached there: a cached fake tensor
+would later be read by its address. Plans without tensors are cached up to 32 MiB.
+"""
 
 from __future__ import annotations
 

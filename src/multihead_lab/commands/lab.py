@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from multihead.cli.console import print_sentence
+from multihead.cli.language import lang_option
 from multihead.cli.progress import Steps
 from multihead.errors import ArgumentError
 from multihead.errors.optional import require
@@ -36,13 +37,7 @@ MAX_TABLE_WIDTH = 110
 
 
 @click.command(epilog=EXAMPLES)
-@click.option(
-    "--lang",
-    type=click.Choice(["en", "zh"]),
-    default="en",
-    show_default=True,
-    help="Language of the page and the terminal output.",
-)
+@lang_option
 @click.option(
     "--only",
     type=click.Choice(["parameters", "tasks", "vectors"]),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from multihead.cli.console import print_sentence, wrap_words
+from multihead.cli.language import lang_option
 from multihead.locale.texts import section
 from multihead_lab.commands import parse_whole_numbers
 from multihead_lab.locale import STORE
@@ -42,9 +43,7 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option(
-    "--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the output."
-)
+@lang_option
 @click.option(
     "--part",
     type=click.Choice(["all", "split", "attention"]),

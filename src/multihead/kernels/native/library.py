@@ -2,6 +2,10 @@
 
 This module imports torch only in functions, because it runs while torch itself is being imported (see
 `multihead/__init__.py`).
+
+The operators are registered as soon as torch is imported, by `import multihead` in either order, so that
+`torch.export.load` and `torch.jit.load` find them before anything else of the library is used. What registers them
+imports nothing that imports torch first; else an import of torch within one of our modules would need that module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Classify the layers of an encoder-decoder model: encoder, decoder or cross-attention."""
+"""Classify the layers of an encoder-decoder model: encoder, decoder or cross-attention.
+
+The role of a layer is not stored: cross-attention is known from the call, and encoder and decoder from the layer's
+name. Models without cross-attention have no roles, also if their layers are named `encoder`, as those of BERT.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Find the heads whose attention weights are most similar to the weights of a given head."""
+"""Find the heads whose attention weights are most similar to the weights of a given head.
+
+`Record.changed` compares all queries by default, and the viewer as many as take a second or two, as `nearest` does.
+Both run the divergence of `record/analysis/similar.py`, a tile at a time.
+"""
 
 from __future__ import annotations
 
