@@ -217,3 +217,8 @@ def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
     fields = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE))
     assert (fields["cff-version"], fields["version"]) == ("1.2.0", project["version"])
     assert fields["license"] == project["license"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_readme_stays_short(page: str) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 150, f"Move a part of {page} to docs/."
