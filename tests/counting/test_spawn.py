@@ -39,12 +39,13 @@ def test_the_main_module_runs_once_however_the_program_was_started(way: str, tmp
 def test_an_interrupt_reaches_the_first_process_alone() -> None:
     """A terminal sends Ctrl-C to all processes; those that compute must not print a traceback each."""
     program = """
-import time
+import signal, time
 from concurrent.futures import ProcessPoolExecutor
 from multihead.counting.spawn import SpawningContext
 context = SpawningContext()
 pool = ProcessPoolExecutor(1, context)
 pool.submit(time.sleep, 60)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 print("started", flush=True)
 try:
     time.sleep(60)
