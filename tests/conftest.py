@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Read once, when huggingface_hub is imported: it must be set before anything else is.
@@ -10,8 +11,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["LC_ALL"] = "C.UTF-8"
 # Read once, when torch is imported: an OpenMP thread that waits does not spin on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when inductor is imported, which otherwise starts a process that imports torch again for every process of tests.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -24,6 +27,17 @@ from tests.parallel.processes import Processes, processes
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave out of every garbage collection the million objects that the modules and the tests are made of."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

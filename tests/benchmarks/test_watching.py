@@ -35,6 +35,11 @@ def peak_of_three() -> int:
     return peak(run)
 
 
+def peaks_of_a_layer() -> list[int]:
+    """Return the peaks of a layer that is not observed, then of one that is and takes more."""
+    return [watching.layer_peak(keep, 2048, False) for keep in (None, "cpu")]
+
+
 @needs_linux
 def test_the_peak_of_a_run_excludes_memory_of_earlier_runs() -> None:
     # In a new process, because memory that other tests left in this one's heap would not be counted.
@@ -81,7 +86,7 @@ class TestWatching:
 
     @needs_linux
     def test_the_peak_of_a_layer_is_measured_observed_and_not(self) -> None:
-        unobserved, observed = (in_new_process(watching.layer_peak, keep, 2048, False) for keep in (None, "cpu"))
+        unobserved, observed = in_new_process(peaks_of_a_layer)
         assert unobserved > 2048 * watching.EMBED_DIM * 4  # the output at least
         assert observed > unobserved
 

@@ -8,6 +8,7 @@ import torch
 import multihead as mh
 from multihead.errors import SlowPathError, SlowPathWarning
 from multihead.kernels.slow_paths import strict, warn_of_slow_path
+from tests import oracle
 from tests.kernel_names import needs_native
 
 Q = torch.randn(1, 2, 4, 8, dtype=torch.float64)
@@ -26,15 +27,17 @@ def test_what_no_fast_kernel_takes_is_refused_with_their_reasons() -> None:
 
 
 def test_fast_calls_run_and_so_does_a_kernel_that_is_named() -> None:
+    seen = torch.ones(1, 2, 4, 4, dtype=torch.bool)
+    exact, capped = (oracle.attend(Q, Q, Q, seen, softcap=softcap).output for softcap in (None, 2.0))
     with strict():
-        mh.attention(Q, Q, Q)
-        mh.attention(Q, Q, Q, softcap=2.0, kernel="reference")
+        torch.testing.assert_close(mh.attention(Q, Q, Q), exact)
+        torch.testing.assert_close(mh.attention(Q, Q, Q, softcap=2.0, kernel="reference"), capped)
 
 
 def test_it_ends_with_its_context() -> None:
-    with strict():
-        pass
-    mh.attention(Q, Q, Q, softcap=2.0)
+    with strict(), pytest.raises(SlowPathError):
+        mh.attention(Q, Q, Q, softcap=2.0)
+    assert mh.attention(Q, Q, Q, softcap=2.0).shape == Q.shape
 
 
 def test_a_transform_that_needs_the_reference_kernel_is_refused() -> None:

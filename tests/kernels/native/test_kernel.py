@@ -345,19 +345,25 @@ def run(length, way):
     if "gradients" in way:
         output.sum().backward()
 
-run(300, sys.argv[1])
-print(peak(lambda: run(20_000, sys.argv[1])))
+for way in sys.argv[1:]:
+    run(300, way)
+    print(peak(lambda: run(14_000, way)))
 """
+GROWING = ("plain", "gradients", "dropout, gradients", "statistics", "int8", "int8, statistics")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not reset the peak of a process")
-@pytest.mark.parametrize("way", ["plain", "gradients", "dropout, gradients", "statistics", "int8", "int8, statistics"])
-def test_a_mask_that_is_no_interval_takes_memory_linear_in_the_length(way: str) -> None:
-    """The mask of 20,000 tokens takes 400 MB as bool, and the weights of one head 1,600 MB."""
+def test_a_mask_that_is_no_interval_takes_memory_linear_in_the_length() -> None:
+    """The mask of 14,000 tokens takes 196 MB as bool, and the weights of one head 784 MB.
+
+    The allocator returns a block of such a size at once, so one process measures all ways.
+    """
     root = Path(__file__).resolve().parents[3]
-    found = subprocess.run([sys.executable, "-c", GROWN, way], cwd=root, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", GROWN, *GROWING]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert int(found.stdout) < 256 << 20
+    peaks = dict(zip(GROWING, map(int, found.stdout.split()), strict=True))
+    assert {way: peak for way, peak in peaks.items() if peak >= 160 << 20} == {}
 
 
 def test_other_python_threads_run_while_an_operator_computes() -> None:
