@@ -154,10 +154,7 @@ def census(
     if not texts or out is None:
         if texts or out is not None:
             raise click.UsageError("Give --texts and --out to count, or the directory of a census without both.")
-        if page is None and place is None:
-            _print_census(context, _merge(model), lang)
-        else:
-            _print_text_or_write_page(model, page, other, place, lang)
+        _read_census(context, model, page, other, place, lang)
         return
     if place is not None:
         raise click.UsageError("--read prints a text of a census that exists. Give its directory, without --texts.")
@@ -193,12 +190,15 @@ def census(
             dtype=dtype,
             progress=show_progress,
         )
-    if part is not None and all(index % part[1] != part[0] for index in found.missing) and not _table(found).exists():
+    if part is not None and not _table(found).exists() and all(index % part[1] != part[0] for index in found.missing):
         _print_counts(found, last[0], lang)
         _print_problems(found, lang)
         click.echo(text("census.others", lang, number=len(found.missing), folder=visible(out)))
         return
-    _print_census(context, found, lang, last[0], page=page, other=other)
+    _print_census(found, lang, last[0])
+    if page is not None and len(found.missing) < len(found.plan.shards):
+        _write_page(found, page, other, lang)
+    context.exit(_status(found))
 
 
 def _load_census(folder: str) -> Census:
@@ -207,50 +207,39 @@ def _load_census(folder: str) -> Census:
     return Census.load(folder)
 
 
-def _merge(folder: str) -> Census:
-    """Load a census, and write its tables if all shards are there."""
-    found = _load_census(folder)
-    try:
-        found.write_tables()
-    except InputError as error:
-        found.problems.append(str(error))
-    return found
-
-
-def _table(found: Census) -> Path:
-    return found.folder / "heads.parquet"
-
-
-def _print_census(
-    context: click.Context,
-    found: Census,
-    lang: str,
-    progress: Progress | None = None,
-    *,
-    page: str | None = None,
-    other: Census | None = None,
-) -> None:
-    """Print what was counted and what is missing, write the page, and exit with 1 if something could not be counted."""
-    table = _table(found)
+def _print_census(found: Census, lang: str, progress: Progress | None = None) -> None:
+    """Print what was counted and what is missing."""
     _print_counts(found, progress, lang)
     _print_heads(found, lang)
     _print_problems(found, lang)
     if found.missing:
         named = ", ".join(map(str, found.missing[:NAMED])) + (" ..." if len(found.missing) > NAMED else "")
         click.echo(text("census.missing", lang, number=len(found.missing), shards=named), err=True)
-    if table.exists():
-        click.echo(text("census.files", lang, file=visible(str(table)), folder=visible(str(found.folder))))
-    if page is not None and len(found.missing) < len(found.plan.shards):
-        _write_page(found, page, other, lang)
-    if found.missing or found.counts()["broken"] or not found.texts or not table.exists():
-        context.exit(1)
+    if _table(found).exists():
+        click.echo(text("census.files", lang, file=visible(str(_table(found))), folder=visible(str(found.folder))))
 
 
-def _print_text_or_write_page(
-    folder: str, page: str | None, other: Census | None, place: str | None, lang: str
+def _table(found: Census) -> Path:
+    return found.folder / "heads.parquet"
+
+
+def _status(found: Census) -> int:
+    """Return the exit status: 1 if something could not be counted, there is no text, or no table could be written."""
+    return int(bool(found.missing or found.counts()["broken"] or not found.texts or not _table(found).exists()))
+
+
+def _read_census(
+    context: click.Context, folder: str, page: str | None, other: Census | None, place: str | None, lang: str
 ) -> None:
-    """Print a text of a census, or write its page."""
+    """Print a text of a census, write its page, or write its tables if all shards are there and print them."""
     found = _load_census(folder)
+    if place is None and page is None:
+        try:
+            found.write_tables()
+        except InputError as error:
+            found.problems.append(str(error))
+        _print_census(found, lang)
+        context.exit(_status(found))
     if place is not None:
         shard, _, index = place.partition(":")
         if not (shard.isdecimal() and index.isdecimal()):

@@ -26,13 +26,7 @@ EMBEDDED = "local"
 
 
 class CountingActor:
-    """Counts one shard at a time with a model that it loads once.
-
-    Args:
-        folder: the directory of the census, which all machines share.
-        place: the working directory of the caller; relative file names start from it.
-        threads: threads of torch.
-    """
+    """Counts one shard at a time with a model that it loads once; `place` is the working directory of the caller."""
 
     _counter: ShardCounter
 
@@ -54,13 +48,7 @@ class CountingActor:
 
 
 class RayWorker:
-    """An actor of Ray; it waits until the cluster has room for it.
-
-    Args:
-        plan: the plan.
-        folder: the directory of the census.
-        threads: threads of torch, and the CPUs that the actor reserves.
-    """
+    """An actor of Ray, which reserves a CPU per thread of torch; it waits until the cluster has room for it."""
 
     def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
         import ray
@@ -86,29 +74,14 @@ class RayWorker:
         """See `Worker`: an actor reports whole shards."""
         return iter(())
 
-    def how_it_ended(self) -> str:
-        """See `Worker`: Ray does not keep it."""
-        return ""
-
-    def end(self) -> None:
-        """See `Worker`."""
+    def end(self) -> str:
+        """See `Worker`: Ray does not keep how the process ended."""
         self._kill(self._actor)
+        return ""
 
 
 def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int, results: Results) -> None:
-    """Count shards with Ray.
-
-    Args:
-        address: `EMBEDDED`, or the address of a cluster: "auto", "ray://host:10001".
-        shards: the shards.
-        workers: the most actors; those that the cluster has room for count.
-        threads: threads of torch in each actor, and the CPUs that it reserves.
-        results: receives the shards.
-
-    Raises:
-        InputError: the cluster cannot be reached.
-        MissingPackageError: Ray is not installed.
-    """
+    """Count shards with Ray at `EMBEDDED` or the address of a cluster, in as many actors as it has room for."""
     require("ray", purpose="Running on Ray", extra="ray")
     import ray
 

@@ -47,11 +47,8 @@ class Worker(Protocol):
     def batches(self) -> Iterator[tuple[int, int]]:
         """Return the texts and tokens of each batch that ran since the last call."""
 
-    def how_it_ended(self) -> str:
-        """Return how the process ended, for messages: " by signal 9"."""
-
-    def end(self) -> None:
-        """End the process, whatever it does."""
+    def end(self) -> str:
+        """End the process, whatever it does; return how it ended, for messages: " by signal 9"."""
 
 
 def count_in_workers(new_worker: Callable[[], Worker], shards: Sequence[int], number: int, results: Results) -> None:
@@ -118,8 +115,18 @@ class _Pass:
             result = future.result()
         except worker.ended:
             del self.running[future]
-            worker.end()
-            self._handle_ended_process(index, worker.how_it_ended())
+            how = worker.end()
+            if index is not None:
+                self.ended[index] = how
+            else:
+                self.attempts += 1
+                if self.attempts == ATTEMPTS:
+                    raise ModelError(
+                        f"{ATTEMPTS} processes that loaded the model ended{how}.",
+                        "Each process needs memory for the whole model: use fewer workers.",
+                    ) from None
+            if self.left:
+                self._start_worker()
             return
         if index is not None:
             problem, texts, tokens = result
@@ -132,19 +139,6 @@ class _Pass:
         else:
             worker.end()
 
-    def _handle_ended_process(self, index: int | None, how: str) -> None:
-        if index is not None:
-            self.ended[index] = how
-        else:
-            self.attempts += 1
-            if self.attempts == ATTEMPTS:
-                raise ModelError(
-                    f"{ATTEMPTS} processes that loaded the model ended{how}.",
-                    "Each process needs memory for the whole model: use fewer workers.",
-                )
-        if self.left:
-            self._start_worker()
-
     def _end_loading_workers(self) -> None:
         """End the workers that still load the model, when no shard is left for them."""
         for future in [each for each, (_, index) in self.running.items() if index is None]:
@@ -152,13 +146,7 @@ class _Pass:
 
 
 class ProcessWorker:
-    """A process on this machine, in a pool of its own: a pool that breaks names the shard that was counted.
-
-    Args:
-        plan: the plan.
-        folder: the directory of the census.
-        threads: threads of torch.
-    """
+    """A process on this machine, in a pool of its own: a pool that breaks names the shard that was counted."""
 
     ended: tuple[type[Exception], ...] = (BrokenProcessPool,)
 
@@ -183,26 +171,18 @@ class ProcessWorker:
             while self._batches.poll():
                 yield self._batches.recv()
 
-    def how_it_ended(self) -> str:
+    def end(self) -> str:
         """See `Worker`."""
-        code = self._context.processes[0].exitcode or 0
-        return f" by signal {-code}" if code < 0 else f" with status {code}"
-
-    def end(self) -> None:
-        """See `Worker`."""
-        for process in self._context.processes:
-            process.terminate()
+        (process,) = self._context.processes
+        process.terminate()
         self._pool.shutdown()
         self._batches.close()
+        code = process.exitcode or 0
+        return f" by signal {-code}" if code < 0 else f" with status {code}"
 
 
 class _Here:
-    """What a process of `ProcessWorker` keeps.
-
-    Attributes:
-        counter: the model.
-        batches: where it sends the texts and tokens of each batch.
-    """
+    """What a process of `ProcessWorker` keeps: the model, and where it sends the texts and tokens of each batch."""
 
     counter: ShardCounter
     batches: Connection
