@@ -11,8 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["LC_ALL"] = "C.UTF-8"
 # Read once, when torch is imported: an OpenMP thread that waits does not spin on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Read when inductor is imported, which otherwise starts a process that imports torch again for every process of tests.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from collections.abc import Generator, Iterator
 

@@ -87,15 +87,12 @@ def _part(node: ast.expr) -> str:
 
 def is_used(section: str, key: str) -> bool:
     """Whether a file names a text of a section, with or without the name of the section."""
-    plain, patterns = _keys_of_users(section)
-    return any(name in plain or patterns.fullmatch(name) is not None for name in (key, f"{section}.{key}"))
-
-
-@cache
-def _keys_of_users(section: str) -> tuple[frozenset[str], re.Pattern[str]]:
-    """Return the literals of all files that use a section, and one regular expression for those with variable parts."""
-    found = [keys_in(path) for path in files(USERS[section])]
-    general = f"{section}\\.{ANY}"  # a function that adds the section names no text
-    patterns = sorted(frozenset[str]().union(*(each for _, each in found)) - {general})
-    plain = frozenset[str]().union(*(each for each, _ in found))
-    return plain, re.compile("|".join(f"(?:{each})" for each in patterns) or "(?!)")
+    names = (key, f"{section}.{key}")
+    general = {f"{section}\\.{ANY}"}  # a function that adds the section names no text
+    for path in files(USERS[section]):
+        plain, patterns = keys_in(path)
+        if any(name in plain for name in names):
+            return True
+        if any(re.fullmatch(pattern, name) for pattern in patterns - general for name in names):
+            return True
+    return False
