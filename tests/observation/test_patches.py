@@ -12,6 +12,7 @@ from torch import nn
 
 import multihead as mh
 from multihead.observation.patches import text_of_patches
+from tests.viewer.page import Page
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 
@@ -36,6 +37,8 @@ def test_an_image_is_its_class_token_and_its_patches_row_by_row(tmp_path: Path) 
             assert text.special == [True] + [False] * 6
             assert text.gaps == [None, "\n", " ", " ", "\n", " ", " "]
             assert text.patches == (2, 3)
+    page = Page(seen.report(tmp_path / "page.html").path)
+    assert page.data["lead"] == "2 attention heads, as they look at one image of 2 x 3 patches."
 
 
 def loaded(seen: mh.Record, folder: Path) -> mh.Record:

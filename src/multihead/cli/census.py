@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from multihead.cli.language import lang_option
 from multihead.cli.model_options import model_options, parse_layers
 from multihead.cli.progress import Steps
 from multihead.errors import InputError
@@ -106,13 +107,7 @@ _LAUNCHERS = (
 @click.option("--page", metavar="FILE", help="Write a page with every head and its strongest examples.")
 @click.option("--against", metavar="DIR", help="Another census, which the page compares with this one.")
 @click.option("--read", "place", metavar="SHARD:TEXT", help="Print a text of the corpus, such as that of an example.")
-@click.option(
-    "--lang",
-    type=click.Choice(["en", "zh"]),
-    default="en",
-    show_default=True,
-    help="Language of output and page.",
-)
+@lang_option
 @click.pass_context
 def census(
     context: click.Context,

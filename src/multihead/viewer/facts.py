@@ -42,13 +42,15 @@ def facts_of_record(
 
 
 def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
-    """Return the sentence under the page's title: how many heads and tokens it shows."""
+    """Return the sentence under the page's title: how many heads it shows, and how many tokens or patches."""
     heads = sum(len(one.kinds) for one in profiles)
     crossing = [layer.sample(sample) for layer in record.layers if layer.sample(sample).crosses]
     if crossing and "encoder" in roles(record.layers, sample=sample):
         one = crossing[0]
         values = {"heads": f"{heads:,}", "keys": f"{one.num_keys:,}", "queries": f"{one.num_queries:,}"}
         return text("viewer.lead two", lang, **values)
+    if (patches := record.layers[0].sample(sample).text.patches) is not None:
+        return text("viewer.lead image", lang, heads=f"{heads:,}", rows=patches[0], columns=patches[1])
     key = "viewer.lead" if heads > 1 and tokens > 1 else "viewer.lead one"
     return text(key, lang, heads=f"{heads:,}", tokens=f"{tokens:,}")
 
