@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import wave
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from multihead.cli import main
 from multihead.models.loading import MAX_GENERATED_TOKENS
 from multihead.observation.record import Record
+from tests.viewer.page import Page
 
 PROMPT = "the quick brown fox"
 SIZES = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -95,12 +95,6 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> str:
     return file
 
 
-def data_of(page: Path) -> Any:
-    found = re.search(r'id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
-
-
 def test_the_three_kinds_of_layers_are_named_and_have_their_texts(saved: dict[str, str], tmp_path: Path) -> None:
     page, table, record = tmp_path / "p.html", tmp_path / "t.csv", tmp_path / "run.safetensors"
     result = run(
@@ -125,11 +119,11 @@ def test_the_three_kinds_of_layers_are_named_and_have_their_texts(saved: dict[st
         [[each.strip() for each in side] for side in pair]
         for pair in ((read, read), (read, read), (wrote, wrote), (wrote, read))
     ]
-    data = data_of(page)
+    data = Page(page).data
     assert [layer["role"] for layer in data["layers"]] == roles
-    named = [(layer["queryTokens"]["text"], layer["keyTokens"]["text"]) for layer in data["layers"]]
-    assert named == [("main", "main"), ("main", "main"), ("other", "other"), ("other", "main")]
-    assert [each.strip() for each in data["texts"]["other"]["shown"]] == [each.strip() for each in wrote]
+    named = [(layer["queryText"], layer["keyText"]) for layer in data["layers"]]
+    assert named == [(0, 0), (0, 0), (1, 1), (1, 0)]
+    assert [each.strip() for each in data["texts"][1]["shown"]] == [each.strip() for each in wrote]
 
 
 def test_repeated_random_tokens_are_measured_in_the_part_that_reads_them(saved: dict[str, str], tmp_path: Path) -> None:
@@ -173,10 +167,11 @@ def test_whispers_alignment_heads_are_marked_in_the_table_the_record_and_the_pag
     rows = json.loads(table.read_text("utf-8"))
     assert [(row["layer"], row["head"]) for row in rows if row["alignment"]] == [(3, 2), (5, 3)]
     assert [layer.alignment_heads for layer in Record.load(record).layers] == [(), (), (), (2,), (), (3,)]
-    data = data_of(page)
+    data = Page(page).data
     assert [layer["aligned"] for layer in data["layers"]] == [[], [], [], [2], [], [3]]
-    named = [(layer["queryTokens"]["text"], layer["keyTokens"]["text"]) for layer in data["layers"]]
-    assert named == [("none", "none")] * 2 + [("main", "main"), ("main", "none")] * 2
+    named = [(layer["queryText"], layer["keyText"]) for layer in data["layers"]]
+    assert named == [(1, 1)] * 2 + [(0, 0), (0, 1)] * 2
+    assert data["texts"][1] is None  # audio has no tokens
 
 
 def test_inputs_that_a_model_cannot_take_are_rejected(saved: dict[str, str], speech: str, tmp_path: Path) -> None:

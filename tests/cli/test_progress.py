@@ -114,8 +114,8 @@ def test_look_reports_every_step_and_prints_its_table_alone(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     assert [line.split(" (")[0] for line in result.stderr.splitlines() if "done" not in line] == [
         f"Loading {MODEL}",
-        f"Loading {MODEL}: weights",
         f"Loading {MODEL}: tokenizer",
+        f"Loading {MODEL}: weights",
         "Running random tokens: 0 of 6",
         "Recording attention: 0 of 6",
         f"Saving {record}",
