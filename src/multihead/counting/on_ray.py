@@ -93,7 +93,7 @@ def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int
             ray.init(address=address, **options)
         except Exception as error:  # a start that takes too long is no error of a class of its own
             raise InputError(
-                f"Ray at {visible(address)} cannot be used: {visible(str(error).splitlines()[0])}.",
+                f"Ray at {visible(address)} cannot be used: {visible(str(error).splitlines()[0].rstrip('.'))}.",
                 "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",
             ) from error
     try:
