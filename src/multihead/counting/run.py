@@ -155,7 +155,7 @@ def census(
     results.report_progress()
     if not shares_model:
         count_in_this_process(ShardCounter(loaded, plan, wanted), missing, threads, results)
-    else:
+    elif missing:  # Ray is started only if a shard is left
         del loaded  # the other processes load the model themselves, so this one is freed
         if ray is not None:
             count_on_ray(ray, missing, workers, threads or 1, results)
