@@ -85,7 +85,7 @@ def test_a_notebook_shows_the_page_in_a_frame_with_an_origin_of_its_own() -> Non
     assert found[0][1]["srcdoc"] == film.page
     assert found[0][1]["sandbox"] == "allow-scripts"
     assert "height:500px" in str(found[0][1]["style"])
-    assert repr(film) == "<Film: Every head over the steps; series.report(path) writes it as a page>"
+    assert repr(film) == "<HeadFilm: Every head over the steps; series.report(path) writes it as a page>"
 
 
 def test_the_page_is_in_chinese_too() -> None:

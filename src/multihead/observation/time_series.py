@@ -199,7 +199,7 @@ class TimeSeries:
             height: the height in the notebook in pixels.
 
         Returns:
-            the film, a `multihead.viewer.series_page.Film`.
+            the film, a `multihead.viewer.series_page.HeadFilm`.
 
         Raises:
             ArgumentError: nothing was observed yet, or an invalid argument.

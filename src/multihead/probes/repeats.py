@@ -54,7 +54,7 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
     for index in range(shape.batch):
         sample = call.request_of_sample(index)
         for alike in _group_by_token(ids[index].to(shape.device), call.positions[index]):
-            for chunk in _split_group(alike, shape.num_heads):
+            for chunk in _split_into_chunks_of_weights(alike, shape.num_heads):
                 if not bool((chunk.queries >= 0).any()):
                     continue  # only padding
                 chunk = _drop_hidden_keys(call, index, chunk)  # noqa: PLW2901
@@ -99,7 +99,7 @@ def _slices_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) ->
     return values[index].masked_fill(column >= count[:, None], -1)
 
 
-def _split_group(alike: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
+def _split_into_chunks_of_weights(alike: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
     """Split a group by tokens, and by queries if a token is frequent, into groups of at most CELLS weights."""
     most = max(1, CELLS // (heads * alike.keys.shape[1]))  # queries at once
     rows = min(alike.queries.shape[1], most)

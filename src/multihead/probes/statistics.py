@@ -197,8 +197,8 @@ def first_pass(
 ) -> FirstPass | None:
     """Compute the logsumexp of a call, and the parts of probes that the native kernel measures in the same pass.
 
-    The pass does not multiply values, so it is faster than the call. Other parts are measured later and need the
-    logsumexp.
+    The pass does not multiply values, so it is faster than the call. The parts that the native kernel does not measure
+    need the logsumexp, and are measured in a later pass.
 
     Args:
         request: the call; no gradients are computed.

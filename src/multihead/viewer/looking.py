@@ -252,7 +252,7 @@ def prepare_inputs(
     Args:
         loaded: the model.
         encoded: the text it reads; None for audio.
-        sound: samples and rate of the audio it reads; None for a text.
+        sound: the samples and the sampling rate of the audio; None for a text.
         decoder_text: the text of the decoder; None generates it.
         show: called with the step that runs.
         lang: the language of the step.

@@ -65,7 +65,7 @@ class StoredMaps:
     blocks: list[tuple[int, int] | None] = field(default_factory=list)
     map_size: tuple[int, int] = (0, 0)
 
-    def describe_layer(self, index: int, layer: dict[str, Any]) -> dict[str, Any]:
+    def limit_layer_to_stored_maps(self, index: int, layer: dict[str, Any]) -> dict[str, Any]:
         """Return the description of a layer, reduced to what the page stores of its maps."""
         margins = [name for name in layer["margins"] if f"0/{layer['number']} {name}" in self.arrays]
         if self.mode == "whole":

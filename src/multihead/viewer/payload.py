@@ -174,7 +174,7 @@ def describe_sample(
     """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head.
 
     Args:
-        run: the run of the record.
+        run: the recorded run of a model, which the page shows.
         sample: index of the text.
         lang: the language of labels and sentences.
         texts: the texts of the page, the main one first; by default those of the record.
@@ -271,7 +271,7 @@ def heads_looking_at(
     """List the heads that look most at a token of the main text, each with its queries of the largest weights on it.
 
     Args:
-        run: the run of the record.
+        run: the recorded run of a model, which the page shows.
         sample: index of the text.
         key: position of the token.
         layers: the descriptions of the layers, of which those whose keys are the main text are read.

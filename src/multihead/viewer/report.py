@@ -202,7 +202,7 @@ def _check_tokens(record: Record, tokens: Sequence[str], sample: int) -> None:
 
 def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMaps, max_bytes: int, lang: str) -> bytes:
     """Render the page as UTF-8 bytes, given the description of its text and of its run."""
-    layers = [store.describe_layer(index, layer) for index, layer in enumerate(described["layers"])]
+    layers = [store.limit_layer_to_stored_maps(index, layer) for index, layer in enumerate(described["layers"])]
     stored = sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang)
     foot = locale("viewer.foot file", lang, version=installed_version())
     view = describe_view(

@@ -236,12 +236,14 @@ class Viewer:
         parse_number("sample", str(sample), below=self.runs[other].num_samples)
         top = parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
 
-        def rank_heads(cancelled: Callable[[], bool]) -> dict[str, Any]:
+        def rank_heads_by_change(cancelled: Callable[[], bool]) -> dict[str, Any]:
             stop = partial(_raise_if, cancelled)
             return changed_heads(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=stop)
 
         return json_response(
-            await self._compute_in_worker(request, ("changed", run, sample, other, top), rank_heads, by=self.slow)
+            await self._compute_in_worker(
+                request, ("changed", run, sample, other, top), rank_heads_by_change, by=self.slow
+            )
         )
 
     async def list_looking_heads(self, request: Request) -> Response:

@@ -39,7 +39,7 @@ MOST_NUMBERS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Film:
+class HeadFilm:
     """The page of a series in a notebook: shown where it is the last line of a cell, and kept in the saved notebook.
 
     Attributes:
@@ -54,7 +54,7 @@ class Film:
 
     def __repr__(self) -> str:
         """Return one line: what the film shows, and how to see it outside of a notebook."""
-        return f"<Film: {self.title}; series.report(path) writes it as a page>"
+        return f"<HeadFilm: {self.title}; series.report(path) writes it as a page>"
 
     def _repr_html_(self) -> str:
         # The frame has an origin of its own, so its script cannot reach the notebook.
@@ -64,11 +64,11 @@ class Film:
         )
 
 
-def film_of_series(series: TimeSeries, *, lang: str = "en", height: int = 720) -> Film:
+def film_of_series(series: TimeSeries, *, lang: str = "en", height: int = 720) -> HeadFilm:
     """Return the page of a series for a notebook; see `TimeSeries.view`."""
     check_integer("height", height)
     page = render_page(series, lang)
-    return Film(page, height, text("series.title", lang))
+    return HeadFilm(page, height, text("series.title", lang))
 
 
 def write_series_page(series: TimeSeries, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
