@@ -148,7 +148,8 @@ def first_key_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor
 def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return the first key that each query sees in any head: (batch or 1, queries); the number of keys if it sees none.
 
-    This is the start of the query's interval in `bounds`, unless a bias of -inf hides that key, or the part of the mask that is no interval.
+    This is the start of the query's interval in `bounds`, unless a bias of -inf hides that key, or the part of the mask
+    that is no interval does.
     """
     none = request.shape.key_length
     first = bounds.start.masked_fill(bounds.sees_nothing, none)
