@@ -120,9 +120,9 @@ class MergedSums:
         self._bins.append(bins)
         # Grouping costs as much as there are bins, so that of each shard alone would take shards x bins.
         if sum(map(len, self._bins[1:])) > len(self._bins[0]):
-            self._group_bins()
+            self._add_up_equal_bins()
 
-    def _group_bins(self) -> None:
+    def _add_up_equal_bins(self) -> None:
         """Sum the counts of equal bins; sums of integers do not depend on their order."""
         import pyarrow as pa
 
@@ -165,7 +165,7 @@ class MergedSums:
             columns[name] = pa.array(getattr(self, name)[order], mask=none)
         if not self._bins:
             return pa.Table.from_pydict({name: [] for name in heads_schema().names}, schema=heads_schema())
-        self._group_bins()
+        self._add_up_equal_bins()
         bins = self._bins[0].sort_by([("row", "ascending"), ("value", "ascending")])
         columns["bin_value"] = group_values_by_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
         columns["bin_count"] = group_values_by_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)

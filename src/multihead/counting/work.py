@@ -108,12 +108,12 @@ def count_in_this_process(counter: ShardCounter, shards: Iterable[int], threads:
 def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: Renew) -> str:
     """Count a shard and write its file; return "", or why it cannot be read or written."""
 
-    def trim_and_report(texts: int, tokens: int) -> None:
+    def trim_heap_and_report_batch(texts: int, tokens: int) -> None:
         _HEAP.trim()
         report_batch(texts, tokens)
 
     try:
-        counter.write_shard(folder, index, trim_and_report)
+        counter.write_shard(folder, index, trim_heap_and_report_batch)
     except (OSError, InputError) as error:
         return f"{counter.plan.shards[index]}: {_reason_of_failure(error)}"
     finally:

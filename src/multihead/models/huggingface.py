@@ -283,7 +283,7 @@ def transformers_mask(
 
     function = causal_mask_function if mask_function is None else mask_function
 
-    def dense_mask(**skips: bool) -> Any:
+    def make_dense_mask(**allow_skipping: bool) -> Any:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -293,7 +293,7 @@ def transformers_mask(
             mask_function=function,
             attention_mask=attention_mask,
             device=device,
-            **options | skips,
+            **options | allow_skipping,
         )
 
     if is_traced():
@@ -302,7 +302,7 @@ def transformers_mask(
         return (
             None
             if whole and options.get("allow_is_causal_skip", True)
-            else _mask_in_model_format(dense_mask(), options)
+            else _mask_in_model_format(make_dense_mask(), options)
         )
     extent = MaskExtent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
@@ -310,7 +310,7 @@ def transformers_mask(
     if sequence_split.active is not None:
         _check_mask_of_rank(mask, padding)
     if mask is None:
-        mask = Keep(dense_mask(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+        mask = Keep(make_dense_mask(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     elif padding is not None:
         mask = mask & padding_mask(padding)
     lazy = LazyMask(

@@ -609,7 +609,7 @@ def _token_texts_by_offsets(
     *,
     gaps: bool,
 ) -> list[str]:
-    """Slice the text of each token by its offsets; tokens of one character have the same offsets.
+    """Return the text between the offsets of each token; tokens that make up one character have the same offsets.
 
     With `gaps`, the text of a token begins where the previous token ends.
     """

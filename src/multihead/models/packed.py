@@ -101,7 +101,7 @@ def _causal_masks_by_layer(config: Any) -> dict[str, Mask]:
     return {"full_attention": _causal_mask(config), "sliding_attention": _causal_window(config)}
 
 
-def _full_masks_by_layer(config: Any) -> dict[str, Mask]:
+def _masks_by_attention_type(config: Any) -> dict[str, Mask]:
     return {"full_attention": Full(), "sliding_attention": _two_sided_window(config)}
 
 
@@ -111,7 +111,7 @@ FAMILIES = {
     "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
     "DistilBertModel": PackedFamily("DistilBERT", _full_mask, _columns_in_padded_row),
     "ElectraModel": PackedFamily("ELECTRA", _full_mask, _columns_in_padded_row),
-    "ModernBertModel": PackedFamily("ModernBERT", _full_masks_by_layer, _columns_in_padded_row),
+    "ModernBertModel": PackedFamily("ModernBERT", _masks_by_attention_type, _columns_in_padded_row),
     "LlamaModel": PackedFamily("Llama", _causal_mask, _columns_in_padded_row),
     "MistralModel": PackedFamily("Mistral", _causal_window, _columns_in_padded_row),
     "Qwen2Model": PackedFamily("Qwen2", _causal_masks_by_layer, _columns_in_padded_row),

@@ -127,7 +127,14 @@ def encode_recorded_largest_weights(sample: SampleRecord, *, rounding: LargestRo
 
 
 def _compress_codes_and_steps(codes: Tensor, steps: Tensor, keys: int, bits: int) -> list[str]:
-    """Compress codes and steps from key to key, (heads, queries, number) each; returns one string per head."""
+    """Compress the largest weights of each query, as codes, and the steps between their keys; one string per head.
+
+    Args:
+        codes: (heads, queries, stored weights).
+        steps: the same shape.
+        keys: number of keys.
+        bits: bits of a code, 16 or 8.
+    """
     of_code = (8, 0) if bits == 16 else (0,)
     of_key = (16, 8, 0) if keys > 0xFFFF else (8, 0)
     return [

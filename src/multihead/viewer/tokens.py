@@ -88,7 +88,10 @@ def layout_of_tokens(
 def _split_tokens(
     tokens: Sequence[str], flags: list[int], known: Sequence[str | None] | None
 ) -> tuple[list[str], list[str], str]:
-    """Return the gap before each token, the text of each token, and ""; gaps are known or follow from the tokenizer."""
+    """Return the gap before each token, the text of each token, and the gap at the end, which is empty.
+
+    Gaps are those in `known`, or else follow from the conventions of the tokenizer.
+    """
     byte_level = any(token.startswith(("Ġ", "Ċ")) for token in tokens)
     sentencepiece = any(token.startswith("▁") for token in tokens)
     word_pieces = any(len(token) > 2 and token.startswith("##") for token in tokens)

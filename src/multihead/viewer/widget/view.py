@@ -163,7 +163,7 @@ class View(anywidget.AnyWidget):
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; a selection may be any tuple."""
+        """Set an attribute; a tuple that is assigned to `selection` becomes a `Selection`."""
         if name == "selection" and isinstance(value, tuple) and not isinstance(value, Selection):
             value = Selection(*value)
         super().__setattr__(name, value)
