@@ -1,4 +1,15 @@
-"""Read the texts of a shard: a reader for each format of files, compressed or not, local or at an address."""
+"""Read the texts of a shard: a reader for each format of files, compressed or not, local or at an address.
+
+A format of files is a value in `FORMATS`: its suffixes, how its files begin, and how they are divided and read.
+
+pyarrow reads parquet, arrow and csv. The column of the texts is read as bytes, because one string that is not UTF-8
+would make its whole batch unreadable. The places of the texts in an arrow file are checked first, because pyarrow ends
+the process where it follows a damaged place. Lines of JSON and of text are split by this module: pyarrow gives up a
+whole file of JSON for one bad line, and cannot begin within a file. pyarrow decompresses `.zst` too, so no further
+package is needed.
+
+A csv file is one shard, because a range of bytes may begin within a quoted text.
+"""
 
 from __future__ import annotations
 

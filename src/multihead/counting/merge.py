@@ -1,4 +1,7 @@
-"""Merge the files of shards into one table of heads, in the plan's order, so that equal shards give equal bytes."""
+"""Merge the files of shards into one table of heads, in the plan's order, so that equal shards give equal bytes.
+
+Shards are merged in that order because sums of floating-point numbers depend on the order of their terms.
+"""
 
 from __future__ import annotations
 

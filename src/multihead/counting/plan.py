@@ -1,4 +1,13 @@
-"""The plan of a census: its model, statistics, texts and shards, written before it runs; every process checks it."""
+"""The plan of a census: its model, statistics, texts and shards, written before it runs; every process checks it.
+
+The file of a shard is a function of the plan and of the shard's texts. One process, several processes, Ray and `--shard
+i/n` therefore write the same bytes to the same file names. A run that was stopped is continued by counting the shards
+that have no file; a damaged file, or the file of another shard, counts as none.
+
+There is no queue between machines: `--shard i/n` counts the shards it was given, or Ray divides them. Processes that
+join over a shared directory would need leases, clocks and process numbers that agree, which containers and network file
+systems do not have.
+"""
 
 from __future__ import annotations
 

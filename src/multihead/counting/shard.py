@@ -1,4 +1,11 @@
-"""Count one shard: read its texts, run the model on them, and write one parquet file with the sums of every head."""
+"""Count one shard: read its texts, run the model on them, and write one parquet file with the sums of every head.
+
+A shard is read in groups of about 4 million characters, in the order of its texts. The texts of a group are sorted by
+length, batched and summed before the next group is read, and only texts with an example are kept. Memory therefore
+depends neither on the size of the shard nor on its format, and a compressed file of any size can be one shard. The
+groups follow from the texts alone, and so do the bytes of the shard's file. A group fills hundreds of batches of 2,048
+tokens, enough to put texts of similar length into each batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Spawn processes from any program: a script without a guard, `python -c`, standard input, a notebook, a command."""
+"""Spawn processes from any program: a script without a guard, `python -c`, standard input, a notebook, a command.
+
+Processes are spawned, not forked: a forked process inherits OpenMP threads that do not exist in it. joblib's loky has
+an option that leaves out the caller's main module, as this module does.
+"""
 
 from __future__ import annotations
 

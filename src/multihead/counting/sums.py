@@ -1,4 +1,14 @@
-"""Sums of the statistics of one layer's heads over one shard: moments, extremes, bins, and the strongest examples."""
+"""Sums of the statistics of one layer's heads over one shard: moments, extremes, bins, and the strongest examples.
+
+The k strongest examples of a batch are found by k searches for the first maximum, in the order of texts and positions.
+Ties are decided without a stable sort, which takes ten times as long. After each search the text that was found is left
+out. A text is in one batch, so its best query in the batch is its best of all, and examples of one text are never
+merged. A head whose values in the batch cannot replace its weakest example is skipped.
+
+The standard error of a census is computed as that of a record: each text is one number, its mean of value - chance. A
+shard keeps how many texts there are, the mean of their numbers and the sum of the squared deviations, which merge as
+the moments of queries do. A ratio estimate, with n and n² of each text, would be another rule for the same head.
+"""
 
 from __future__ import annotations
 

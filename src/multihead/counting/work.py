@@ -1,4 +1,9 @@
-"""Count shards one after the other in this process, and sum up what a run has counted."""
+"""Count shards one after the other in this process, and sum up what a run has counted.
+
+A shard that cannot be counted leaves a file with the reason. Without the file, the runs of `--shard i/n` could not tell
+a shard that another run has still to count from a shard that nobody can count, and a census with one damaged file would
+have no table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Count shards in other processes, each of which loads the model once: on this machine here, on Ray in `on_ray`."""
+"""Count shards in other processes, each of which loads the model once: on this machine here, on Ray in `on_ray`.
+
+Each process is a pool of its own. `concurrent.futures` fails all calls of a pool when one of its processes ends, ends
+the other processes, and does not say which call was at fault. In a pool of one process the call is known, and the other
+processes keep the models that they loaded. Actors of Ray have the same methods (`Worker`), so the same loop serves
+them.
+
+The process that starts workers does not count, because a text that ends the counting process would end the run. A
+worker ends itself when the process that started it has ended, which a process of `concurrent.futures` would not notice.
+"""
 
 from __future__ import annotations
 

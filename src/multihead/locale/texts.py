@@ -5,6 +5,10 @@ files too, such as `multihead_lab.locale`. The first level of a file is the page
 `common` is for all of them, and `page` for the report and the viewer. A key joins the names of the levels with dots:
 `look.doing.watching`. Labels and units of statistics are only in `zh.json`: the English ones come from their
 definitions (`probes.catalogue`).
+
+A page gets its sections of the texts as JSON in a script tag, so a page in one file stays one file, and a served page
+needs no further request. Errors and the output of `doctor` stay English, because people search for them and paste them
+into reports.
 """
 
 from __future__ import annotations

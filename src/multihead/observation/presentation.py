@@ -1,4 +1,8 @@
-"""Find the functions of higher layers that show a record, a census or a time series; they are imported on use."""
+"""Find the functions of higher layers that show a record, a census or a time series; they are imported on use.
+
+Users look for `view` and `report` on the record, but the functions that show a record are in layers above it. A table
+names their modules and functions instead of an import.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Tensors (q and k) in the file of a record that are read head by head when needed, with an LRU cache."""
+"""Tensors (q and k) in the file of a record that are read head by head when needed, with an LRU cache.
+
+The viewer maps no file into memory: truncating a mapped file kills the process that reads it (SIGBUS), and a viewer
+runs for hours next to files that are overwritten. The rest of a record, about a tenth, is read when the record is
+opened. At 100,000 tokens with 8 heads of 64 numbers, the first read of the q and k of a head, 51 MB, takes 0.1 s, and
+0.03 s from a mapped file; later reads take the same time. `Record.load` maps files by default, so that a notebook opens
+records larger than its memory.
+"""
 
 from __future__ import annotations
 

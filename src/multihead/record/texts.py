@@ -1,4 +1,9 @@
-"""The text of a sample: token ids, tokens as text, and which tokens are special."""
+"""The text of a sample: token ids, tokens as text, and which tokens are special.
+
+The text between tokens is kept (`gaps`) where the tokenizer has offsets, because tokens alone do not determine on which
+side of a quote or bracket a space is. Without it, a page made with the text and a page made from the record would show
+different spaces.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Write a census as one self-contained HTML page: the heads, their distributions, their strongest examples."""
+"""Write a census as one self-contained HTML page: the heads, their distributions, their strongest examples.
+
+The page needs the table of heads only, neither the model nor the corpus. Distributions are bars of equal width on an
+axis per head, which both censuses of a comparison share. Examples are pointers with their tokens, and each distinct
+token is stored once. A page that would exceed its limit holds fewer examples per head, the strongest ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""The coarse levels of a sample's maps: built once, head by head, and stored next to the record."""
+"""The coarse levels of a sample's maps: built once, head by head, and stored next to the record.
+
+From 64 x 64 weights per cell on, blocks of weights are summed once and stored next to the record; coarser levels are
+sums of these. The column of the first key is stored separately, so that hiding a sink is exact at every level. Levels
+that do not fit on the disk take at most 1 GiB of memory; beyond that the page shows why, and the finer levels still
+work.
+
+A file of levels is used only if its header, which has the id of the record, and its size are exactly what this record
+would write. A build that was stopped is therefore continued, and a foreign or truncated file is built again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Build self-contained pages: read their files, bundle their scripts, and write data that cannot become markup."""
+"""Build self-contained pages: read their files, bundle their scripts, and write data that cannot become markup.
+
+The pages share JavaScript modules. A page in one file has a module and its imports in one script, each module as a
+function that returns its exports, so no build tool is needed and names cannot collide.
+"""
 
 from __future__ import annotations
 

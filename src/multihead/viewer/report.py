@@ -1,4 +1,14 @@
-"""Write a record as one self-contained HTML page: every head, its numbers, its map."""
+"""Write a record as one self-contained HTML page: every head, its numbers, its map.
+
+A report is the viewer's page with its data: `static/view/offline.js` takes the place of `fetch`. Data says what the
+page can do: the `blocks` of a layer are the sizes of the cells that its map has, `rows` says which weights of a query
+can be had (all, the largest, none), and `margins` which strips; `served`, `similar` and `precision` say what the page
+can ask for, and how exact its weights are. Means over blocks are computed by the page from the stored weights.
+
+Similar heads are computed by the script of the page, from every weight on the page, with the formula of
+`Record.nearest`. Computing them while a report is written would compare all pairs of heads for a reader who opens few.
+A report that stores only some weights has no similar heads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Access control of the viewer: only requests to this machine with the token, and the headers of every response."""
+"""Access control of the viewer: only requests to this machine with the token, and the headers of every response.
+
+The address has a token, which other pages in the same browser cannot guess, and the server accepts its own host names
+only, so no page can pose as the viewer's. The viewer's page loads nothing from other servers; its content security
+policy forbids that.
+"""
 
 from __future__ import annotations
 

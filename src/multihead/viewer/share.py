@@ -1,4 +1,8 @@
-"""Write a view as one file: the chosen heads, their maps down to a level, and the place; it opens without a server."""
+"""Write a view as one file: the chosen heads, their maps down to a level, and the place; it opens without a server.
+
+A shared view stores float32 exactly, as deflated planes of bytes: the single weights in view, and whole maps down to
+the finest level that fits. A view that does not fit is an error with its size, not a less exact file.
+"""
 
 from __future__ import annotations
 

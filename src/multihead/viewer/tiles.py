@@ -1,4 +1,8 @@
-"""Compute tiles of a map on request: newest first, shared between requests, cancellable, cached."""
+"""Compute tiles of a map on request: newest first, shared between requests, cancellable, cached.
+
+A tile is computed where it has 256 x 256 cells of up to 32 x 32 weights. Such a tile covers at most 2^26 scores, few
+enough to compute on request. Coarser levels are stored (`levels.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Lay out tokens as running text: the gap before each token, the text it shows, and its label on a ruler."""
+"""Lay out tokens as running text: the gap before each token, the text it shows, and its label on a ruler.
+
+Tokens become text here only, on the server: the conventions of byte-level, SentencePiece and WordPiece tokenizers,
+gaps, labels, and control characters, which are shown by their code point.
+"""
 
 from __future__ import annotations
 

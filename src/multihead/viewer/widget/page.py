@@ -1,4 +1,11 @@
-"""The page of the widget, made from the files of the viewer's page: one script, one style sheet, one markup."""
+"""The page of the widget, made from the files of the viewer's page: one script, one style sheet, one markup.
+
+The widget shows the viewer's page with another host. The page's scripts know the document, the window, the address and
+the server only through `viewer/static/shared/host.js` and `viewer/static/view/host.js`; for the widget an object
+replaces these two modules (`static/widget.js`). The script becomes a function that is called once per view, so views
+share no variables. The style sheet is translated from the window to a box, with container queries and units. Each view
+is in a shadow root, so neither its ids nor its styles meet those of the notebook or of another view.
+"""
 
 from __future__ import annotations
 

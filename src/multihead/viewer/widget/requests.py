@@ -1,4 +1,9 @@
-"""Answer the requests of the viewer's page without a port: each answer is sent as messages of bounded size."""
+"""Answer the requests of the viewer's page without a port: each answer is sent as messages of bounded size.
+
+The server's application runs in the process of the kernel, so every request has the routes, errors, cancellation and
+cache of `multihead view`, and no handler exists twice. The application has an event loop in a thread of its own,
+because notebooks deliver messages in different threads and loops.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""HTML without scripts for notebooks that cannot run the widget: a picture and a table."""
+"""HTML without scripts for notebooks that cannot run the widget: a picture and a table.
+
+What a saved notebook shows is an output of its own: a widget's output is empty without its kernel, and a notebook
+program shows no other format of the same output. The picture and the table follow the widget, which hides them while it
+is shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The viewer as a widget in a notebook: `Record.view` returns it."""
+"""The viewer as a widget in a notebook: `Record.view` returns it.
+
+A selection that Python sets is not reported back by a view, unless Python left a part of the selection open, such as
+the range of keys. Two linked views differ in height, and so in the queries in view: if each reported what it shows of
+the other's selection, the views would never come to rest.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ function summary(a, scene) {
       best.length = Math.min(best.length, STRONGEST);
     }
   }
-  // Without the first key the others get the whole scale.
+  // Without the first key the others get the whole scale, because the reader wants to see the differences between them.
   const end = state.scale === 'linear' ? top : state.masked ? rootEnd(top, false) : 1;
   return { best, top, sees, stored, total, last, keys: Math.exp(entropy), end, tone: w => tone(state.scale, w, end), causal: scene.layer.pattern === 'causal' };
 }
