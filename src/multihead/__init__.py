@@ -1,8 +1,8 @@
 """Multi-head attention for PyTorch that is fast on any mask, and whose every head can be inspected.
 
 Nothing is imported until it is used, so that `import multihead` takes a few milliseconds (PEP 562); `__init__.pyi` has
-the same names for type checkers and editors. The exception: the torch operators
-of the library are registered as soon as torch is imported, so that saved programs that call them can be loaded.
+the same names for type checkers and editors. The exception: the torch operators of the library are registered as soon
+as torch is imported, so that saved programs that call them can be loaded.
 """
 
 import sys

@@ -3,15 +3,16 @@
 The built-in kinds are the values of `KINDS`. Tables, findings, `find`, pages and legends show the fields of a `Kind`,
 so they also show kinds that you define: `mh.observe(model, kinds=(mine,))`.
 
-A kind of head is a value, which names, findings, `find`, legends, glyphs and colours read; no other file lists the
-kinds. A page gets the kinds of its record as data, so that a user's own is drawn like the built-in ones. Its texts are
-in both languages next to its thresholds, not in `locale/`, because a user's own have no other place either.
+No other file lists the kinds. A page gets the kinds of its record as data, so user-defined kinds are drawn like the
+built-in ones. The texts of a kind are in both languages next to its thresholds and not in `locale/`, because a
+user-defined kind cannot add texts there.
 
-An even spread is no finding. The heads of a random model are broad, and how focused they are depends on the scale of their weights; so broad is a
-kind, and neither is a finding.
+"broad" (attention spread evenly over many keys) is a kind, but neither a broad nor a focused head is reported as a
+finding: the heads of a random model are broad, and how focused they are depends only on the scale of the weights.
 
-A head has every kind whose threshold it reaches, and the colour of the first. Copying on random repeats comes first,
-because on a text most copying heads rest on the first token; the others follow by their share.
+A head has every kind whose threshold it reaches, and the colour of the first. Copying, measured on repeated random
+tokens, comes first, because on ordinary text most copying heads put most of their weight on the first token. The other
+kinds follow in the order of their share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command `look`: run a model on a text, and show every head in the terminal and on one page.
 
-`look` runs a whole encoder-decoder model once, on the text of its encoder and that of its decoder, which is given or
-was generated before. Recording the generation itself would merge as many calls per layer, and show the same weights.
-`--textbook` runs the encoder alone: random tokens have no text for a decoder.
+`look` runs a whole encoder-decoder model once, on the text of its encoder and the text of its decoder, which the user
+passes or which was generated before. Recording the generation itself would show the same weights, but merge one call
+per generated token in each layer. `--textbook` runs the encoder alone: random tokens have no text for a decoder.
 """
 
 from __future__ import annotations

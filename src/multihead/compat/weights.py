@@ -1,14 +1,14 @@
 """Compute the attention weights of a call along with its output, for drop-ins that return both.
 
-Classes that return weights share one way to compute them: softmax(scores) with a gradient of its own that computes the
-weights again, as many heads at a time as 1 MiB holds and at least one. NaN in hidden keys is replaced before the
-scores, because in the gradient of q it would be multiplied by 0; rows that see NaN are filled with NaN afterwards.
-Hidden scores are filled with the lowest finite number, so that a row without keys is never 0 / 0. Under dropout the
-output is computed from the returned weights themselves, which needs no second draw of the generator. Where operations
-are recorded or transformed (`traced()`) all heads are computed at once with plain operations. Compared with keeping the
-weights of all heads it takes 1.0 to 1.4 times the time with gradients (one thread, 10 to 1,024 tokens), and a graph
-keeps 8 MiB instead of 43 MiB at 8 heads of 1,024 tokens. One head at a time for small calls was tried: it took twice
-the time of all heads at once (0.4 against 0.2 ms at 8 heads of 10 tokens), hence the groups.
+The weights are softmax(scores). To save memory, a custom gradient computes them again in groups of heads: as many heads
+at a time as fit in 1 MiB, and at least one. NaN in hidden keys is replaced before the scores, because in the gradient
+of q it would be multiplied by 0; rows that see NaN are filled with NaN afterwards. Hidden scores are filled with the
+lowest finite number, so that a row without keys is never 0 / 0. Under dropout the output is computed from the returned
+weights themselves, which needs no second draw of the generator. Where operations are recorded or transformed
+(`is_traced()`) all heads are computed at once with plain operations. A forward and backward pass takes 1.0 to 1.4 times
+as long as one that stores the weights of all heads (one thread, 10 to 1,024 tokens), and the autograd graph keeps 8 MiB
+instead of 43 MiB at 8 heads of 1,024 tokens. Groups of heads are used because one head at a time took twice as long as
+all heads at once in small calls (0.4 against 0.2 ms at 8 heads of 10 tokens).
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 PyTorch's fused kernel is chosen where it was measured to be faster than the native one. The measurements are in
 `measured.json`, which `python -m benchmarks.rules` writes.
 
-The plan and the kernel of a call are one lookup (`plan` in `kernels/choose.py`). For a plain call on the CPU both
-follow from the mask, the sizes and a few flags, which are the key. Calls with a bias, sinks, dropout, tensors in the
-mask, a tracer or another device are planned each time; so is a decoding step, whose sizes do not repeat. `strict()` and
-listeners are outside of the lookup.
+`plan_call` finds the plan of the mask and the kernel in one cache. Its key consists of the mask, the sizes and a few
+flags, which determine both for a plain call on the CPU. Calls with a bias, sinks, dropout, tensors in the mask, a
+tracer or another device are planned each time. So is a decoding step, whose sizes do not repeat. `strict()` and
+listeners are not part of the key; they are handled in each call.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ CPU, which computes no logsumexp and no gradient. The Triton kernels were read, 
 The intervals of 128 queries each are rounded out to blocks of 128 keys. Full blocks need no mask, partial ones compare
 a key with the `[start, stop)` of its query and look up the remainder, and hidden ones are skipped; the lists are
 computed in closed form on the device, without waiting for a value. Softcap, tensor biases and `RelativeBias` modify the
-scores, scale and grouped heads are those of flex_attention, and sinks are a factor of the output. It is compiled once
-per kind of call. What PyTorch cannot compile, or more kinds than `torch.compiler.config.recompile_limit`, is computed
-by the reference kernel, with a warning. Second derivatives are computed by the reference kernel too. It refuses
-float64, dropout, the gradient of a bias, heads of fewer than 16 or more than 256 columns, empty calls, transforms,
-export, `torch.jit.trace`, `make_fx` and `FakeTensorMode`, and machines without Triton.
+scores, scale and grouped heads are those of flex_attention, and sinks are a factor of the output. flex_attention is
+compiled once per kind of call. What PyTorch cannot compile, or more kinds than `torch.compiler.config.recompile_limit`,
+is computed by the reference kernel, with a warning. Second derivatives are computed by the reference kernel too. This
+kernel refuses float64, dropout, the gradient of a bias, heads of fewer than 16 or more than 256 columns, empty calls,
+transforms, export, `torch.jit.trace`, `make_fx` and `FakeTensorMode`, and machines without Triton.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Keep NaN and inf in hidden keys, values and biases from affecting queries.
 
-Non-finite values are handled once, above the kernels, except for kernels that do it themselves (`HANDLES_NONFINITE`).
-The norms of q, k and v usually show that there is nothing to do: a product of two rows is at most that of their norms.
-Finite numbers so large that a hidden score may overflow are computed by the reference kernel, with a warning, since a
-kernel that hides a score by adding -inf would get inf - inf. Otherwise bad keys become zeros, and the rows that see one
-become NaN afterwards. An inf that a query sees counts as NaN, because 0 * inf and inf - inf turn most such rows into
-NaN anyway.
+These functions run before a kernel is called, except for kernels that handle NaN and inf themselves
+(`HANDLES_NONFINITE`). The norms of q, k and v usually show that all values are finite and no score can overflow,
+because the dot product of two rows is at most the product of their norms. Finite numbers so large that a hidden score
+may overflow are computed by the reference kernel, with a warning, since a kernel that hides a score by adding -inf
+would get inf - inf. Otherwise keys with non-finite values are set to zero, and the output rows of queries that see such
+a key are set to NaN afterwards. An inf that a query sees counts as NaN, because 0 * inf and inf - inf turn most such
+rows into NaN anyway.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The per-query and per-key statistics ("parts") that kernels measure, and from which probes are computed.
 
-A probe is a value made of parts: sums over a row, looked-up weights, weighted columns. `kernels/parts.py` is the one
-vocabulary of parts: kernels measure them, streaming and lookups measure what a kernel does not, and probes name them.
-Further inputs of a probe (`probes/context.py`: token ids, sets of tokens, an output projection) and its shape follow
-from its parts. Several probes share one pass, and a probe of a script is as cheap as a built-in one.
+A probe is computed from parts: sums over a row, looked-up weights, weighted columns. This module defines all parts.
+Kernels measure some of them, `probes/streaming.py` and `probes/lookups.py` the others, and each probe names those that
+it needs. Further inputs of a probe (`probes/context.py`: token ids, sets of tokens, an output projection) and its shape
+follow from its parts. Several probes share one pass over the attention weights, and a user-defined probe is as cheap as
+a built-in one.
 """
 
 from __future__ import annotations

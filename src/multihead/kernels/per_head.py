@@ -1,7 +1,7 @@
 """Compute attention a few heads at a time, so that their weights fit the CPU cache; for dropout and `need_weights`.
 
-Weights that a drop-in returns, and dropout in it, are computed a few heads at a time: tiles of a megabyte are faster
-than a fused call followed by a second pass for the weights.
+Tiles of 1 MiB are faster than a fused call followed by a second pass for the weights. The drop-in for
+nn.MultiheadAttention (`compat/torch_nn/attention.py`) uses this module where it returns weights or applies dropout.
 """
 
 from __future__ import annotations

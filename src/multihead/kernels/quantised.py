@@ -1,12 +1,12 @@
 """Keys and values in int8, with one float32 scale per token and head: half the bytes of bfloat16.
 
 A cache in int8 has one scale per token and head, because a token is quantised when it arrives and never again. A
-request carries the integers and `scales`. A kernel that cannot read them gets the request `expanded()`, as listeners
-do. The kernel multiplies integers with integers: the query is rounded to 16 bits, an error 256 times smaller than that
-of the keys, so one instruction multiplies 32 pairs without converting the keys. The weights of 64 keys are rounded to
-16 bits too, where the instruction set multiplies pairs (AVX-512): with a head_dim of 64 the conversion of values to
-floats took more time than reading them. The perplexity of SmolLM2 on 1,024 tokens changes by -0.17 % (`python -m
-benchmarks.int8_cache`).
+request carries the integers and `scales`. A kernel that cannot read int8 gets the request with converted keys and
+values (`expanded()`), as listeners do. The native kernel multiplies integers with integers: the query is rounded to 16
+bits, an error 256 times smaller than that of the keys, so one instruction multiplies 32 pairs without converting the
+keys. The weights of 64 keys are rounded to 16 bits too, where the instruction set multiplies pairs (AVX-512): with a
+head_dim of 64 the conversion of values to floats took more time than reading them. Compared with an unquantised cache
+the perplexity of SmolLM2 on 1,024 tokens changes by -0.17 % (`python -m benchmarks.int8_cache`).
 """
 
 from __future__ import annotations

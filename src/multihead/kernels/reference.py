@@ -1,12 +1,14 @@
 """The reference kernel, which supports all requests by materialising the weights; second derivatives.
 
-A second derivative through the native and the fused kernel is computed by the reference kernel, with a warning. They
-have none, and without the fallback it would silently be constant. Calls inside `torch.func` transforms, whose tensors
-have no memory to read, use the reference kernel too. `strict()` turns both into an error.
+A second derivative through the native and the fused kernel is computed by the reference kernel, with a warning. Those
+kernels have no second derivative, and without this fallback their gradients would silently count as constants. Calls
+inside `torch.func` transforms, whose tensors have no memory to read, use the reference kernel too. `strict()` turns
+both into an error.
 
-It materialises the weights in float32 (float64 for float64). It supports what others refuse: float64 with dropout,
-softcap or a bias with gradient, and tensors on an accelerator. Without gradients and dropout it computes blocks of 256
-queries, over the keys they see; otherwise it is the only part that holds queries x keys.
+The weights are computed in float32 (float64 for float64). This kernel also supports what the others refuse: float64
+with dropout, softcap or a bias with gradient, and tensors on an accelerator. Without gradients and dropout it computes
+blocks of 256 queries, over the keys they see. Otherwise it holds a whole queries x keys matrix, which no other kernel
+does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Kernel that calls PyTorch's fused CPU attention on rectangles that cover the visible keys.
 
-It covers the visible cells with few rectangles (`plan/rectangles.py`). Rows with the same interval form one full
-rectangle. Rows whose interval grows by one key per row form a full rectangle and a causal triangle, merged by their
-logsumexp. A window is divided into blocks of rows with a small mask each. The backward pass calls PyTorch's fused
-gradient on the same rectangles: with the logsumexp of the whole row, the weights of each rectangle are those of the
-whole row. The gradient of the logsumexp is an attention whose values are the keys. Value dims that differ from head
-dims are padded with zeros, which change no score; sinks are a factor sigmoid(L - sink) of the output.
+The rectangles are chosen in `plan/rectangles.py`. Rows (queries) with the same interval form one full rectangle. Rows
+whose interval grows by one key per row form a full rectangle and a causal triangle, merged by their logsumexp. A window
+is divided into blocks of rows with a small mask each. The backward pass calls PyTorch's fused gradient on the same
+rectangles: with the logsumexp of the whole row, the weights of each rectangle are those of the whole row. The gradient
+of the logsumexp is an attention whose values are the keys. Value dims that differ from head dims are padded with zeros,
+which change no score; sinks multiply the output by sigmoid(L - sink), where L is the logsumexp of the row.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The active split of a sequence over ranks (processes), each of which holds some of its tokens.
 
-A sequence may be split over processes (`parallel/`, `kernels/sequence_split.py`). The seam is `functional.attend`:
-where a split is active, it passes the request on, so layers, functions and Hugging Face models are split alike.
-`request_of` checks masks and biases against the whole sequence, and a layer takes the positions of its tokens from the
-split. Calls without a split pay for reading one global variable; it is no ContextVar, because compiled graphs guard on
-it and backward passes run in other threads.
+`parallel/` activates a split. `functional.attend` passes each request to the active split instead of a kernel, so
+layers, functions and Hugging Face models are split in the same way. `functional.request_of` checks masks and biases
+against the whole sequence, and a layer takes the positions of its tokens from the split. Calls without a split only
+read one global variable. The variable is no ContextVar, because compiled graphs guard on it and backward passes run in
+other threads.
 """
 
 from __future__ import annotations

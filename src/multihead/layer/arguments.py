@@ -1,8 +1,8 @@
 """The arguments of a layer's call in one object, checked before the projections would raise less clear errors.
 
-The arguments of a call are one value, `LayerCall`, which its steps change in place: a frozen one would be copied at
-each step, and every call makes one. Functions outside the layer pass on the arguments of an attention as one tuple
-(`AttentionArguments`), because a `NamedTuple` takes 0.5 microseconds to make, a twentieth of a small call.
+The steps of a call change its `LayerCall` in place, because a frozen object would be copied at each step. Functions
+outside the layer pass on the arguments of an attention as one tuple (`AttentionArguments`), because a `NamedTuple`
+takes 0.5 microseconds to make, a twentieth of the time of a small call.
 """
 
 from __future__ import annotations

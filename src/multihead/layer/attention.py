@@ -1,9 +1,9 @@
 """The multi-head attention layer: project, split, normalise, rotate, cache, attend, gate, merge, output.
 
 A projection that nothing hooks into is computed by `F.linear` (`MultiHeadAttention._project`), without
-`nn.Module.__call__`, which takes about 3 microseconds per projection: most of what a decoding step took more than
-hand-written code. A projection of another class, hooks of any kind, a replaced `forward`, `compile()`, and every tracer
-or dispatch mode get the call of the module.
+`nn.Module.__call__`, which takes about 3 microseconds per projection. That was most of the extra time of a decoding
+step compared with hand-written code. A projection of another class, hooks of any kind, a replaced `forward`,
+`compile()`, and every tracer or dispatch mode use `nn.Module.__call__`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Tensor parallelism: the heads of a layer that this process computes, and slices of per-head tensors for them.
 
-Heads may be split over processes (tensor parallelism, `layer/sharding.py`). With `parallelize_module` and PyTorch's
-`ColwiseParallel` for q_proj, k_proj and v_proj and `RowwiseParallel` for out_proj, a process computes the heads whose
-columns its q_proj returns; the DTensor weight determines which. Per-head parameters (sinks, gates, learned keys, norms,
-position biases) stay whole on every process. Each process uses its part, and the backward pass sums their gradients
-over the processes, so that every process holds the whole gradient. k_proj and v_proj may stay whole, as is needed with
-fewer key/value heads than processes. Per-head arguments of a call (bias, gates, mask) are passed for all heads. Options
-that need all heads at once (`merge="mean"`, `QKNorm(over="all")`) are rejected. `parallel.parallelize` applies these
-plans to all layers of a model, and checks them first. `observe` records the heads of its own process, numbered from 0,
-and which ones they are (`LayerRecord.split`), so that `Record.reduce` joins them. A projection to q, k and v together
-is split only where its columns are those of one head after the other (GPT-NeoX): for others the columns would have to
-be reordered, and a checkpoint of one number of ranks would be wrong on another.
+With `parallelize_module` and PyTorch's `ColwiseParallel` for q_proj, k_proj and v_proj and `RowwiseParallel` for
+out_proj, a process computes the heads whose columns its q_proj returns; the DTensor weight determines which. Per-head
+parameters (sinks, gates, learned keys, norms, position biases) stay whole on every process. Each process uses the part
+that belongs to its heads, and the backward pass sums their gradients over the processes, so that every process holds
+the whole gradient. k_proj and v_proj may stay whole, as is needed with fewer key/value heads than processes. Per-head
+arguments of a call (bias, gates, mask) are passed for all heads. Options that need all heads at once (`merge="mean"`,
+`QKNorm(over="all")`) are rejected. `parallel.parallelize` applies these plans to all layers of a model, and checks them
+first. `observe` records the heads of its own process, numbered from 0, and which ones they are (`LayerRecord.split`),
+so that `Record.reduce` joins them. A projection to q, k and v together is split only where its columns are those of one
+head after the other (GPT-NeoX): for other column orders the columns would have to be reordered, and a checkpoint saved
+with one number of ranks would be wrong with another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Positions of queries and keys at which masks are evaluated, and sizes of calls against which masks are checked.
 
-Dropped keys are a shift. `Shifted(mask, offset)` re-expresses a mask for a cache that dropped its first keys. Masks
-that depend on distances alone need no shift, and lengths and prefixes are shortened instead.
+`Shifted(mask, offset)` re-expresses a mask for a cache that dropped its first keys. Masks that depend on distances
+alone need no shift, and lengths and prefixes are shortened instead.
 """
 
 from __future__ import annotations

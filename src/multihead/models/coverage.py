@@ -5,12 +5,10 @@ transformers accepts `attn_implementation="multihead"` for every model, but only
 the mask that was made for our function. Whether a class looks the name up is found by reading the bytecode of its
 forward, once per class.
 
-Attention that transformers' interface does not reach is found in the code of each class. transformers accepts our name
-for every model, and layers that never look it up compute attention themselves, some with a misread mask. A class counts
-as such if its name says attention, if its forward, with the methods and functions of the same file, uses a softmax and
-a matrix product, and if it does not look up `ALL_ATTENTION_FUNCTIONS`; so do `nn.MultiheadAttention` and calls of
-PyTorch's fused attention. `installed` rejects such a model and names the layer. Code is read once per class and takes
-about a millisecond.
+A class computes attention itself if its name contains "attn" or "atten", its forward (with the methods and functions
+that it calls in the same file) uses a softmax and a matrix product, and it does not look up `ALL_ATTENTION_FUNCTIONS`.
+`nn.MultiheadAttention` and calls of PyTorch's fused attention count too. A model with such a layer is rejected with an
+error that names the layer. Reading a class takes about a millisecond.
 """
 
 from __future__ import annotations

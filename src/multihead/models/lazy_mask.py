@@ -1,9 +1,8 @@
 """Tensor subclasses for masks of Hugging Face models; `LazyMask` stores a Mask instead of queries x keys values.
 
-A Hugging Face mask travels through the model as a value. The model passes its mask from layer to layer as a tensor.
-Ours is a tensor subclass that carries a mask value and no cells, and materialises only if the model computes with it.
-The meaning of a mask function is inferred and compared with the function on some rows; what is not recognised becomes
-dense, and is never dropped (`models/mask_functions.py`).
+A Hugging Face model passes its mask from layer to layer as a tensor. A `LazyMask` is computed as a dense tensor only if
+the model computes with it. `models/mask_functions.py` infers the Mask from a mask function of transformers and compares
+both on some rows; a function that it does not recognise becomes a dense mask.
 """
 
 from __future__ import annotations

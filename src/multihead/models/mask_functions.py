@@ -1,8 +1,9 @@
 """Convert mask functions of transformers, (batch, head, query, key) -> visible, to masks of this library.
 
-Padding on the right becomes `Lengths`, once per forward pass, so that calls of a Hugging Face model are arithmetic and
-need no plan. The attention function of a plain call takes less time in Python than that of transformers for SDPA. In a
-graph the mask is a tensor, or none where it is causal: a graph must depend on no value.
+Padding on the right is converted to `Lengths` once per forward pass. The key intervals of `Lengths` are computed by
+arithmetic, so the attention calls of the model need no plan. For a plain call our attention function spends less time
+in Python than the one of transformers for SDPA. In a compiled graph the mask is a tensor, or none if it is causal,
+because a graph must not depend on tensor values.
 """
 
 from __future__ import annotations

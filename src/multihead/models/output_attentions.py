@@ -4,9 +4,9 @@ The fused kernels store no attention weights. So the model returns a tensor subc
 its layer, and computes the weights when its values are read. Programs that expect the tensor of eager attention run
 unchanged.
 
-`output_attentions` returns a tensor subclass that stores q, k and the mask. It implements `__torch_function__`, above
-autograd, so that reading computes differentiable weights from q and k. Where the weights are smaller than the keys, in
-a step of decoding, they are computed at once. The keys are copied, because static caches with a window overwrite them.
+The subclass implements `__torch_function__`, which runs before autograd, so the weights are differentiable with respect
+to q and k. If the weights take less memory than the keys, as in a decoding step, they are computed at once. The keys
+are copied, because static caches with a window overwrite them.
 """
 
 from __future__ import annotations

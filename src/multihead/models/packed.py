@@ -8,14 +8,13 @@ at padding.
 Nothing is stored between the hooks: the mask carries the packing through the model. So a model with these hooks can be
 copied, pickled, checkpointed and called from several threads.
 
-Hooks before and after the model, and after the encoder that a pooler reads, replace ids, positions and the mask, and
-restore outputs, hidden states and the cache. Wrapping layers instead would recompute the packing under activation
-checkpointing, and need the name of each argument of each layer. T5 gets its bias by distance, since its own would hold
-tokens x tokens of the whole row.
+The hooks also restore hidden states and the cache. Wrapping layers instead of the model would recompute the packing
+under activation checkpointing, and need the name of each argument of each layer. T5's position bias is passed as one
+number per distance (`RelativeBias`), because its own dense bias would have tokens x tokens elements for the whole row.
 
-What cannot be packed runs padded, with the same result, instead of raising: decoding, returned weights, graphs. T5's
-decoder is not packed: its queries and keys would be two rows, and it is rarely given padding, since it is causal and
-its padding is on the right.
+Calls that cannot be packed (decoding, returned weights, graphs) run padded, with the same result, instead of raising an
+error. T5's decoder is not packed: its queries and keys would be two rows, and it is rarely given padding, since it is
+causal and its padding is on the right.
 """
 
 from __future__ import annotations

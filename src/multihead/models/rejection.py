@@ -11,10 +11,8 @@ whichever way a user selects an attention, one of them is called:
 
 For any other attention these methods are unchanged.
 
-`use` extends three methods of transformers: `PreTrainedModel.__init__`, `post_init` and `set_attn_implementation`.
-There is no hook of transformers for a check, and a family that never looks the name up cannot notice it while it runs.
-`post_init` ends the constructor of every model and of the models in it, however it is created, and runs before weights
-are loaded. `from_pretrained`, `from_config` and the classes themselves therefore need no further places.
+The methods are wrapped because transformers has no hook for such a check, and a model that never looks the name up
+never calls our code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Collect the inputs of probes besides q and k, and measure statistics for all texts of a batch at once.
 
-Each sample is measured alone, without its padding, so padding is in no mean, no map and no attention received. What the
-kernel measured for a whole batch is sliced; weights on special tokens are measured for the batch in one more pass.
+Each sample is measured alone, without its padding, so padding does not affect means, maps and attention received.
+Statistics that the kernel measured for a whole batch are sliced into samples; the weights on special tokens are
+measured for the whole batch in one more pass.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Record attention calls: find the layer of a call, the samples in it, and the earlier call that it continues.
 
-One listener serves `observe`, `census` and `Watch` (`Recorder`): it numbers the layers, finds the texts of a call, and
-passes their statistics to the samples of a layer or to its running summary. A census asks for a summary with moments,
-extremes and examples (`LayerSums`), and all texts of a call are measured for it at once (`observation/measuring.py`); a
-watch asks for one with the exact maximum of `largest_score`. So a watched step takes no memory per query.
+`observe`, `census` and `Watch` all use the class `Recorder`. It numbers the layers, finds the texts of a call, and adds
+their statistics to the samples of a layer or to its running summary. For a census the summary has moments, extremes and
+examples (`LayerSums`), and all texts of a call are measured at once (`observation/measuring.py`). For a `Watch` the
+summary has the exact maximum of `largest_score`, so a watched training step stores nothing per query.
 
-Statistics that a kernel computed before a call's positions were corrected are dropped (cross-attention in
-`observation/recorder.py`), because distances depend on positions.
+If the query positions of a call must be corrected (cross-attention), the statistics of distances and offsets that the
+kernel has already computed are dropped, because they depend on positions.
 """
 
 from __future__ import annotations

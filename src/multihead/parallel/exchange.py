@@ -2,10 +2,11 @@
 
 Every function raises a RankError within the timeout of the process group if another rank stops or makes another call.
 
-The ranks compare every call before they send anything else of it, by a digest of 8 bytes and the seed of dropout in one
-message of a fixed size: with messages of other sizes gloo ends the process. Readable values travel only after a
-difference. Tensors count bit for bit; `check="first call"` is for dense biases and for groups without a CPU backend,
-where the host waits for the device.
+Before any other message of a call, the ranks compare the call by a digest of 8 bytes. The digest and the seed of
+dropout are one message of a fixed size, because gloo ends the process if the ranks send messages of different sizes.
+The compared values themselves are sent only if the digests differ, for the error message. Tensors are compared bit for
+bit. `check="first call"` compares only the first call, for dense biases and for groups without a CPU backend, where
+comparing each call would make the host wait for the device.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ time and never the keys of the whole sequence.
 
 Source: Ring Attention, arXiv:2310.01889; outputs are merged by equation 2 of arXiv:2205.14135.
 
-A ring sends to each rank directly what its queries see, instead of passing blocks on: the bytes are the same where
-everything is visible, and hidden keys need no special case. Every rank plans its sends and its receives from the
-intervals of the whole sequence (16 bytes per token), so no message announces sizes. A mask without intervals counts as
-visible everywhere for what is sent.
+Each rank gets the keys that its queries see directly from the rank that owns them; blocks are not passed from neighbour
+to neighbour. If every key is visible, both ways send the same number of bytes, and hidden keys are simply not sent.
+Every rank plans its sends and its receives from the intervals of the whole sequence (16 bytes per token), so no message
+announces sizes. For a mask without intervals all keys are sent.
 
-The backward pass of a ring computes the parts with the logsumexp of the whole row where the native kernel runs, as
-within one process. Other kernels compute the part again and differentiate the merge by the logsumexp.
+In the backward pass the native kernel computes the gradients of each part of the keys from the logsumexp over all keys,
+as in one process. With other kernels the attention to each part is computed again, and the merge of the parts is
+differentiated.
 
 Dropout over ranks runs on the native kernel only, whose dropped weights are a function of the seed and of the position
 of each weight in the whole call (`AttentionRequest.dropout_slice`). Rank 0's seed travels with the comparison of every

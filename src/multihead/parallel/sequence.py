@@ -1,9 +1,10 @@
 """Sequence parallelism: split a sequence over ranks, compute its attention, and join it again.
 
-Attention over a split sequence stays outside of compiled graphs (`tracing.outside_of_graphs`). An operator of its own
-would make `fullgraph=True` possible, but an opaque one gives the compiler nothing to fuse, and it would have to plan
-the ring anew in every call, because a graph has the intervals of a mask as tensors. The graph breaks once per layer, at
-a function that is disabled by name, so that the ring itself is not compiled piece by piece; `explain` has a line on it.
+Attention over a split sequence stays outside of compiled graphs (`tracing.outside_of_graphs`). A registered operator
+would make `fullgraph=True` possible, but the compiler could fuse nothing in it, and the operator would have to plan the
+ring again in every call, because a graph has the intervals of a mask as tensors. The graph breaks once per layer, at a
+function that is disabled by name, so that the ring itself is not compiled piece by piece; `explain` reports the graph
+break.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sum the weights in blocks of an attention map exactly, from q, k and the logsumexp.
 
-Blocks of any rectangle of a map are exact and never hold it: strips of rows through the kernel's second pass, over the
-keys that their queries may see. Visible cells are counted separately, since a mean is over visible cells.
+The map is never stored: a second pass of the kernel computes strips of rows, over the keys that their queries may see.
+Visible cells are counted separately, because the mean of a block is taken over its visible cells.
 """
 
 from __future__ import annotations

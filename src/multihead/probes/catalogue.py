@@ -2,8 +2,8 @@
 
 `first_mass` counts the first key that any query of the sample may see, not key 0, which may be padding.
 
-By default `observe` measures the cheap statistics: those that the native kernel computes in its registers. Attention
-received, maps and norms take a second pass, and are chosen by name.
+By default `observe` measures the cheap statistics: those that the native kernel computes in the same pass as the
+output. Attention received, maps and norms need a second pass, so they are measured only if they are named.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`Statistic`: name, label, unit and number format of a statistic; `Probe`: a statistic and how it is computed.
 
-How a statistic is shown is a value of its own, `Statistic`: name, label, unit, number format. A record stores the
-`Statistic` of each probe that is not built in, so that a file is shown completely without the script; a file cannot
-relabel a built-in one. There are three number formats (`"share"`, `".2f"`, `".3g"`), since Python and JavaScript must
-print the same digits.
+A record stores the `Statistic` of each probe that is not built in, so that a file is shown completely without the
+script; a file cannot relabel a built-in one. There are three number formats (`"share"`, `".2f"`, `".3g"`), since Python
+and JavaScript must print the same digits.
 """
 
 from __future__ import annotations

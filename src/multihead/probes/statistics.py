@@ -1,9 +1,10 @@
 """Measure the statistics of an attention call: in the native kernel, from single weights, or tile by tile.
 
-It takes 0.6 of a forward pass at 2,048 queries, and 0.9 at 128. Statistics that are computed from others, such as
-effective keys, are masked only if some row sees no key or NaN, which one search for the extremes of the logsumexp
-finds. Attention received and maps need the logsumexp, so they are a second pass. The weight on few special tokens is
-looked up, which at 2,048 keys takes a tenth of a pass.
+`mh.statistics` runs the native kernel once, without values. At 2,048 queries this takes 0.6 of the time of a forward
+pass with values, and 0.9 at 128. Statistics that are computed from others, such as effective keys, are masked only if
+some query sees no key or NaN, which the minimum and maximum of the logsumexp show. Attention received and maps need the
+logsumexp, so they are computed in a second pass. The weights on a few special tokens are computed one by one, which at
+2,048 keys takes a tenth of the time of a pass over all keys.
 """
 
 from __future__ import annotations

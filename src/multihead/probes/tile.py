@@ -2,15 +2,16 @@
 
 Weights are computed in float64 from q and k, each row divided by its own sum. In float32, exp(s - L) turns the rounding
 of L into an error of every weight of the row, and s itself depends on the order of summation: rows with scores of 400
-summed to 1 within 1e-3, and with 4e4 within 0.1. Keeping the maximum and the sum separately does not help if the scores
-are recomputed in other shapes. In float64 neither matters: rows sum to 1 within 1e-6 at any score, and a tile equals
-the same part of the whole map to the last digit of float32. A tile with part of the keys streams its rows over all keys
-once; a record keeps the sum of each row it has needed (`RowLogsumexps`, 8 bytes per query and head). It costs 2 to 3
-times as much as float32. A logsumexp from elsewhere is used only if it differs by more than rounding, which means that
-it covers more keys than the call has.
+summed to 1 within 1e-3, and rows with scores of 4e4 within 0.1. Keeping the maximum and the sum separately does not
+help if the scores are recomputed in other shapes. In float64 neither matters: rows sum to 1 within 1e-6 at any score,
+and a tile equals the same part of the whole map to the last digit of float32. A tile with part of the keys streams its
+rows over all keys once; a record keeps the sum of each row it has needed (`RowLogsumexps`, 8 bytes per query and head).
+float64 takes 2 to 3 times as long as float32. A logsumexp that the caller passes is used only if it differs by more
+than rounding, which means that it covers more keys than the call has.
 
-Sums of many weights use the kernel's float32: blocks of several cells, attention received, masses. They take the
-float64 path only if a logsumexp is above 1024 (`tile.LARGE`); below it they are exact to four digits.
+Sums of many weights (blocks of several cells, attention received, weight on a set of keys) are computed in float32 by
+the kernel. They are computed in float64 only if the absolute value of a logsumexp is above 1024 (`LARGE`); below this
+limit float32 is exact to four digits.
 """
 
 from __future__ import annotations

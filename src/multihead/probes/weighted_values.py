@@ -1,7 +1,7 @@
 """Compute weighted sums of numbers per key by an attention call whose values are these numbers.
 
-Masses on sets of tokens, and norms of contributions, are an attention whose values are indicator and norm columns: any
-number of them in one call, in linear memory.
+For the weight on a set of tokens the number of a key is 1 or 0, for the norm of contributions it is a norm. One call
+computes any number of such columns, in linear memory.
 """
 
 from __future__ import annotations

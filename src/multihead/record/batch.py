@@ -1,22 +1,23 @@
 """Find the samples in an attention call on a batch, and slice each out of it without padding.
 
-A batch is recorded as it ran, and cut into samples when one of them is read (`RecordedBatch`).
-Recording keeps the parts that the kernel wrote, of which statistics are computed when they are read (at once with
-probes of the user's, whose functions may raise), and q and k as the layer computed them (`KeptRows`); until the batch
-is cut they include padding. q and k are copied at once where something else may write to them: a cache, the caller of a
-Hugging Face model's attention, whatever holds inference tensors; and where they are part of a larger tensor, which
-would stay in memory. A tensor that was kept and then changed in place is an error, found by its version, as autograd
-finds it. Tables summarise the batch without cutting it, sample by sample over the same numbers in the same order, so
-that cutting changes no bit of a table. Requests, masks, texts and small tensors per sample and layer took longer than
-the statistics: at 32 texts in 6 layers recording takes a quarter of the time, or two fifths if q and k are copied. The
-samples of a packed row are found when they are read. A padded layer (8 x 512 tokens) takes 1.04 of an unobserved one,
-or 1.05 with q and k (medians of five runs); single runs are 1.03 to 1.07, since how often the C allocator returns
-memory to the system differs more than that. Most of the rest is the first execution of Python code after a kernel,
-whose data has filled the caches.
+A batch is recorded as it ran, and cut into samples when one of them is read (`RecordedBatch`). Recording keeps the
+parts of statistics that the kernel measured, and q and k as the layer computed them (`KeptRows`); until the batch is
+cut, q and k include padding. Statistics are computed from the parts when they are read, but at once if there are
+user-defined probes, whose functions may raise errors. q and k are copied at once where something else may write to
+them: a cache, the caller of a Hugging Face model's attention, any code if they are inference tensors; and where they
+are part of a larger tensor, which would stay in memory. Reading a kept tensor that was changed in place raises an
+error; the change is detected by the version counter of the tensor, as in autograd. Tables summarise the batch without
+cutting it, sample by sample over the same numbers in the same order, so that cutting changes no bit of a table. An
+earlier version cut each batch while recording it, and creating requests, masks, texts and small tensors per sample and
+layer took longer than the statistics. Compared with that version, recording 32 texts in 6 layers takes a quarter of the
+time, or two fifths if q and k are copied. The samples of a packed row are found when they are read. The call of a layer
+on a padded batch (8 x 512 tokens) takes 1.04 times as long as without recording, or 1.05 with q and k (medians of five
+runs); single runs are 1.03 to 1.07, since how often the C allocator returns memory to the system differs more than
+that. Most of the extra time is the first execution of Python code after a kernel, whose data has filled the caches.
 
-Copies of q and k are in the ordinary heap. Memory mapping was tried: 3 to 5 % faster at best, and with glibc 2.36 a
-peak of 0.8 or of 2.4 times their bytes, unpredictably, where copies in the heap took 1.4 to 1.8. Heap copies fill the
-gaps that the model's own tensors leave.
+Copies of q and k are in the ordinary heap. Memory-mapped copies were tried: they were 3 to 5 % faster at best, and with
+glibc 2.36 the peak memory was unpredictably 0.8 or 2.4 times the bytes of the copies, while it is 1.4 to 1.8 times with
+copies in the heap. Heap copies fill the gaps that the model's own tensors leave.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The record of one attention layer: its samples, or a running summary of all texts.
 
-A module that a model runs several times on purpose has a layer per call (ALBERT: `layer.module`, `layer.call`). The
-twelve calls of its one module are what twelve layers are in other models, so each has a number of its own. Numbers by
-module, with the call as a third coordinate of a head, would add that coordinate to each address, row, link and file for
-the few models that share layers.
+If a model is designed to run one module several times, each of these calls is recorded as a layer (`layer.module`,
+`layer.call`). For example, ALBERT calls one module twelve times instead of having twelve layers, so each call has its
+own layer number. If layers were numbered by module, a head would be identified by layer, call and head, in each table
+row, link and file, for the few models that share layers.
 """
 
 from __future__ import annotations

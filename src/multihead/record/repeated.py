@@ -1,8 +1,7 @@
 """The attention of a layer's heads on repeated random tokens.
 
 Statistics of repeated random tokens are stored per layer, text and head, so that the file has what the standard error
-needs. They are part of the means of a layer, and by that of every table, page and search; they have no medians over
-queries.
+needs. The means of a layer include them, so every table, page and search does too. They have no medians over queries.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """Segments of a sample (an attention call, or several merged calls), and tensors to which calls append rows.
 
-Windows and images are segments of one sample (`Segment.apart`), each measured as a call of its own: its first key is
-the first, its positions begin at 0, and so is its chance. They arrive in two forms. Some models make a call per window:
-then q and k follow those of the layer's call before it in the same tensors (`Recorder._is_window`; the tensors are held
-until the next call, so that no other takes their memory). Others have a batch of windows: then a call has a multiple of
-the rows that the innermost Hugging Face model was given (`Inputs.rows_per_sample`) and none of its inputs has as many,
-and consecutive rows belong together. Elsewhere the first axis of an input need not be the batch, and each row is a
-sample.
+Windows and images are segments of one sample (`Segment.apart`), each measured as a call of its own: its positions begin
+at 0, its own first key counts as the first key, and its chance level is measured for it alone. Windows are recorded
+from two kinds of calls. Some models make a call per window: then q and k follow those of the layer's call before it in
+the same tensors (`Recorder._is_further_window`; the tensors are kept until the next call, so that no other tensor is
+allocated in their memory). Other models make one call with a batch of windows. Then the batch of the call is a multiple
+of the batch of the innermost Hugging Face model (`rows_per_sample`), no input of that model has as many rows, and
+consecutive rows belong to one sample. In models that are not from Hugging Face each row is a sample, because the first
+axis of their inputs need not be the batch.
 
 A sample stores rows that grow: q, k, logsumexp and statistics once each, keys not repeated for the heads that share
 them. The samples of a batch share copies of q and k.
 
-A record keeps the sinks of a call, because its weights are divided by their own sum. In older files their share is part
-of the logsumexp only, which is then used as it is.
+A record keeps the sinks of a call, because its weights are divided by their own sum. Older files have no sinks: there
+the weight of the sinks is included in the stored logsumexp, which is used unchanged.
 """
 
 from __future__ import annotations

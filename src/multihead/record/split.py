@@ -1,9 +1,9 @@
 """Which heads and tokens a rank recorded, and tensors that are joined from the records of several ranks.
 
-A record of a rank holds its queries and its keys only, and its samples have the request of the whole text. Statistics
-that the kernel measures while it computes are merged in the ring: a part with the logsumexp l counts exp(l - L).
-Joining (`record/merging.py`) reorders rows and concatenates heads; q and k stay in the files of the ranks and are read
-head by head (`JoinedRows`).
+The record of a rank holds only the queries and keys of this rank, but its samples have the request of the whole text.
+Statistics that the kernel measures during ring attention are merged over parts of the keys: a part with the logsumexp l
+has the factor exp(l - L), where L is the logsumexp over all keys. Joining (`record/merging.py`) reorders rows and
+concatenates heads; q and k stay in the files of the ranks and are read head by head (`JoinedRows`).
 """
 
 from __future__ import annotations

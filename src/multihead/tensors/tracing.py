@@ -1,8 +1,8 @@
 """Detect tracing, transforms and compilation, under which values of tensors cannot be read.
 
-Every tracer gets the operator: `torch.jit.trace`, `make_fx` and every dispatch mode (`recorded()` in
-`tensors/tracing.py`), with its registered gradients. Plans and rotary tables are not cached there: a cached fake tensor
-would later be read by its address. Plans without tensors are cached up to 32 MiB.
+Under `torch.jit.trace`, `make_fx` and every dispatch mode (`has_tracer_or_mode()`), attention is computed by a
+registered operator with registered gradients, so that it can be recorded. Plans and rotary tables are not cached there,
+because a kernel would later read a cached fake tensor by its address.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Call the native operators with a request and its key bounds; a dense mask is passed in blocks of queries.
 
-Dense masks are passed in blocks of queries, so that a mask that is no interval takes memory linear in the length, with
-gradients, dropout, statistics and int8. An operator returns new tensors, so that a block's results are copied into
-those of the call. The gradient of a relative bias sums the diagonals of a map; `attention_backward` computes that map
-in blocks of its own.
+The blocks keep the memory of a mask that is not an interval linear in the length, also with gradients, dropout,
+statistics and int8. An operator returns new tensors, so that a block's results are copied into those of the call. The
+gradient of a relative bias sums the diagonals of a map; `attention_backward` computes that map in blocks of its own.
 """
 
 from __future__ import annotations

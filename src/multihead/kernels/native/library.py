@@ -4,8 +4,9 @@ This module imports torch only in functions, because it runs while torch itself 
 `multihead/__init__.py`).
 
 The operators are registered as soon as torch is imported, by `import multihead` in either order, so that
-`torch.export.load` and `torch.jit.load` find them before anything else of the library is used. What registers them
-imports nothing that imports torch first; else an import of torch within one of our modules would need that module.
+`torch.export.load` and `torch.jit.load` find them before anything else of the library is used. The modules that
+register them import no module of this package that imports torch at its top. Otherwise, if such a module were the first
+to import torch, it would be needed before its own import is complete.
 """
 
 from __future__ import annotations

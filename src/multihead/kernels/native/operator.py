@@ -28,11 +28,10 @@ Arguments of `attention`, in this order or by name:
 - dropout: fraction of the attention weights dropped, 0 to 1
 - seed: () int64, from which the dropped weights are drawn; None without dropout
 - batch_start, head_start, query_start, key_start: start of these tensors in a larger call, so that the same weights are
-dropped as in the larger call; total_heads: number of heads of the larger call, 0 = heads
+  dropped as in the larger call; total_heads: number of heads of the larger call, 0 = heads
 - k_scales, v_scales: (batch, kv_heads, keys) float32, the factors of the rows of int8 k and v; or None
-- statistics: the sum of flags: 1 entropy, 2 largest weight, 4 mean distance, 8 standard deviation of the distance, 16
-weights at
-  the offsets 0, -1 and 1, 32 weight on the target key, 64 weight on the special keys, 128 largest key
+- statistics: the sum of flags: 1 entropy, 2 largest weight, 4 mean distance, 8 standard deviation of the distance,
+  16 weights at the offsets 0, -1 and 1, 32 weight on the target key, 64 weight on the special keys, 128 largest key
 - positions: (batch,) int64, the position among the keys of query 0 of the (larger) call, for distances; None = 0
 - target_keys: (batch,) int64, the target key per sample, -1 for none; special_keys: (batch, keys) bool; or None
 
@@ -52,9 +51,9 @@ Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
 >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
 True
 
-Eager calls have an `autograd.Function` of ours, graphs the gradients that `torch.library.register_autograd` adds: those
-take several times as long and also slow calls without gradients. Eager calls of `attention` skip PyTorch's autograd
-key, which halves their time.
+Eager calls get their gradients from an `autograd.Function` of this library, and graphs from
+`torch.library.register_autograd`, whose gradients take several times as long and which also slows calls without
+gradients. Eager calls of `attention` skip PyTorch's autograd key, which halves their time.
 """
 
 from __future__ import annotations

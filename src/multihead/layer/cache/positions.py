@@ -1,8 +1,9 @@
 """Count the cached tokens of each sample: as an int if all samples have the same number, else as a tensor.
 
-A step that is not compiled keeps no tensor of counts. Only compiled graphs need it, and adding to it took as long as
-copying the token. A prompt still makes one, so that the compiled steps after it share one graph; a compiled step
-directly after uncompiled ones is compiled once more.
+A step that is not compiled keeps no tensor of counts. Only compiled graphs need such a tensor, and incrementing it took
+as long as copying the new token into the cache. The call with the prompt still creates the tensor, so that the compiled
+steps after it share one graph; if the first compiled step comes directly after uncompiled ones, it is compiled once
+more.
 """
 
 from __future__ import annotations

@@ -4,15 +4,16 @@ The chance level of a probe is its value for a head that spreads its attention e
 the same call with all scores set to 0: under a causal mask the second query puts 50 % on the previous token by chance,
 and the hundredth query 1 %. So user-defined probes have chance levels too. Biases and learned sinks are left out.
 
-A share names a head only if it exceeds chance: by 35 percentage points, and by three standard errors. Closed forms per
-statistic, which it replaced, agreed to 2e-14; they took no time at 100,000 tokens, where one even head takes seconds.
-Significance alone is not enough: a random model has small but systematic preferences, such as 6.1 % on the previous
-token where chance is 4.8 %, which any number of queries confirms. Points above chance, and not multiples of it, keep
-one rule for short and long texts. Tiny models of eight families with weights of twenty times the usual size gave one
+A head has a kind that is measured by a share only if the share exceeds its chance level by 35 percentage points and by
+three standard errors. Measured chance levels replaced closed formulas per statistic, which agreed to 2e-14. The
+formulas took no time; at 100,000 tokens measuring the chance level takes seconds. Significance alone is not enough: a
+random model has small but systematic preferences, such as 6.1 % on the previous token where chance is 4.8 %, which any
+number of queries confirms. The threshold is a difference in percentage points and not a multiple of chance, so that one
+rule holds for short and long texts. Tiny models of eight families with weights of twenty times the usual size gave one
 false finding in 456 heads.
 
-The standard error of one text is that of the mean over eight blocks of consecutive queries. It is computed from value -
-chance, so that what differs from query to query by the mask alone adds nothing.
+The standard error of a mean over one text is computed from the means of eight blocks of consecutive queries. It is
+computed from value - chance, so that differences between queries that only the mask causes do not increase it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find the heads whose attention weights are most similar to the weights of a given head.
 
 `Record.changed` compares all queries by default, and the viewer as many as take a second or two, as `nearest` does.
-Both run the divergence of `record/analysis/similar.py`, a tile at a time.
+`Record.changed` and `nearest` compute the same divergence, a tile at a time.
 """
 
 from __future__ import annotations
