@@ -40,7 +40,7 @@ namespace {
 
 constexpr int64_t DECODE_MIN_TASKS = 32;  // per call, where parts of DECODE_MIN_PART keys allow it
 constexpr int64_t DECODE_MIN_PART = 512;
-constexpr double WORK_PER_MULTIPLICATION = 4;  // bound by memory, one takes as long as so many of a matrix product
+constexpr double WORK_PER_MULTIPLICATION = 4;  // of a matrix product: decoding waits for memory
 constexpr int64_t DECODE_MEMORY_BYTES = int64_t(64) << 20;  // of k and v, which are expected in no cache from here on
 static_assert(DECODE_KEYS / 2 % COLUMNS == 0, "blocks are whole panels");
 static_assert(DECODE_KEYS <= MAX_BLOCK_KEYS, "a row can add a block");

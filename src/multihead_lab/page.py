@@ -6,17 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from multihead.files import write_atomically
-from multihead.viewer.page import (
-    bundle_script,
-    hash_of_script,
-    installed_version,
-    json_in_script,
-    load_template,
-    read_package_file,
-)
+from multihead.viewer.page import installed_version, render_page
 from multihead_lab.report import build_chapters
 from multihead_lab.run import Answers
 from multihead_lab.tasks import ROWS
@@ -40,8 +31,12 @@ def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "e
 def page(answers: Answers, *, lang: str = "en") -> str:
     """Render the page: one HTML file with its style, script and data, which makes no network requests."""
     phrases = language(lang)
-    source = bundle_script("multihead_lab/static/lab.js")
-    return load_template("multihead_lab/static/lab.html").render(
+    return render_page(
+        "multihead_lab/static/lab.html",
+        "multihead_lab/static/lab.js",
+        ("viewer/static/shared/base.css", "multihead_lab/static/lab.css"),
+        texts=_texts_of_script(phrases),
+        data=_data_of_script(answers, phrases),
         lang=lang,
         words=phrases.words,
         title=phrases.words["page title"],
@@ -50,13 +45,6 @@ def page(answers: Answers, *, lang: str = "en") -> str:
         facts=_facts_of_answers(answers, phrases),
         chapters=build_chapters(answers, phrases),
         foot=phrases.translate("foot", version=installed_version(), seed=answers.seed),
-        style=Markup(
-            read_package_file("viewer/static/shared/base.css") + read_package_file("multihead_lab/static/lab.css")
-        ),
-        script=Markup(source),
-        script_hash=hash_of_script(source),
-        texts=Markup(json_in_script(_texts_of_script(phrases))),
-        data=Markup(json_in_script(_data_of_script(answers, phrases))),
     )
 
 

@@ -1,8 +1,8 @@
 """Count shards one after the other in this process, and sum up what a run has counted.
 
-A shard that cannot be counted leaves a file with the reason. Without the file, the runs of `--shard i/n` could not tell
-a shard that another run has still to count from a shard that nobody can count, and a census with one damaged file would
-have no table.
+A file with the reason is written for a shard that cannot be counted. Without the file, the runs of `--shard i/n` could
+not tell a shard that another run has still to count from a shard that nobody can count, and a census with one damaged
+file would have no table.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Results:
         folder: the directory of the census.
         progress: how far the run is.
         report: called with the progress after each change.
-        failed: shard -> why it has no result. The directory stores this too, so that another process can tell a shard
-            that cannot be counted from one that is not counted yet.
+        failed: shard -> why the shard has no result. The directory stores the reasons too, so that another process can
+            tell a shard that cannot be counted from one that is not counted yet.
     """
 
     plan: Plan

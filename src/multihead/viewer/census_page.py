@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError
 from multihead.files import check_writable, write_atomically
@@ -25,19 +24,12 @@ from multihead.probes.probe import SHARE
 from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import Of
 from multihead.viewer.columns import describe_column, legend_of_kinds
-from multihead.viewer.page import (
-    bundle_script,
-    hash_of_script,
-    installed_version,
-    json_in_script,
-    load_template,
-    read_package_file,
-)
+from multihead.viewer.page import installed_version, render_page
 
 if TYPE_CHECKING:
     from multihead.counting.result import Census
 
-STYLES = ("shared/base.css", "shared/heads.css", "shared/page.css", "census/census.css")
+STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "census/census"))
 """The style sheets of the page, in their order."""
 
 MOST_CHANGED = 6
@@ -102,7 +94,7 @@ def write_census_page(
     data = page_data(runs, lang)
     strongest = [each.heads["examples"].to_pylist() for each in runs]
     for kept in range(max(each.plan.examples for each in runs), -1, -1):
-        page = _render_page(data | {"kept": kept} | _examples_of_runs(runs, strongest, kept), runs, lang)
+        page = _render_census(data | {"kept": kept} | _examples_of_runs(runs, strongest, kept), runs, lang)
         if len(page) <= max_bytes:
             write_atomically(path, page)
             return path
@@ -385,11 +377,15 @@ def _labelled_facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str,
     return [*found, (words["fact.examples"], str(kept))]
 
 
-def _render_page(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
-    """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
+def _render_census(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
+    """Render the page as UTF-8 bytes."""
     words = section(lang, "common", "page", "census page")
-    source = bundle_script("viewer/static/census/page.js")
-    html = load_template("viewer/static/census/census.html").render(
+    html = render_page(
+        "viewer/static/census/census.html",
+        "viewer/static/census/page.js",
+        STYLES,
+        texts=words,
+        data=data,
         title=data["title"],
         lang=lang,
         words=words,
@@ -397,11 +393,6 @@ def _render_page(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
         two=len(runs) > 1,
         kinds=any(run["kinds"] for run in data["runs"]),
         facts=_labelled_facts(runs, data["kept"], lang),
-        style=Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
-        script=Markup(source),
-        script_hash=hash_of_script(source),
-        texts=Markup(json_in_script(words)),
-        data=Markup(json_in_script(data)),
         foot=text("census page.foot", lang, version=installed_version()),
     )
     return html.encode("utf-8", "replace")

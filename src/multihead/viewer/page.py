@@ -11,7 +11,7 @@ import hashlib
 import json
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,38 @@ def _bundle_module(path: str) -> str:
             "Write import { name } from './file.js' or export const/function/class."
         )
     return f"modules['{path}'] = (() => {{\n{body}return {{ {names} }};\n}})();"
+
+
+def render_page(
+    template: str,
+    script: str,
+    styles: Iterable[str],
+    *,
+    texts: Mapping[str, Any],
+    data: Mapping[str, Any],
+    **values: object,
+) -> str:
+    """Render a page as one HTML file with its style, script and data, which makes no network requests.
+
+    Args:
+        template: the path of the template, see `load_template`.
+        script: the path of the script's entry module, see `bundle_script`.
+        styles: the paths of the style sheets, in their order.
+        texts: the texts that the script shows.
+        data: the data of the script; it cannot end its script tag, because it is never HTML.
+        values: the other values of the template.
+    """
+    found, source = load_template(template), bundle_script(script)
+    from markupsafe import Markup  # a part of jinja2
+
+    return found.render(
+        style=Markup("\n".join(map(read_package_file, styles))),
+        script=Markup(source),
+        script_hash=hash_of_script(source),
+        texts=Markup(json_in_script(texts)),
+        data=Markup(json_in_script(data)),
+        **values,
+    )
 
 
 def installed_version() -> str:

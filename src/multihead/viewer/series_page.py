@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from multihead.errors import ArgumentError
@@ -19,19 +18,12 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, text
 from multihead.probes.probe import SHARE
 from multihead.viewer.columns import describe_column
-from multihead.viewer.page import (
-    bundle_script,
-    hash_of_script,
-    installed_version,
-    json_in_script,
-    load_template,
-    read_package_file,
-)
+from multihead.viewer.page import installed_version, render_page
 
 if TYPE_CHECKING:
     from multihead.observation.time_series import TimeSeries
 
-STYLES = ("shared/base.css", "shared/heads.css", "series/series.css")
+STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "series/series"))
 """The style sheets of the page, in their order."""
 
 MOST_NUMBERS = 1 << 21
@@ -67,17 +59,17 @@ class HeadFilm:
 def film_of_series(series: TimeSeries, *, lang: str = "en", height: int = 720) -> HeadFilm:
     """Return the page of a series for a notebook; see `TimeSeries.view`."""
     check_integer("height", height)
-    page = render_page(series, lang)
+    page = render_series(series, lang)
     return HeadFilm(page, height, text("series.title", lang))
 
 
 def write_series_page(series: TimeSeries, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
     """Write the page of a series, completely or not at all; see `TimeSeries.report`."""
-    write_atomically(path, render_page(series, lang))
+    write_atomically(path, render_series(series, lang))
     return Path(path)
 
 
-def render_page(series: TimeSeries, lang: str) -> str:
+def render_series(series: TimeSeries, lang: str) -> str:
     """Render the page: one HTML file with its style, script and data, which makes no network requests.
 
     Raises:
@@ -88,8 +80,12 @@ def render_page(series: TimeSeries, lang: str) -> str:
         raise ArgumentError("The series has no step to show.", "Run some training steps inside the watch first.")
     words = section(lang, "common", "page", "series")
     data, every = page_data(series, lang)
-    source = bundle_script("viewer/static/series/page.js")
-    return load_template("viewer/static/series/series.html").render(
+    return render_page(
+        "viewer/static/series/series.html",
+        "viewer/static/series/page.js",
+        STYLES,
+        texts=words,
+        data=data,
         title=words["title"],
         lang=lang,
         words=words,
@@ -100,11 +96,6 @@ def render_page(series: TimeSeries, lang: str) -> str:
             (words["fact.steps"], f"{len(series.steps):,}"),
             (words["fact.statistics"], str(len(series.statistics))),
         ],
-        style=Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
-        script=Markup(source),
-        script_hash=hash_of_script(source),
-        texts=Markup(json_in_script(words)),
-        data=Markup(json_in_script(data)),
         foot=text("series.foot", lang, version=installed_version()),
     )
 

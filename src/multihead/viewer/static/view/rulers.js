@@ -63,7 +63,7 @@ function above(pen, pane, layer, side, pointed) {
 }
 
 // The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map and its
-// strips, which are so many pixels high.
+// strips; `strips` is the height of the strips in pixels.
 export function captions(pen, pane, layer, sides, strips) {
   const worded = { x: pane.x >= WORDS && sides.key.text && !pane.phone, y: pane.y >= WORDS && sides.query.text && !pane.phone };
   face(pen, false, 'faint');
