@@ -31,8 +31,9 @@ from multihead.errors.arguments import (
 )
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
-from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin, listeners
+from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin
 from multihead.kernels.explanation import Explanation, explain_request
+from multihead.kernels.head_changes import is_call_followed
 from multihead.kernels.native import eager
 from multihead.kernels.quantised import dequantise
 from multihead.layer.arguments import InputWidths, LayerCall, check_bias_signature, check_is_cache, projection_dtype
@@ -437,9 +438,9 @@ class MultiHeadAttention(nn.Module):
     def _build_request(
         self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
     ) -> AttentionRequest:
-        """Build the attention request of a call, with its origin if there are listeners."""
+        """Build the attention request of a call, with its origin if a listener or a change of heads needs it."""
         origin, cache, padding = None, call.cache, call.padding
-        if listeners():
+        if is_call_followed():
             continued = None if cache is None else cache.last_call_position
             lengths, crosses = padding.packed_lengths, call.is_cross_attention
             origin = CallOrigin(
