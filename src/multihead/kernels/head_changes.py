@@ -28,7 +28,17 @@ from multihead.tensors.undo import Undo
 
 
 class HeadChange(Protocol):
-    """A change to the outputs of some heads of one model, while it is active."""
+    """A change to the outputs of some heads of one model, while it is active.
+
+    Attributes:
+        state: a value that equal changes share, which a key/value cache remembers; None for a change after which a
+            cache may be continued without it.
+    """
+
+    @property
+    def state(self) -> object:
+        """See the class."""
+        ...
 
     def concerns(self, module: nn.Module) -> bool:
         """Whether a module is the model, or a part of it."""
@@ -96,6 +106,23 @@ def change_output(request: AttentionRequest, output: Tensor) -> tuple[Tensor, Te
         if more is not None:
             factors = more if factors is None else factors * more
     return output, None if factors is None else factors.expand(output.shape[:3])
+
+
+def states_of(module: nn.Module) -> frozenset[object] | None:
+    """Return the states of the active changes of the model that a module is part of; None if any cache may be used."""
+    states = frozenset(change.state for change in active if change.concerns(module))
+    return None if None in states else states
+
+
+def check_same_states(filled: frozenset[object], states: frozenset[object] | None) -> None:
+    """Raise a ModelError if a key/value cache that was filled under `filled` is continued under other changes."""
+    if states is not None and states != filled:
+        then, now = ("heads switched off" if each else "all heads on" for each in (filled, states))
+        raise ModelError(
+            f"The key/value cache was filled with {then if then != now else 'other heads switched off'}, and is "
+            f"continued with {now}.",
+            "Start with an empty cache, or give allow_mixed=True to mh.ablate or mh.scale_heads.",
+        )
 
 
 def reject_split_call(request: AttentionRequest) -> None:

@@ -361,6 +361,7 @@ class MultiHeadAttention(nn.Module):
             call.check_packing(packing)
         if cache is not None:
             call.check_cache(cache)
+            cache.check_same_heads(self)
             call.cached_memory = None if call.is_self_attention else cache.memory
         if call.lengths is None and call.memory_lengths is None and packing is None:
             return x, memory, values
