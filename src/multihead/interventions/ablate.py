@@ -170,18 +170,11 @@ class Intervention:
     @property
     def content(self) -> object:
         """A value that is equal for two interventions that change the same heads in the same way."""
-        positions = (
-            (self.positions.start, self.positions.stop, self.positions.step)
-            if (isinstance(self.positions, slice))
-            else self.positions
-        )
-        return frozenset(self.heads.items()), self.replacement, positions, self.samples
+        return frozenset(self.heads.items()), self.replacement, repr(self.positions), self.samples
 
     def __repr__(self) -> str:
-        how = {Scaled: "scaled", Mean: "by mean", Resampled: "by resample"}[type(self.replacement)]
-        if isinstance(self.replacement, Scaled) and not any(self.heads.values()):
-            how = "by zero"
-        return f"<Intervention on {', '.join(map(str, self.heads))}: {how}>"
+        heads = (f"{key} {self.replacement.describe(factor)}" for key, factor in self.heads.items())
+        return f"<Intervention: {', '.join(heads)}>"
 
     def __enter__(self) -> Intervention:
         if self._running is not None:

@@ -21,6 +21,10 @@ class Replacement(Protocol):
         """Whether the result depends on which token each query is."""
         ...
 
+    def describe(self, factor: float) -> str:
+        """Say what becomes of a head with this factor, such as "times 0"."""
+        ...
+
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new output of some heads, and the factors of their own outputs.
 
@@ -42,6 +46,10 @@ class Scaled:
 
     needs_tokens = False
 
+    def describe(self, factor: float) -> str:
+        """Return the factor, see `Replacement.describe`."""
+        return f"times {factor:g}"
+
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Scale the output of heads, see `Replacement.replace`."""
         scaled = own * factors[:, None, None]
@@ -54,6 +62,10 @@ class Mean:
 
     means: HeadMeans
     needs_tokens = True
+
+    def describe(self, _: float) -> str:
+        """Return the same for every head, see `Replacement.describe`."""
+        return "by its mean"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by their means, see `Replacement.replace`."""
@@ -74,6 +86,10 @@ class Resampled:
 
     seed: int = 0
     needs_tokens = True
+
+    def describe(self, _: float) -> str:
+        """Return the same for every head, see `Replacement.describe`."""
+        return "by that of another text"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by that of another text, see `Replacement.replace`."""
