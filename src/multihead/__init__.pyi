@@ -2,6 +2,8 @@ from multihead import compat, errors, export, kinds, masks, parallel, probes, sc
 from multihead.counting.result import Census
 from multihead.counting.run import census
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
+from multihead.interventions.ablate import ablate, scale_heads
+from multihead.interventions.means import HeadMeans, head_means
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
 from multihead.layer.cache import KeyValueCache
@@ -17,12 +19,14 @@ from multihead.viewer.looking import look
 
 __all__ = [
     "Census",
+    "HeadMeans",
     "KeyValueCache",
     "MultiHeadAttention",
     "QKNorm",
     "Record",
     "Rotary",
     "Watch",
+    "ablate",
     "attention",
     "attention_weights",
     "attention_with_logsumexp",
@@ -31,6 +35,7 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "head_means",
     "kinds",
     "look",
     "masks",
@@ -40,6 +45,7 @@ __all__ = [
     "parallel",
     "probes",
     "qk_clip_factors",
+    "scale_heads",
     "scores",
     "split_heads",
     "statistics",

@@ -17,7 +17,7 @@ from multihead.errors.arguments import (
     check_slice,
     raise_unknown_keywords,
 )
-from multihead.kernels import sequence_split
+from multihead.kernels import head_changes, sequence_split
 from multihead.kernels.batch_dims import BatchDims
 from multihead.kernels.call import (
     AttentionArguments,
@@ -440,10 +440,12 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     Args:
         request: the checked request of the call.
         kernel: the name of the kernel to run; None chooses one.
-        published: whether listeners receive the call.
+        published: whether active changes of heads apply to the call, and listeners receive it.
     """
     sequence = sequence_split.active
     if sequence is not None:
+        if head_changes.active:
+            head_changes.reject_split_call(request)
         return sequence.attend(request, kernel=kernel)
     heard = published and bool(listeners()) and not is_traced()  # a traced tensor has no values for listeners
     if heard:
@@ -462,6 +464,9 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
             attended = chosen.attend(cleaned, bounds)
             if bad_rows is not None:
                 attended = make_rows_nan(attended, bad_rows)
+    if published and head_changes.active:
+        output, factors = head_changes.change_output(request, attended.output)
+        attended = replace(attended, output=output, head_factors=factors)
     if heard:
         publish(AttentionCall(request.with_dequantised_keys(), attended))
     return attended

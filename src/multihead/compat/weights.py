@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from multihead.functional import attend
+from multihead.kernels import head_changes
 from multihead.kernels.call import AttentionRequest, listeners
 from multihead.kernels.dense_tile import hidden_cells, visible_cells, without_autocast, without_qkv, working_dtype
 from multihead.kernels.nonfinite import replace_nonfinite
@@ -58,6 +59,8 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     dropped = dropout(weights, request.dropout)
     with without_autocast(request.shape.device):
         output = dropped @ v.to(dropped.dtype)
+    if head_changes.active:
+        output = head_changes.change_output(request, output)[0]
     return output.to(dtype), (dropped.mean(1) if average else dropped).to(dtype)
 
 

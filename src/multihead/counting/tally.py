@@ -33,8 +33,9 @@ from multihead.kernels.choose import drop_plans_at_end
 from multihead.models.huggingface import install
 from multihead.models.packed import leave_out_padding
 from multihead.observation.layer_filter import LayerFilter
+from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
-from multihead.observation.observe import module_names, recording_calls
+from multihead.observation.observe import recording_calls
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
 from multihead.probes.catalogue import DEFAULT

@@ -1,1 +1,1 @@
-"""Change the output of single heads while a model runs, and measure what changes in its predictions."""
+"""Switch heads of a model off, or scale their outputs, to see what they are for."""

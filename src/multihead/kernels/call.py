@@ -163,11 +163,14 @@ class AttentionResult:
         output: (batch, heads, queries, value_dim), in the dtype of q.
         logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf for a query that sees no key.
         statistics: the statistics of `request.wanted` that the kernel measured with the output.
+        head_factors: (batch, heads, queries), the factor by which each head's own output was changed, NaN where another
+            vector replaced it; None if nothing changed it (`kernels/head_changes.py`).
     """
 
     output: Tensor
     logsumexp: Tensor
     statistics: dict[Part, Tensor] = field(default_factory=dict)
+    head_factors: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from multihead.kernels import head_changes
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult, listeners, publish, wanted_parts
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
@@ -71,8 +72,10 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
             output, weights = _AttentionPerHead.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             output, weights = _forward_per_head(*arguments)
+        output, factors = head_changes.change_output(request, output) if head_changes.active else (output, None)
         if listeners():
-            publish(AttentionCall(request, AttentionResult(output, _logsumexp_per_head(request))))
+            attended = AttentionResult(output, _logsumexp_per_head(request), head_factors=factors)
+            publish(AttentionCall(request, attended))
     return output, weights
 
 

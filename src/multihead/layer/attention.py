@@ -31,8 +31,9 @@ from multihead.errors.arguments import (
 )
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
-from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin, listeners
+from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin
 from multihead.kernels.explanation import Explanation, explain_request
+from multihead.kernels.head_changes import is_call_followed
 from multihead.kernels.native import eager
 from multihead.kernels.quantised import dequantise
 from multihead.layer.arguments import InputWidths, LayerCall, check_bias_signature, check_is_cache, projection_dtype
@@ -360,6 +361,7 @@ class MultiHeadAttention(nn.Module):
             call.check_packing(packing)
         if cache is not None:
             call.check_cache(cache)
+            cache.check_same_heads(self)
             call.cached_memory = None if call.is_self_attention else cache.memory
         if call.lengths is None and call.memory_lengths is None and packing is None:
             return x, memory, values
@@ -437,9 +439,9 @@ class MultiHeadAttention(nn.Module):
     def _build_request(
         self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
     ) -> AttentionRequest:
-        """Build the attention request of a call, with its origin if there are listeners."""
+        """Build the attention request of a call, with its origin if a listener or a change of heads needs it."""
         origin, cache, padding = None, call.cache, call.padding
-        if listeners():
+        if is_call_followed():
             continued = None if cache is None else cache.last_call_position
             lengths, crosses = padding.packed_lengths, call.is_cross_attention
             origin = CallOrigin(

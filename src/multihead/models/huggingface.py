@@ -20,7 +20,8 @@ from multihead.compat.torch_nn.replace import replace_until_undone
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
-from multihead.kernels.call import AttentionRequest, CallOrigin, listeners
+from multihead.kernels.call import AttentionRequest, CallOrigin
+from multihead.kernels.head_changes import is_call_followed
 from multihead.kernels.native import eager
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import slice_to_rank
@@ -55,7 +56,7 @@ class KeyOffsetAndPadding:
 
 
 call_key_positions: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_key_positions", default=None)
-"""Set while listeners receive an attention call; None if the call does not come from a Hugging Face model."""
+"""Set while a listener receives an attention call or its heads are changed; None if no Hugging Face model makes it."""
 
 
 def install(model: nn.Module, report: Report = raise_bypass_error) -> Undo:
@@ -161,8 +162,8 @@ def transformers_attention(
     if attended is not None and not returned:
         output, weights = attended[0], None
     else:
-        if start is None:  # the mask does not need the position, but listeners measure distances
-            start = 0 if not listeners() or is_cross_attention(module) else max(keys - query.shape[2], 0)
+        if start is None:  # the mask does not need the position, but followers of calls do
+            start = 0 if not is_call_followed() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
         output, logsumexp = _attend_and_publish(request, attention_mask) if attended is None else attended[:2]
@@ -232,12 +233,12 @@ def _returns_weights(options: dict[str, object]) -> bool:
 
 
 def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a call with `call_key_positions` set from its mask, for the listeners.
+    """Compute a call with `call_key_positions` set from its mask, for what follows calls.
 
     Returns:
         the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries).
     """
-    if not listeners():
+    if not is_call_followed():
         attended = attend(request)
         return attended.output, attended.logsumexp
     place = KeyOffsetAndPadding()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.kernels.call import CallOrigin
+from multihead.kernels.call import AttentionRequest, CallOrigin
 from multihead.models.lazy_mask import LazyMask
 from multihead.tensors.undo import Undo
 
@@ -157,6 +157,23 @@ class InputTracker:
         around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
         batch, *others = next((model.given.batches for model in around), ()) or (rows,)
         return 1 if not self.is_running or not batch or rows in others or rows % batch else max(rows // batch, 1)
+
+    def tokens_until_query(self, name: str, request: AttentionRequest, key_offset: int) -> Tensor | None:
+        """Return which tokens up to the last query of a Hugging Face call are not padding.
+
+        Args:
+            name: the qualified name of the layer.
+            request: the call.
+            key_offset: position of the call's first key in the sequence.
+
+        Returns:
+            (batch, tokens) bool, whose last `queries` columns are the queries of the call; None if unknown.
+        """
+        tokens, shape = self.inputs_of_queries(name).tokens, request.shape
+        if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
+            return None
+        stop = min(key_offset + int(request.query_start) + shape.query_length, tokens.shape[1])
+        return tokens[:, :stop].to(shape.device)
 
     def encoder_inputs(self, name: str) -> TokenInputs:
         """Return the inputs of the encoder, for the cross-attention layer `name` of an encoder-decoder model.

@@ -130,9 +130,8 @@ class StatisticsMeasurer:
             parts = {**parts, **_measure_packed_texts(call, places, text[0], missing, context)}
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
-        output = None if request.dropout else call.attended.output
         found = shift_all_key_indices(
-            complete_statistics(request, logsumexp, probes, context, parts=parts, output=output), places
+            complete_statistics(request, logsumexp, probes, context, parts=parts, attended=call.attended), places
         )
         sees = real & (logsumexp.cpu() != -torch.inf)
 

@@ -18,6 +18,7 @@ from multihead.models.alignment import alignment_heads
 from multihead.models.packed import run_models_padded
 from multihead.models.pretrained import track_inputs
 from multihead.observation.layer_filter import LayerFilter
+from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder, Sums
@@ -155,11 +156,6 @@ def observe_with_sums(
             stacklevel=5,
         )
     recorder.check_complete(root)
-
-
-def module_names(root: nn.Module) -> dict[int, str]:
-    """Return id(module) -> qualified name for all modules of a model; the model itself is named after its class."""
-    return {id(module): name or type(module).__name__ for name, module in root.named_modules()}
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from multihead.masks.positions import SampleSpan
 from multihead.models import huggingface, pretrained
 from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
+from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.patches import text_of_patches
 from multihead.observation.record import Record
@@ -132,9 +133,7 @@ class Recorder:
     _counted: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
-    _counts: dict[str, int] = field(default_factory=dict)
-    _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # layer, q and k of the newest call
-    _pass: int = -1
+    _namer: LayerNamer = field(init=False)
     _spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
     _images: dict[str, Text | None] = field(default_factory=dict)  # the tokens of the image that a layer reads
@@ -148,6 +147,7 @@ class Recorder:
             if not probe.needs and probe.axes == "queries":
                 wanted |= probe.parts
         self.wanted = wanted
+        self._namer = LayerNamer(self.names, self.inputs)
         self._counted = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
 
     @property
@@ -167,9 +167,11 @@ class Recorder:
         if caller is None or id(caller.layer) not in self.names:
             return
         module, continued = caller.layer, caller.continued
-        self._begin_pass()
-        window = self._is_further_window(request, module)
-        name = self._numbered_layer_name(self.names[id(module)], again=window)
+        if self._namer.begins_pass():
+            self._pass_continues, self._spans = False, None
+            self._levels.clear()
+        name = self._namer.name_call(request, module)
+        window = self._namer.window
         keys = huggingface.call_key_positions.get()
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
         crosses = pretrained.is_cross_attention_call(caller, self.names[id(module)])
@@ -201,13 +203,6 @@ class Recorder:
         if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
             self._add_call(call, module, layer, state, offset)
 
-    def _begin_pass(self) -> None:
-        """Reset the state of one forward pass if another forward pass of the model has begun."""
-        if self.inputs.passes != self._pass or not self.inputs.is_running:
-            self._pass, self._pass_continues, self._spans, self._newest = self.inputs.passes, False, None, None
-            self._counts.clear()
-            self._levels.clear()
-
     def _record_of_layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer; at the layer's first call, create it."""
         if name not in self._layers:
@@ -215,22 +210,10 @@ class Recorder:
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
             split = _rank_part_of_layer(module, request, sequence_split.active) if grouped else None
-            self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
+            self._layers[name] = LayerRecord(
+                name, running_summary=summary, number=self._namer.numbers[name], split=split
+            )
         return self._layers[name]
-
-    def _is_further_window(self, request: AttentionRequest, module: nn.Module) -> bool:
-        """Whether q and k of a call directly follow q and k of the layer's previous call in memory.
-
-        A layer makes such calls if it attends within one image or window of a sample at a time.
-        """
-        newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
-        self._newest = module, q, k  # kept alive, so that no other tensor can reuse their memory
-        return newest is not None and newest[0] is module and all(map(_are_adjacent_in_memory, newest[1:], (q, k)))
-
-    def _numbered_layer_name(self, name: str, *, again: bool) -> str:
-        """Return "name", or "name#2" and so on for further calls in a forward pass; `again` repeats the last number."""
-        self._counts[name] = self._counts.get(name, 0) + (not again)
-        return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
 
     def _continues_call(
         self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, crosses: bool
@@ -490,7 +473,9 @@ class Recorder:
             if request.origin.crosses is False and request.shape.key_length == request.shape.query_length:
                 padding = real
         elif keys is not None:
-            real, padding = self._real_queries(request, name, keys.key_offset), keys.padding
+            padding = keys.padding
+            before = self.inputs.tokens_until_query(name, request, keys.key_offset)
+            real = None if before is None else before[:, before.shape[1] - request.shape.query_length :]
         if self._spans is None or not self._spans.fits_call(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change the tensor later
@@ -661,14 +646,6 @@ class Recorder:
         first_key = None if first else -start
         return self.measuring.probe_context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
 
-    def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
-        """Return which queries of a Hugging Face call are not padding, (batch, queries) bool; None if unknown."""
-        tokens, shape = self.inputs.inputs_of_queries(name).tokens, request.shape
-        if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
-            return None
-        begin = min(offset + int(request.query_start), tokens.shape[1] - shape.query_length)
-        return tokens[:, begin : begin + shape.query_length].to(shape.device)
-
     def check_complete(self, model: nn.Module) -> None:
         """Check that every layer that the user selected was recorded.
 
@@ -712,15 +689,6 @@ def _make_key_starts(
 
     state.num_keys = cache(lambda: starts_in_windows()[:, -1] + places.key_lengths(windows)[:, -1])
     return starts_in_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
-
-
-def _are_adjacent_in_memory(rows: Tensor, later: Tensor) -> bool:
-    """Whether `later` directly follows `rows` in the same storage; both are (batch, heads, rows, head_dim)."""
-    if rows.shape[:2] != later.shape[:2] or rows.stride() != later.stride() or not later.numel():
-        return False
-    if rows.untyped_storage().data_ptr() != later.untyped_storage().data_ptr():
-        return False
-    return later.storage_offset() == rows.storage_offset() + rows.shape[2] * rows.stride(2)
 
 
 class _TokensOnRank(NamedTuple):

@@ -250,7 +250,7 @@ def complete_statistics(
     *,
     parts: Parts,
     usual: bool = False,
-    output: Tensor | None = None,
+    attended: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics from the parts that a kernel measured, and measure the missing parts.
@@ -268,7 +268,9 @@ def complete_statistics(
     if len(ready) == len(probes):
         return ready
     left = [probe for probe in probes if probe.name not in ready]
-    ready |= measure_statistics(request, logsumexp, left, context, parts=parts, output=output, has_values=has_values)
+    ready |= measure_statistics(
+        request, logsumexp, left, context, parts=parts, attended=attended, has_values=has_values
+    )
     return {probe.name: ready[probe.name] for probe in probes}
 
 
@@ -279,7 +281,7 @@ def measure_statistics(
     context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts = MappingProxyType({}),
-    output: Tensor | None = None,
+    attended: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics without storing queries x keys, in the native kernel if it supports the call.
@@ -290,7 +292,7 @@ def measure_statistics(
         wanted: names of statistics, or probes.
         context: inputs of the probes besides q and k.
         parts: parts that have already been measured.
-        output: (batch, heads, queries, value_dim) of the call without dropout; None if unknown.
+        attended: the result of the call; None if unknown.
         has_values: whether `request.v` has values; False if it has the keys instead.
 
     Returns:
@@ -302,7 +304,7 @@ def measure_statistics(
     """
     probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
-        call = MeasuredCall.of(request, logsumexp, context, output=output)
+        call = MeasuredCall.of(request, logsumexp, context, attended=attended)
         wanted_parts = parts_of_probes(probes)
         all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
         all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets_of_parts(call, probes))
@@ -405,6 +407,10 @@ def measure_parts(
     if repeated and repeats.supports_call(call):
         found |= repeats.measure_repeats(call, repeated)
     found |= _measure_over_all_keys(call, parts - found.keys(), sets)
+    if call.attended is not None and call.attended.head_factors is not None and call.context.output_weight is not None:
+        weight = call.context.output_weight
+        norms = parts & {"contribution", "output_norm"}
+        found |= {part: weighted_values.norms_of_changed_heads(call, found[part], weight) for part in norms}
     if "induction_mass" in found and call.context.id_before is not None:
         found["induction_mass"] = found["induction_mass"] + lookups.weight_after_dropped_key(
             call, call.context.id_before
@@ -517,6 +523,5 @@ def statistics_of_call(
     parts = {
         part: value for part, value in attended.statistics.items() if context.first_key is None or part != FIRST_KEY
     }
-    output = None if request.dropout else attended.output
     probes = choose_probes(wanted, request, context)
-    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, output=output)
+    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, attended=attended)

@@ -536,8 +536,9 @@ def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
         for part, value in attended.statistics.items()
         if left_out is not None and part not in left_out
     }
+    factors = None if attended.head_factors is None else attended.head_factors[sample, :, rows]
     return AttentionCall(
-        part, AttentionResult(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept)
+        part, AttentionResult(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept, factors)
     )
 
 
@@ -653,7 +654,8 @@ def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
         part: value.masked_fill(~real, 0 if value.is_floating_point() else -1)
         for part, value in call.attended.statistics.items()
     }
-    return AttentionCall(replace(call.request, mask=mask), AttentionResult(call.attended.output, logsumexp, statistics))
+    attended = replace(call.attended, logsumexp=logsumexp, statistics=statistics)
+    return AttentionCall(replace(call.request, mask=mask), attended)
 
 
 def _insert_zeros(tensor: Tensor, axis: int, place: int, count: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.kernels import sequence_split
+from multihead.kernels import head_changes, sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, active
 from multihead.kernels.choose import PYTORCH_SPEEDUPS
 from multihead.kernels.native import library
@@ -102,6 +102,7 @@ def _band_and_query_start(
         or type(dropout) is not float
         or is_intercepted()
         or active()
+        or head_changes.active
         or sequence_split.active is not None
         or _operator is None
         or not type(q) is type(k) is type(v) is Tensor

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.errors.arguments import check_integer
+from multihead.kernels import head_changes
 from multihead.kernels.call import PositionInSequence
 from multihead.kernels.quantised import Scales, quantise
 from multihead.layer.cache.buffers import (
@@ -114,6 +115,7 @@ class KeyValueCache:
         self.memory: ProjectedMemory | None = None
         self._buffers: KeyValueBuffers | None = None
         self._progress: SlotCounts | None = None  # counts cached tokens, or in cross-attention queries
+        self._filled: frozenset[object] = frozenset()  # the changes of heads under which the cache was filled
         self._begin_sequence()
 
     def _begin_sequence(self) -> None:
@@ -356,6 +358,20 @@ class KeyValueCache:
             f"{len(self.memory.k)} samples of {self.memory.k.shape[2]} keys.",
             "Give the same memory at each step, or call cache.reset() to start over.",
         )
+
+    def check_same_heads(self, layer: nn.Module) -> None:
+        """Reject a call of a layer with other heads switched off than in the calls that filled the cache.
+
+        Raises:
+            ModelError: other heads are switched off.
+        """
+        if not head_changes.active and not self._filled:
+            return
+        states = head_changes.states_of(layer)
+        if self._progress is None and self.memory is None:
+            self._filled = states or frozenset()
+        else:
+            head_changes.check_same_states(self._filled, states)
 
     def check_window_fits_mask(self, mask: Mask) -> None:
         """Reject a mask that shows keys outside the window of the cache, which are dropped.

@@ -1,0 +1,379 @@
+"""`mh.ablate` and `mh.scale_heads`: switch heads of a model off, or scale their outputs, inside a context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, ModelError
+from multihead.errors.arguments import check_integer
+from multihead.interventions.followed import FollowedCall, follow_calls
+from multihead.interventions.heads import Head, HeadKey, attention_layers, resolve_heads
+from multihead.interventions.means import HeadMeans, Over, head_means
+from multihead.interventions.replacements import Mean, Replacement, Resampled, Scaled
+from multihead.kernels.head_changes import mark
+from multihead.layer.sharding import rank_heads
+from multihead.models.guarded_cache import guard_caches
+
+By = Literal["zero", "mean", "resample"]
+Positions: TypeAlias = "int | Sequence[int] | range | slice | None"
+_serials = count(1)
+
+
+def ablate(
+    model: nn.Module,
+    heads: Head | Iterable[Head],
+    *,
+    by: By = "zero",
+    positions: Positions = None,
+    samples: Sequence[int] | None = None,
+    reference: HeadMeans | Iterable[Any] | None = None,
+    mean_over: Over = "text",
+    seed: int = 0,
+    allow_mixed: bool = False,
+) -> Intervention:
+    """Switch heads of a model off inside a context: their output before the output projection is replaced.
+
+    The heads run as usual, so their attention maps stay those of the model's inputs; only what they write is replaced.
+    Of grouped heads a query head is switched off, and its key/value head stays for the others. A Hugging Face model
+    calls this library's attention inside the context, compiled models run eagerly, and `observe` may be active at the
+    same time: `output_norm` and `contribution` are then those of the replaced output. Contexts may be nested.
+
+    Args:
+        model: a module with attention layers of this library or its drop-ins, or a Hugging Face model.
+        heads: "L17 H4", (17, 4), a whole layer "L17", a list of these, or what `seen.find(...)`, `seen.nearest(...)`
+            and `seen.kinds()` return. Layers are numbered in the order in which they first run, as in tables.
+        by: what replaces the output: "zero"; "mean", the head's mean output over a reference; "resample", its output
+            at the same position of another text in the batch.
+        positions: the tokens whose output is replaced, counted from the first token of each text without padding, as
+            an int, ints or a slice; None for all.
+        samples: the texts of each batch whose heads are switched off, by index; None for all.
+        reference: for "mean", batches of the model's inputs, or the result of `head_means`.
+        mean_over: "text" takes a mean of the first tokens of the reference's texts and one of all other tokens, because
+            attention sinks make the first token special; "position" takes one mean per position.
+        seed: for "resample", which other text each text gets.
+        allow_mixed: allow a key/value cache that was filled under other interventions, see below.
+
+    Returns:
+        a context manager.
+
+    Raises:
+        ArgumentError: a head does not exist (the error names the nearest), the heads are all heads of the model, or an
+            option does not fit; raised before anything runs.
+        ModelError: `model` has no attention layer, or is of an unsupported family; at the end of the context: a named
+            head was never reached; in the context: a cache was filled under other
+            interventions, or the layer runs under activation checkpointing with use_reentrant=True.
+
+    Activation checkpointing with use_reentrant=False recomputes a layer with the heads of its forward pass if the
+    backward pass runs inside the context; outside of it torch raises a CheckpointError.
+
+    >>> import torch, multihead as mh
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2, bias=False)
+    >>> x = torch.randn(1, 5, 8)
+    >>> with mh.ablate(layer, "L0 H1"):
+    ...     without = layer(x)
+    >>> bool(torch.equal(without, layer(x)))
+    False
+    """
+    keys = resolve_heads(model, heads)
+    if by not in ("zero", "mean", "resample"):
+        raise ArgumentError(f"by is {by!r}.", 'Give "zero", "mean" or "resample".')
+    if by != "mean" and reference is not None:
+        raise ArgumentError(f'reference was given with by="{by}".', 'Use by="mean", or leave it out.')
+    if positions is None and samples is None and by != "resample":
+        _check_some_heads_stay(model, keys)
+    replacement: Replacement = Scaled()
+    if by == "resample":
+        replacement = Resampled(seed)
+    elif by == "mean":
+        replacement = Mean(_means_of_reference(model, reference, mean_over))
+    return Intervention(model, dict.fromkeys(keys, 0.0), replacement, positions, samples, allow_mixed=allow_mixed)
+
+
+def scale_heads(
+    model: nn.Module,
+    factors: Mapping[Any, float],
+    *,
+    positions: Positions = None,
+    samples: Sequence[int] | None = None,
+    allow_mixed: bool = False,
+) -> Intervention:
+    """Multiply the output of heads by factors inside a context, before the output projection.
+
+    Args:
+        model: see `ablate`.
+        factors: head or layer, as in `ablate` -> finite factor; 0 switches it off, 1 changes nothing.
+        positions: see `ablate`.
+        samples: see `ablate`.
+        allow_mixed: see `ablate`.
+
+    Returns:
+        a context manager.
+
+    Raises:
+        ArgumentError, ModelError: as in `ablate`, or a factor is not finite.
+
+    >>> import torch, multihead as mh
+    >>> layer, x = mh.MultiHeadAttention(embed_dim=8, num_heads=2), torch.randn(1, 5, 8)
+    >>> with mh.scale_heads(layer, {"L0 H0": 1.0}):
+    ...     same = layer(x)
+    >>> torch.allclose(same, layer(x), atol=1e-6)
+    True
+    """
+    if not isinstance(factors, Mapping):
+        raise ArgumentError(f"factors is a {type(factors).__name__}.", 'Give a dict such as {"L17 H4": 0.5}.')
+    for head, factor in factors.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor):
+            raise ArgumentError(f"The factor of {head} is {factor!r}.", "Give a finite number.")
+    resolve_heads(model, list(factors))  # all are checked before the first is used
+    found: dict[HeadKey, float] = {}
+    for head, factor in factors.items():
+        (key,) = resolve_heads(model, head)
+        if found.setdefault(key, float(factor)) != factor:
+            raise ArgumentError(f"{key} has the factors {found[key]} and {factor}.", "Give it one.")
+    return Intervention(model, found, Scaled(), positions, samples, allow_mixed=allow_mixed)
+
+
+class Intervention:
+    """A change to the outputs of some heads of a model, active inside a `with` block; made by `ablate`, `scale_heads`.
+
+    The same object may be entered again after its block has ended.
+
+    Attributes:
+        heads: head -> the factor of its output (0 where it is replaced).
+        replacement: what replaces the output.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: dict[HeadKey, float],
+        replacement: Replacement,
+        positions: Positions = None,
+        samples: Sequence[int] | None = None,
+        *,
+        allow_mixed: bool = False,
+    ) -> None:
+        self.model, self.heads, self.replacement, self.allow_mixed = model, heads, replacement, allow_mixed
+        self.positions = _checked_positions(positions)
+        self.samples = _checked_samples(samples)
+        self._running: _Run | None = None
+
+    @property
+    def content(self) -> object:
+        """A value that is equal for two interventions that change the same heads in the same way."""
+        return frozenset(self.heads.items()), self.replacement, repr(self.positions), self.samples
+
+    def __repr__(self) -> str:
+        heads = (f"{key} {self.replacement.describe(factor)}" for key, factor in self.heads.items())
+        return f"<Intervention: {', '.join(heads)}>"
+
+    def __enter__(self) -> Intervention:
+        if self._running is not None:
+            raise ArgumentError("This intervention is already active.", "Make another one with mh.ablate.")
+        run = _Run(self)
+        run.start()
+        self._running = run
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run, self._running = self._running, None
+        if run is not None:
+            run.stack.close()
+            if kind is None:
+                run.check_applied()
+
+
+@dataclass(eq=False)
+class _Run:
+    """One block in which an intervention is active.
+
+    Attributes:
+        intervention: the intervention.
+        stack: the contexts to leave at the end.
+        serial: a number that no other block of this process has.
+        reached: the heads whose output was changed for at least one token.
+        layers: name of a layer that ran -> its number.
+    """
+
+    intervention: Intervention
+    stack: ExitStack = field(default_factory=ExitStack)
+    serial: int = field(default_factory=_serials.__next__)
+    reached: dict[HeadKey, Tensor | bool] = field(default_factory=dict)
+    layers: dict[str, int] = field(default_factory=dict)
+    _heads: dict[str, tuple[list[HeadKey], Tensor, Tensor] | None] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Enter the contexts; leave them if one fails."""
+        with ExitStack() as stack:
+            model = self.intervention.model
+            state = None if self.intervention.allow_mixed else self.intervention.content
+            self.inputs = stack.enter_context(follow_calls(model, self.change, state=state))
+            stack.enter_context(guard_caches(model))
+            self.stack = stack.pop_all()
+
+    def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Change the output of a call, (batch, heads, queries, value_dim), as `HeadChange.change` does."""
+        self.layers.setdefault(call.name, call.number)
+        if call.name not in self._heads:
+            self._heads[call.name] = self._heads_of_layer(call)
+        found = self._heads[call.name]
+        if found is None:
+            return output, None
+        keys, heads, factors = found
+        heads, factors = heads.to(output.device), factors.to(output.device, output.dtype)
+        own = output.index_select(1, heads)
+        new, scales = self.intervention.replacement.replace(call, own, heads, factors)
+        where = self._where(call)  # (batch, queries)
+        if where is None:
+            touched: Tensor | bool = output.numel() > 0
+            of_query = scales[:, None]
+        else:
+            touched = where.any()
+            new = torch.where(where[:, None, :, None], new, own)
+            of_query = torch.where(where[:, None], scales[:, None], 1)  # (batch, heads, queries)
+        for key in keys:
+            self.reached[key] = touched | self.reached.get(key, False)
+        changed = mark(output.index_copy(1, heads, new), *self._marks(call))
+        ones = output.new_ones(1 if where is None else len(output), output.shape[1], of_query.shape[-1])
+        return changed, ones.index_copy(1, heads, of_query.expand(len(ones), -1, -1))
+
+    def _marks(self, call: FollowedCall) -> tuple[int, ...]:
+        """Return numbers that differ where a recomputed call would be changed in another way than in its forward."""
+        by_token = self._by_token
+        return self.serial, call.passes if by_token else 0, call.number
+
+    @property
+    def _by_token(self) -> bool:
+        """Whether the change depends on which token each query is."""
+        intervention = self.intervention
+        chosen = intervention.positions is not None or intervention.samples is not None
+        return chosen or intervention.replacement.needs_tokens
+
+    def _heads_of_layer(self, call: FollowedCall) -> tuple[list[HeadKey], Tensor, Tensor] | None:
+        """Return the changed heads of a layer: their keys, indices (heads,) int64 and factors; None if it has none."""
+        count, keys = call.request.shape.num_heads, []
+        chosen: dict[int, float] = {}
+        for key, factor in self.intervention.heads.items():
+            if key.layer in (call.number, call.name):
+                keys.append(key)
+                chosen |= dict.fromkeys(range(count) if key.head is None else [key.head], factor)
+        if not chosen:
+            return None
+        origin = call.request.origin
+        if origin is not None and rank_heads(origin.layer, call.request.shape.head_dim) is not None:
+            raise ModelError(
+                f"The heads of {call.name} are split over ranks, where heads cannot be switched off.",
+                "Run the model on one process.",
+            )
+        if max(chosen) >= count:
+            raise ArgumentError(
+                f"{call.name}, which ran as L{call.number}, has heads H0 to H{count - 1}, and no H{max(chosen)}.",
+                f"The nearest is L{call.number} H{count - 1}.",
+            )
+        return keys, torch.tensor(list(chosen)), torch.tensor(list(chosen.values()), dtype=torch.float64)
+
+    def _where(self, call: FollowedCall) -> Tensor | None:
+        """Return the queries whose output is changed, (batch, queries) bool; None for all."""
+        positions, samples = self.intervention.positions, self.intervention.samples
+        if positions is None and samples is None:
+            if not self.intervention.replacement.needs_tokens:
+                return None
+            return call.tokens.position >= 0
+        text, position = call.tokens
+        where = position >= 0
+        if isinstance(positions, slice):
+            first, stop, step = positions.start or 0, positions.stop, positions.step or 1
+            where = where & (position >= first) & ((position - first) % step == 0)
+            where = where if stop is None else where & (position < stop)
+        elif positions is not None:
+            where = where & torch.isin(position, torch.tensor(positions, device=position.device))
+        if samples is not None:
+            where = where & torch.isin(text, torch.tensor(samples, device=text.device))
+        return where
+
+    def check_applied(self) -> None:
+        """Raise a ModelError if a named head was never reached."""
+        missed = [key for key in self.intervention.heads if not bool(self.reached.get(key, False))]
+        if not missed:
+            return
+        ran = ", ".join(f"L{number} {name}" for name, number in list(self.layers.items())[:4]) or "none"
+        more = f" and {len(self.layers) - 4} more" if len(self.layers) > 4 else ""
+        raise ModelError(
+            f"{', '.join(map(str, missed))} was never reached inside the context. The layers that ran are {ran}{more}.",
+            "Run the given model and not a copy of it, with inputs that reach these layers and have the positions and "
+            "samples.",
+        )
+
+
+def _means_of_reference(model: nn.Module, reference: HeadMeans | Iterable[Any] | None, over: Over) -> HeadMeans:
+    """Return the means to put in place of heads' outputs, computed from batches if necessary."""
+    if over not in ("text", "position"):
+        raise ArgumentError(f"mean_over is {over!r}.", 'Give "text" or "position".')
+    if reference is None:
+        raise ArgumentError(
+            'by="mean" needs a reference.',
+            "Give batches of the model's inputs as reference=, or what mh.head_means(model, batches) returns.",
+        )
+    if isinstance(reference, HeadMeans):
+        if over not in (reference.over, "text"):
+            raise ArgumentError(
+                f"mean_over is {over!r}, and the reference has means over {reference.over!r}.",
+                f'Compute it with mh.head_means(model, batches, over="{over}").',
+            )
+        return reference
+    if isinstance(reference, Tensor | Mapping):
+        reference = [reference]
+    return head_means(model, reference, over=over)
+
+
+def _check_some_heads_stay(model: nn.Module, keys: list[HeadKey]) -> None:
+    """Reject keys that name every head of the model."""
+    left = set()
+    for layer in attention_layers(model):
+        if layer.num_heads is None:
+            return
+        left |= {(layer.number, layer.name, head) for head in range(layer.num_heads)}
+    for key in keys:
+        left = {each for each in left if key.layer not in each[:2] or key.head not in (None, each[2])}
+    if not left:
+        raise ArgumentError("The heads are all heads of the model.", "Leave some on, or use by='resample'.")
+
+
+def _checked_positions(positions: Any) -> tuple[int, ...] | slice | None:
+    """Return positions as sorted ints or a slice; reject negative ones, because the end of a text may be unknown."""
+    if positions is None:
+        return None
+    if isinstance(positions, slice):
+        numbers = [each for each in (positions.start, positions.stop, positions.step) if each is not None]
+        if any(not isinstance(each, int) or each < 0 for each in numbers) or positions.step == 0:
+            raise ArgumentError(f"positions is {positions!r}.", "Give a slice from 0, such as slice(1, None).")
+        return positions
+    found = [positions] if isinstance(positions, int) else list(positions)
+    for each in found:
+        check_integer("positions", each, least=0)
+    if not found:
+        raise ArgumentError("positions is empty.", "Give the index of at least one token, or None for all.")
+    return tuple(sorted(set(found)))
+
+
+def _checked_samples(samples: Any) -> tuple[int, ...] | None:
+    """Return the indices of samples as sorted ints."""
+    if samples is None:
+        return None
+    found = [samples] if isinstance(samples, int) else list(samples)
+    for each in found:
+        check_integer("samples", each, least=0)
+    if not found:
+        raise ArgumentError("samples is empty.", "Give the index of at least one sample, or None for all.")
+    return tuple(sorted(set(found)))

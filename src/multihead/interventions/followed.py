@@ -1,0 +1,95 @@
+"""Follow the attention calls of a model: the layer that makes each, and the tokens of its queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from multihead.interventions.tokens import QueryTokens, TokenFinder
+from multihead.kernels.call import AttentionRequest
+from multihead.kernels.head_changes import changing
+from multihead.models import huggingface
+from multihead.models.pretrained import InputTracker, track_inputs
+from multihead.observation.layer_names import LayerNamer, module_names
+from multihead.tensors.tracing import is_in_backward_pass, run_uncompiled
+
+
+@dataclass(frozen=True, eq=False)
+class FollowedCall:
+    """An attention call of a model.
+
+    Attributes:
+        name: name of the layer, with "#2" and so on for further calls in one forward pass.
+        number: number of the layer, in the order in which the layers first ran.
+        request: the call.
+        passes: number of forward passes of the model so far.
+    """
+
+    name: str
+    number: int
+    request: AttentionRequest
+    passes: int
+    _finder: TokenFinder
+
+    @cached_property
+    def tokens(self) -> QueryTokens:
+        """The tokens that are the queries of the call."""
+        return self._finder.find(self.request, self.name.partition("#")[0])
+
+
+Change: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None]]
+"""Function that changes the output of a call; arguments and results are those of `HeadChange.change`."""
+
+
+@dataclass(eq=False)
+class _CallFollower:
+    """The `HeadChange` that passes each call of a model to a function."""
+
+    function: Change
+    inputs: InputTracker
+    names: dict[int, str]
+    state: object = None
+
+    def __post_init__(self) -> None:
+        self.namer, self.finder = LayerNamer(self.names, self.inputs), TokenFinder(self.inputs)
+
+    def concerns(self, module: nn.Module) -> bool:
+        """Whether a module is the model, or a part of it."""
+        return id(module) in self.names
+
+    def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Pass a call to the function, and return what the function returns."""
+        assert request.origin is not None
+        module = request.origin.layer
+        if is_in_backward_pass():
+            name = self.namer.name_recomputed_call(module)
+        else:
+            self.namer.begins_pass()
+            name = self.namer.name_call(request, module)
+        call = FollowedCall(name, self.namer.numbers[name], request, self.inputs.passes, self.finder)
+        return self.function(call, output)
+
+
+@contextmanager
+def follow_calls(model: nn.Module, function: Change, *, state: object = None) -> Iterator[InputTracker]:
+    """Pass the output of each attention call of a model to a function that may change it, while in this context.
+
+    A Hugging Face model calls this library's attention in this context, and a compiled model runs eagerly.
+
+    Args:
+        model: the model.
+        function: receives each call.
+        state: see `HeadChange.state`.
+    """
+    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    with ExitStack() as stack:
+        stack.enter_context(huggingface.install(root))
+        stack.enter_context(run_uncompiled())
+        inputs = stack.enter_context(track_inputs(root))
+        stack.enter_context(changing(_CallFollower(function, inputs, module_names(root), state)))
+        yield inputs

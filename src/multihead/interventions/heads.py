@@ -1,0 +1,219 @@
+"""Find the attention layers of a model before it runs, and the heads that names such as "L17 H4" stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+
+from torch import nn
+
+from multihead.errors import ArgumentError, ModelError
+from multihead.models.coverage import uses_attention_interface
+from multihead.models.pretrained import pretrained_models
+
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_layer", "h")
+_HEAD_NAME = re.compile(r"[Ll](\d+)(?:\s*[Hh](\d+))?")
+_EXAMPLES = 'Give for example "L17 H4", (17, 4), "L17" for a layer, a list of them, or what seen.find(...) returns.'
+
+
+@runtime_checkable
+class NamedHead(Protocol):
+    """A head that a record found, as `Record.find`, `kinds` and `nearest` return it."""
+
+    @property
+    def layer(self) -> int:
+        """Number of the layer."""
+
+    @property
+    def head(self) -> int:
+        """Index of the head in the layer."""
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+
+
+Head: TypeAlias = "str | tuple[int | str, int] | NamedHead"
+"""A head: "L17 H4", (17, 4), (name of the layer, 4), or a head that a record found; or a layer: "L17"."""
+
+
+class HeadKey(NamedTuple):
+    """A head, or all heads of a layer.
+
+    Attributes:
+        layer: number of the layer, as tables have it, or its name.
+        head: index of the head; None for all heads of the layer.
+    """
+
+    layer: int | str
+    head: int | None
+
+    def __str__(self) -> str:
+        layer = f"L{self.layer}" if isinstance(self.layer, int) else self.layer
+        return layer if self.head is None else f"{layer} H{self.head}"
+
+
+class AttentionLayer(NamedTuple):
+    """A module that computes attention.
+
+    Attributes:
+        number: index among the attention layers, in the order of the modules. Tables number layers in the order in
+            which they run, which is the same in most models.
+        name: qualified name of the module.
+        module: the module.
+        num_heads: number of query heads; None if unknown before the layer runs.
+    """
+
+    number: int
+    name: str
+    module: nn.Module
+    num_heads: int | None
+
+
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """Return the attention layers of a model: layers of this library, its drop-ins, and Hugging Face layers.
+
+    Raises:
+        ModelError: the model has none.
+    """
+    inside = any(True for _ in pretrained_models(model))
+    found: list[AttentionLayer] = []
+    for name, module in model.named_modules():
+        ours = type(module).__module__.startswith("multihead.")
+        heads = _count_heads(module)
+        torch_layer = inside and type(module) is nn.MultiheadAttention  # replaced while the context is active
+        if (ours and heads is not None) or torch_layer or (inside and uses_attention_interface(type(module))):
+            found.append(AttentionLayer(len(found), name or type(module).__name__, module, heads))
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__} has no attention layer of this library or of a Hugging Face model.",
+            "Call multihead.compat.torch_nn.replace(model, inplace=True) for layers of torch.nn, or build the model "
+            "with mh.MultiHeadAttention.",
+        )
+    return found
+
+
+def _count_heads(module: Any) -> int | None:
+    """Return the number of query heads of an attention layer; None if no attribute tells it."""
+    q_proj, head_dim = getattr(module, "q_proj", None), getattr(module, "head_dim", None)
+    if isinstance(q_proj, nn.Linear) and isinstance(head_dim, int) and q_proj.out_features % head_dim == 0:
+        return q_proj.out_features // head_dim  # not always the number in the configuration
+    for owner in (module, getattr(module, "config", None)):
+        for name in _HEAD_COUNTS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+                return count
+    return None
+
+
+def resolve_heads(model: nn.Module, heads: Head | Iterable[Head]) -> list[HeadKey]:
+    """Return the heads that the argument of `mh.ablate` names, each once.
+
+    Raises:
+        ArgumentError: the argument names no head, or one that does not exist; the error names the nearest that does.
+        ModelError: the model has no attention layers.
+    """
+    single = isinstance(heads, str | NamedHead) or _is_pair(heads)
+    if not single and (isinstance(heads, Mapping) or not isinstance(heads, Iterable)):
+        raise ArgumentError(f"The heads are {heads!r}.", _EXAMPLES)
+    items: list[Any] = [heads] if single else list(heads)  # type: ignore[arg-type]
+    keys = list(dict.fromkeys(head_key(item) for item in items))
+    if not keys:
+        raise ArgumentError("No head is named.", _EXAMPLES)
+    layers = attention_layers(model)
+    return list(dict.fromkeys(_existing_key(model, key, layers) for key in keys))
+
+
+def head_key(head: Head) -> HeadKey:
+    """Return the key of one head or layer.
+
+    Raises:
+        ArgumentError: it is not the name of a head.
+
+    >>> head_key("L17 H4"), head_key((2, 0)), head_key("L3")
+    (HeadKey(layer=17, head=4), HeadKey(layer=2, head=0), HeadKey(layer=3, head=None))
+    """
+    if isinstance(head, HeadKey):
+        return head
+    if isinstance(head, str) and (match := _HEAD_NAME.fullmatch(head.strip())) is not None:
+        layer, index = match.groups()
+        return HeadKey(int(layer), None if index is None else int(index))
+    if _is_pair(head):
+        first, index = cast("tuple[int | str, int]", head)
+        if isinstance(first, str) and (match := _HEAD_NAME.fullmatch(first.strip())) is not None and match[2] is None:
+            first = int(match[1])
+        return HeadKey(first, int(index))
+    if isinstance(head, NamedHead):
+        return HeadKey(head.name, head.head)
+    raise ArgumentError(f"{head!r} is not the name of a head.", _EXAMPLES)
+
+
+def _is_pair(value: object) -> bool:
+    """Whether a value is (layer, head)."""
+    if not isinstance(value, tuple) or isinstance(value, HeadKey) or len(value) != 2:
+        return isinstance(value, HeadKey)
+    first, second = value
+    return isinstance(first, int | str) and isinstance(second, int) and not isinstance(first, bool)
+
+
+def _existing_key(model: nn.Module, key: HeadKey, layers: list[AttentionLayer]) -> HeadKey:
+    """Return a key with the qualified name of its layer if it has a name; reject a head that no layer can have."""
+    if isinstance(key.layer, str):
+        module, sign, count = key.layer.partition("#")  # a further call of a layer is named "name#2"
+        named = [each for each in layers if _is_same_module(each.name, module)]
+        if len(named) != 1:
+            raise ArgumentError(
+                f"The model has {len(named) or 'no'} attention layers {key.layer!r}.",
+                f"Its layers are {_listed([each.name for each in layers])}.",
+            )
+        key, own = HeadKey(named[0].name + sign + count, key.head), named[0].num_heads
+        most = own
+    else:
+        # A module that runs several times is several layers.
+        repeated = max((_num_hidden_layers(each) for each in pretrained_models(model).values()), default=0)
+        if not 0 <= key.layer < max(len(layers), repeated):
+            raise _missing_head_error(key, layers)
+        # The order of the modules may not be that in which they run: a head that some layer has is checked later.
+        most = None if None in (known := [each.num_heads for each in layers]) else max(filter(None, known))
+    if key.head is not None and (key.head < 0 or (most is not None and key.head >= most)):
+        raise _missing_head_error(key, layers)
+    return key
+
+
+def _is_same_module(name: str, other: str) -> bool:
+    """Whether two qualified names may be those of one module, in a model and in a larger model around it."""
+    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
+def _num_hidden_layers(model: Any) -> int:
+    count = getattr(model.config, "num_hidden_layers", 0)
+    return count if isinstance(count, int) else 0
+
+
+def _missing_head_error(key: HeadKey, layers: list[AttentionLayer]) -> ArgumentError:
+    """Return the error for a head that does not exist, with the nearest that does."""
+    if isinstance(key.layer, str):
+        number = next(each.number for each in layers if each.name == key.layer.partition("#")[0])
+    else:
+        number = min(max(key.layer, 0), len(layers) - 1)
+    layer = layers[number]
+    nearest = f"L{number}"
+    if key.head is not None and layer.num_heads is not None:
+        nearest += f" H{min(max(key.head, 0), layer.num_heads - 1)}"
+    heads = "" if layer.num_heads is None else f", and L{number} has heads H0 to H{layer.num_heads - 1}"
+    return ArgumentError(
+        f"There is no head {key}: the model has layers L0 to L{len(layers) - 1}{heads}.",
+        f"The nearest is {nearest}.",
+    )
+
+
+def _listed(names: list[str], most: int = 6) -> str:
+    """Return names separated by commas, the first few of them if there are many."""
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def count_heads(layers: Iterable[AttentionLayer]) -> int | None:
+    """Return the number of heads of all layers together; None if that of a layer is unknown."""
+    counts = [each.num_heads for each in layers]
+    return None if None in counts else sum(count for count in counts if count is not None)

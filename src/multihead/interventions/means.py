@@ -1,0 +1,193 @@
+"""The mean output of every head over a set of texts, which `mh.ablate(by="mean")` puts in place of a head's output.
+
+Attention sinks make the first token of a text special: heads write another vector there than anywhere else. So a mean
+over texts has two vectors per head, one of the first tokens and one of all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.errors.optional import require
+from multihead.files import write_atomically
+from multihead.interventions.followed import FollowedCall, follow_calls
+
+Over = Literal["text", "position"]
+_FORMAT = "head means 1"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMeans:
+    """The mean output of each head, before the output projection.
+
+    Attributes:
+        vectors: name of a layer -> (rows, heads, value_dim) float64. The rows are the first token of a text and all
+            others (`over="text"`), or the positions (`over="position"`).
+        counts: name of a layer -> (rows,) int64, number of tokens in each mean.
+        over: over what the means are taken.
+    """
+
+    vectors: dict[str, Tensor]
+    counts: dict[str, Tensor]
+    over: Over = "text"
+
+    def __repr__(self) -> str:
+        tokens = max((int(count.sum()) for count in self.counts.values()), default=0)
+        return f"<HeadMeans of {len(self.vectors)} layers over {tokens:,} tokens, by {self.over}>"
+
+    def rows_of(self, name: str, position: Tensor) -> Tensor:
+        """Return the row of the means for each position, (batch, queries) int64; padding has the row 0.
+
+        Raises:
+            ArgumentError: the layer has no means, or a position is beyond those of the reference.
+        """
+        if name not in self.vectors:
+            raise ArgumentError(
+                f"The reference has no means of {name}.", "Compute them with mh.head_means on this model."
+            )
+        index = position.clamp(min=0)
+        if self.over == "text":
+            index = index.clamp(max=1)
+        rows = len(self.vectors[name])
+        furthest = int(index.max()) if index.numel() else 0
+        if furthest >= rows:
+            raise ArgumentError(
+                f"The text has a token at position {furthest:,}, and the texts of the reference have {rows:,} tokens.",
+                'Give longer texts as reference, or use mean_over="text".',
+            )
+        missing = (self.counts[name].to(index.device)[index] == 0) & (position >= 0)
+        if bool(missing.any()):
+            raise ArgumentError(
+                "The texts of the reference have a single token, so there is no mean of later tokens.",
+                "Give longer texts as reference.",
+            )
+        return index
+
+    def save(self, file: str | Path) -> None:
+        """Write the means to one safetensors file, completely or not at all.
+
+        Raises:
+            InputError: the file cannot be written.
+            MissingPackageError: safetensors is not installed.
+        """
+        require("safetensors", purpose="Saving means of heads", extra="view")
+        from safetensors.torch import save
+
+        tensors = {f"vectors.{name}": value.contiguous() for name, value in self.vectors.items()}
+        tensors |= {f"counts.{name}": value.contiguous() for name, value in self.counts.items()}
+        header = {"multihead": json.dumps({"format": _FORMAT, "over": self.over})}
+        write_atomically(str(file), save(tensors, header))
+
+    @staticmethod
+    def load(file: str | Path) -> HeadMeans:
+        """Read means that `save` wrote.
+
+        Raises:
+            InputError: the file cannot be read, or has no means of heads.
+            MissingPackageError: safetensors is not installed.
+        """
+        require("safetensors", purpose="Loading means of heads", extra="view")
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(file), "pt") as opened:
+                header = json.loads((opened.metadata() or {}).get("multihead", "{}"))
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+        except (OSError, SafetensorError, ValueError) as error:
+            raise InputError(
+                f"{str(file)!r} cannot be read: {error}.", "Give a file that HeadMeans.save wrote."
+            ) from None
+        vectors = {name[8:]: each for name, each in tensors.items() if name.startswith("vectors.")}
+        counts = {name[7:]: each for name, each in tensors.items() if name.startswith("counts.")}
+        fits = header.get("format") == _FORMAT and header.get("over") in ("text", "position")
+        fits = fits and vectors.keys() == counts.keys()
+        if not fits or any(each.dim() != 3 or len(each) != len(counts[name]) for name, each in vectors.items()):
+            raise InputError(f"{str(file)!r} has no means of heads.", "Give a file that HeadMeans.save wrote.")
+        return HeadMeans(vectors, counts, header["over"])
+
+
+def head_means(model: nn.Module, batches: Iterable[Any], *, over: Over = "text") -> HeadMeans:
+    """Compute the mean output of every head of a model over texts, before the output projection.
+
+    Padding is left out. Running the model is up to its forward: no gradients are computed, and dropout is as the model
+    is set.
+
+    Args:
+        model: a module with attention layers of this library, or a Hugging Face model.
+        batches: what to call the model with: dicts of arguments (as tokenizers return them), tuples, or tensors.
+        over: "text": one mean of the first tokens of the texts, and one of all other tokens; "position": one mean per
+            position in a text.
+
+    Returns:
+        the means, for `mh.ablate(..., by="mean", reference=means)`.
+
+    Raises:
+        ArgumentError: `over` does not exist, or there are no batches.
+        ModelError: no attention layer of the model ran.
+
+    >>> import torch, multihead as mh
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    >>> means = mh.head_means(layer, [torch.randn(4, 10, 8)])
+    >>> means
+    <HeadMeans of 1 layers over 40 tokens, by text>
+    """
+    if over not in ("text", "position"):
+        raise ArgumentError(f"over is {over!r}.", 'Give "text" or "position".')
+    sums = _Sums(over)
+    count = 0
+    with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(follow_calls(model, sums.add))
+        for batch in batches:
+            run_batch(model, batch)
+            count += 1
+    if not count:
+        raise ArgumentError("There are no batches.", "Give an iterable of the model's inputs.")
+    if not sums.totals:
+        raise ModelError(
+            f"No attention layer of {type(model).__name__} ran.", "Give the model whose heads you want to switch off."
+        )
+    means = {name: total / sums.counts[name].clamp(min=1)[:, None, None] for name, total in sums.totals.items()}
+    return HeadMeans(means, sums.counts, over)
+
+
+def run_batch(model: nn.Module, batch: Any) -> object:
+    """Call a model with a dict of arguments, a tuple of them, or one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+@dataclass(eq=False)
+class _Sums:
+    """Sums of the heads' outputs, (rows, heads, value_dim) float64, and numbers of tokens, (rows,), by layer."""
+
+    over: Over
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
+        """Add the output of a call, (batch, heads, queries, value_dim), and return it unchanged."""
+        position = call.tokens.position
+        real = position >= 0
+        rows = position[real].clamp(max=1) if self.over == "text" else position[real]
+        vectors = output.detach().transpose(1, 2)[real].double().cpu()  # (tokens, heads, value_dim)
+        rows = rows.cpu()
+        needed = max(2 if self.over == "text" else 0, int(rows.max()) + 1 if len(rows) else 0)
+        total, count = self.totals.get(call.name), self.counts.get(call.name)
+        if total is None or count is None:
+            total, count = vectors.new_zeros(0, *vectors.shape[1:]), torch.zeros(0, dtype=torch.int64)
+        if needed > len(total):
+            total = torch.cat([total, total.new_zeros(needed - len(total), *total.shape[1:])])
+            count = torch.cat([count, count.new_zeros(needed - len(count))])
+        self.totals[call.name] = total.index_add(0, rows, vectors)
+        self.counts[call.name] = count + rows.bincount(minlength=len(count))
+        return output, None

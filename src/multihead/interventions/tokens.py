@@ -1,0 +1,108 @@
+"""Find the text and the position in it of each query of an attention call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.kernels.call import AttentionRequest
+from multihead.models import huggingface
+from multihead.models.pretrained import InputTracker, is_cross_attention_call
+
+
+class QueryTokens(NamedTuple):
+    """The tokens that are the queries of a call.
+
+    Attributes:
+        text: (batch, queries) int64, index of the query's text, or image.
+        position: (batch, queries) int64, index of the query among the tokens of its text, padding not counted; -1 for
+            padding. The windows of an image follow each other.
+    """
+
+    text: Tensor
+    position: Tensor
+
+
+@dataclass(eq=False)
+class TokenFinder:
+    """Finds the tokens that are the queries of a model's attention calls.
+
+    Cross-attention has no query positions of its own, so it has those of the self-attention before it.
+    """
+
+    inputs: InputTracker
+    _newest: Tensor | None = None  # the positions of the newest self-attention call with the same queries
+    _pass: int = -1
+
+    def find(self, request: AttentionRequest, name: str) -> QueryTokens:
+        """Return the queries of a call; `name` is the qualified name of its module."""
+        shape, origin, device = request.shape, request.origin, request.shape.device
+        assert origin is not None
+        batch, queries = shape.batch, shape.query_length
+        if self.inputs.passes != self._pass:
+            self._pass, self._newest = self.inputs.passes, None
+        text = torch.arange(batch, device=device)[:, None].expand(batch, queries)
+        if (packed := request.packed_lengths) is not None:
+            lengths = packed.to(device)
+            text = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+            starts = lengths.cumsum(0) - lengths
+            position = torch.arange(queries, device=device) - starts[text]
+            return QueryTokens(text[None], position[None])
+        if request.continued is not None:
+            position = self._positions_in_cache(request)
+        elif is_cross_attention_call(origin, name):
+            position = self._positions_in_cross_attention(request)
+        else:
+            position = self._positions_in_self_attention(request, name)
+            self._newest = position
+        windows = 1 if request.continued is not None else self.inputs.rows_per_sample(name, batch)
+        if windows > 1:
+            position = position + text % windows * queries
+        return QueryTokens(text // windows, position)
+
+    def _positions_in_cache(self, request: AttentionRequest) -> Tensor:
+        """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
+        place, shape = request.continued, request.shape
+        assert place is not None
+        start = torch.as_tensor(request.query_start) + torch.as_tensor(place.key_start)
+        if place.first_query is not None:  # cross-attention counts its queries
+            start = torch.as_tensor(place.first_query)
+        index = torch.arange(shape.query_length, device=shape.device)
+        position = (start.to(shape.device).view(-1, 1) + index).expand(shape.batch, -1)
+        if place.lengths is None:
+            return position
+        return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
+
+    def _positions_in_cross_attention(self, request: AttentionRequest) -> Tensor:
+        """Return the positions of the queries of a cross-attention without a cache: (batch, queries) int64."""
+        shape, newest = request.shape, self._newest
+        if newest is not None and newest.shape == (shape.batch, shape.query_length):
+            return newest
+        return self._counted(request)
+
+    def _positions_in_self_attention(self, request: AttentionRequest, name: str) -> Tensor:
+        """Return the positions of the queries of a self-attention: (batch, queries) int64."""
+        place, queries = huggingface.call_key_positions.get(), request.shape.query_length
+        offset = 0 if place is None else place.key_offset
+        if place is not None:
+            tokens = self.inputs.tokens_until_query(name, request, offset)
+            if tokens is not None:
+                return _count_tokens(tokens)[:, tokens.shape[1] - queries :]
+        return self._counted(request, offset)
+
+    @staticmethod
+    def _counted(request: AttentionRequest, offset: int = 0) -> Tensor:
+        """Count the queries of a call, without padding where it is known: (batch, queries) int64."""
+        shape, unpadded = request.shape, None if request.origin is None else request.origin.unpadded_queries
+        if unpadded is not None:
+            return _count_tokens(unpadded)
+        start = torch.as_tensor(request.query_start).to(shape.device).view(-1, 1) + offset
+        return (start + torch.arange(shape.query_length, device=shape.device)).expand(shape.batch, -1)
+
+
+def _count_tokens(real: Tensor) -> Tensor:
+    """Return the index of each token in its text, -1 for padding: (batch, tokens) bool -> int64."""
+    return (real.long().cumsum(1) - 1).masked_fill(~real, -1)

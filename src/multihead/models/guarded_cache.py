@@ -1,0 +1,96 @@
+"""Let the key/value cache of a Hugging Face model know which heads were switched off while it was filled.
+
+The cache object, which outlives the model's call, checks each update itself: its class is replaced by a subclass. So a
+cache is checked after the context of an intervention has ended too, when nothing of the model is hooked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+
+from multihead.kernels import head_changes
+from multihead.models.pretrained import pretrained_models
+from multihead.tensors.undo import Undo
+
+
+@contextmanager
+def guard_caches(model: nn.Module) -> Iterator[None]:
+    """Guard each cache that a Hugging Face model in `model` is called with, or returns, in this context.
+
+    A guarded cache raises a ModelError where it is continued with other heads switched off than those under which it
+    was filled; so does a cache that was filled before it was guarded.
+    """
+    with Undo() as undo:
+        for module in pretrained_models(model).values():
+            undo.hook_before_forward(module, _guard_given_cache, with_kwargs=True, prepend=True)
+            undo.hook_after_forward(module, _guard_returned_cache)
+        yield
+
+
+def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    """Forward pre-hook that guards the cache with which a model is called."""
+    for each in _parts_of_cache((kwargs or {}).get("past_key_values")):
+        if isinstance(each, _Guard):
+            continue
+        states = head_changes.states_of(module)
+        if each.get_seq_length() > 0:
+            head_changes.check_same_states(frozenset(), states)
+        else:
+            _guard(each, module, states)
+
+
+def _guard_returned_cache(module: nn.Module, _: object, output: object) -> None:
+    """Forward hook that guards a cache that the model made itself."""
+    for each in _parts_of_cache(getattr(output, "past_key_values", None)):
+        if not isinstance(each, _Guard):
+            _guard(each, module, head_changes.states_of(module))
+
+
+def _parts_of_cache(given: Any) -> list[Any]:
+    """Return the caches of self- and cross-attention in a cache of transformers; none for other objects."""
+    parts = [getattr(given, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    found = parts if parts[0] is not None else [given]
+    return [each for each in found if hasattr(each, "update") and hasattr(each, "get_seq_length")]
+
+
+class _Guard:
+    """Part of a cache's class that checks each update.
+
+    Attributes:
+        owner: weak reference to the model.
+        filled: the states of the changes under which the cache was filled.
+    """
+
+    owner: weakref.ref[nn.Module]
+    filled: frozenset[object]
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Append keys and values if the same heads are switched off as before, or if the cache is empty."""
+        model, whole = self.owner(), cast("Any", super())
+        if model is not None and (head_changes.active or self.filled):
+            states = head_changes.states_of(model)
+            if whole.get_seq_length() > 0:
+                head_changes.check_same_states(self.filled, states)
+            else:
+                self.filled = states or frozenset()
+        return whole.update(*args, **kwargs)
+
+
+@cache
+def _guarded_class(kind: Any) -> type:
+    """Return a subclass of a class of caches that checks each update."""
+    return type(kind.__name__, (_Guard, kind), {"__module__": kind.__module__})
+
+
+def _guard(cache_: Any, module: nn.Module, states: frozenset[object] | None) -> None:
+    """Make a cache check its updates, unless it may be continued under any changes."""
+    if states is not None:
+        cache_.owner, cache_.filled = weakref.ref(module), states
+        kind: Any = type(cache_)
+        cache_.__class__ = _guarded_class(kind)
