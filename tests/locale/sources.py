@@ -28,6 +28,7 @@ USERS = {
     "progress": ("cli/progress.py",),
     "view": ("cli/view.py",),
     "compare": ("cli/compare.py",),
+    "ablate": ("cli/ablate.py",),
     "census": ("cli/census.py",),
     "census page": (
         "viewer/census_page.py",

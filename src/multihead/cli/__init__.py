@@ -29,6 +29,7 @@ COMMANDS = {
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
     "census": "What every head of a model does over a whole corpus: sums, distributions, strongest examples.",
     "compare": "The heads of two saved records, ranked by how much their attention changed.",
+    "ablate": "What heads are for: how much worse a language model predicts texts without them.",
     "doctor": "Which kernels run here, and why the others do not.",
 }
 

@@ -7,9 +7,6 @@ per generated token in each layer. `--textbook` runs the encoder alone: random t
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import click
@@ -23,7 +20,7 @@ from multihead.cli.look_output import (
     print_memory_and_files,
     print_textbook_heads,
 )
-from multihead.cli.model_options import model_options, parse_layers
+from multihead.cli.model_options import check_no_surplus, model_options, parse_layers
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, write_tables
 from multihead.errors.optional import require
@@ -50,7 +47,6 @@ MODEL is the folder of a saved model, a GGUF file, the name of an installed pack
 on the Hugging Face hub.
 """
 
-LONGEST_QUOTE = 60  # characters of a text in an error
 SORTS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 
 
@@ -117,7 +113,7 @@ def look(
     number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
-    _check_no_surplus(context.args)
+    check_no_surplus(context.args)
     if sort in REPEATED_COLUMNS and not textbook:
         raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
     text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
@@ -192,15 +188,6 @@ def look(
         if textbook:
             print_textbook_heads(profiles, lang)
         print_memory_and_files(page, record_file, memory, lang)
-
-
-def _check_no_surplus(arguments: Sequence[str]) -> None:
-    """Reject what follows MODEL without an option, which is a text or the name of a file."""
-    if arguments:
-        given = shlex.quote(shorten(" ".join(arguments), LONGEST_QUOTE, placeholder=" …"))
-        raise click.UsageError(
-            f"{given} stands after MODEL without an option. Give a text as --prompt {given}, and a file as --text FILE."
-        )
 
 
 def _text_or_audio(

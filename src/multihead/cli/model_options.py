@@ -1,14 +1,18 @@
-"""Options shared by commands that run a model: --layers, --device and --dtype."""
+"""Options and arguments shared by commands that run a model: --layers, --device and --dtype, and texts without one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
+from textwrap import shorten
 from typing import Any
 
 import click
 
-_OPTIONS = (
-    click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]"),
+LONGEST_QUOTE = 60  # characters of a text in an error
+
+_LAYERS = click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
+_DEVICE_AND_DTYPE = (
     click.option("--device", default="cpu", show_default=True, help="The device that runs the model."),
     click.option(
         "--dtype",
@@ -22,9 +26,27 @@ _OPTIONS = (
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --layers, --device and --dtype to a command."""
-    for option in reversed(_OPTIONS):
+    return _LAYERS(device_options(command))
+
+
+def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --device and --dtype to a command."""
+    for option in reversed(_DEVICE_AND_DTYPE):
         command = option(command)
     return command
+
+
+def check_no_surplus(arguments: Sequence[str]) -> None:
+    """Reject what follows MODEL without an option, which is a text or the name of a file.
+
+    Raises:
+        UsageError: there are `arguments`; the error names the options for them.
+    """
+    if arguments:
+        given = shlex.quote(shorten(" ".join(arguments), LONGEST_QUOTE, placeholder=" …"))
+        raise click.UsageError(
+            f"{given} stands after MODEL without an option. Give a text as --prompt {given}, and a file as --text FILE."
+        )
 
 
 def parse_layers(layers: str) -> list[int]:

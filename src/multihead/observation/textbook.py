@@ -29,6 +29,7 @@ def measure_repeated(
     length: int = LENGTH,
     times: int = TIMES,
     draws: int = DRAWS,
+    seed: int = 0,
     kinds: Sequence[Kind] = KINDS,
 ) -> dict[str, RepeatedTokens]:
     """Run a model on texts of repeated random tokens, and measure the share of attention of each textbook kind.
@@ -44,6 +45,7 @@ def measure_repeated(
         length: number of random tokens.
         times: number of times that the random tokens occur in a text.
         draws: number of texts; a standard error needs four.
+        seed: seed of the random tokens.
         kinds: kinds of heads; the kinds with `texts="repeats"` are measured.
 
     Returns:
@@ -54,7 +56,7 @@ def measure_repeated(
 
     Source: prefix matching on repeated random tokens, arXiv:2209.11895; duplicate token heads, arXiv:2211.00593.
     """
-    ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws)
+    ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws, seed=seed)
     device = next(model.parameters()).device
     measured = {kind.name: kind.probe for kind in kinds if kind.texts == "repeats" and isinstance(kind.probe, Probe)}
     with torch.no_grad(), observe(model, keep="statistics", probes=tuple(measured.values())) as seen:
