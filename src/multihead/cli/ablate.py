@@ -245,10 +245,10 @@ def _compare(
             batch = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
             with torch.no_grad():
                 if before:
-                    logits = network(**batch, use_cache=False).logits
+                    logits = network(**batch).logits
                 else:
                     with intervention:
-                        logits = network(**batch, use_cache=False).logits
+                        logits = network(**batch).logits
             found += [_predict(loaded, *each) for each in zip(logits, batch["input_ids"], strict=True)]
         predictions.append(found)
     return [
