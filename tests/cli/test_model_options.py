@@ -18,6 +18,12 @@ def test_both_commands_show_them(command: str) -> None:
     assert re.search(r"--layers N,N-N,\.\.\. .*--device TEXT .*--dtype \[auto\|", shown, re.DOTALL)
 
 
+def test_a_command_that_names_its_heads_has_those_of_the_run_only() -> None:
+    shown = CliRunner().invoke(main, ["ablate", "--help"]).stdout
+    assert re.search(r"--device TEXT .*--dtype \[auto\|", shown, re.DOTALL)
+    assert "--layers" not in shown
+
+
 def test_layers_are_numbers_and_ranges() -> None:
     assert parse_layers("0, 3-5，7") == [0, 3, 4, 5, 7]
 

@@ -61,6 +61,15 @@ def test_a_head_that_looks_for_its_own_token_finds_it_as_often_as_it_was_there(f
     assert float(found.means()["repeated_duplicate"][0]) == pytest.approx((1 / 2 + 2 / 3) / 2, abs=1e-4)
 
 
+def test_the_seed_draws_the_texts_that_are_run() -> None:
+    run: list[Tensor] = []
+    model = Copier()
+    model.register_forward_pre_hook(lambda _, __, inputs: run.append(inputs["input_ids"]), with_kwargs=True)
+    measure_repeated(model, range(1, WORDS), length=6, seed=3)
+    assert torch.equal(run[0], repeated_tokens(range(1, WORDS), length=6, seed=3))
+    assert not torch.equal(run[0], repeated_tokens(range(1, WORDS), length=6))
+
+
 def test_every_statistic_is_known_per_text_with_its_chance(found: RepeatedTokens) -> None:
     assert (found.length, found.times, found.start) == (6, 3, True)
     assert list(found.shares) == ["repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first"]

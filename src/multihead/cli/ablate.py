@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
 from statistics import fmean, stdev
 from textwrap import shorten
@@ -237,18 +237,15 @@ def _compare(
     network: Any = loaded.model
     groups = [texts] if batched else [[each] for each in texts]
     predictions: list[list[Prediction]] = []
-    for before in (True, False):
+    contexts: tuple[AbstractContextManager[Any], ...] = (nullcontext(), intervention)
+    for part, context in enumerate(contexts):
         found: list[Prediction] = []
         for index, group in enumerate(groups):
-            progress(index + (0 if before else len(groups)), 2 * len(groups))
+            progress(part * len(groups) + index, 2 * len(groups))
             arguments = [loaded.arguments(encoded) for _, encoded in group]
             batch = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
-            with torch.no_grad():
-                if before:
-                    logits = network(**batch).logits
-                else:
-                    with intervention:
-                        logits = network(**batch).logits
+            with torch.no_grad(), context:
+                logits = network(**batch).logits
             found += [_predict(loaded, *each) for each in zip(logits, batch["input_ids"], strict=True)]
         predictions.append(found)
     return [
