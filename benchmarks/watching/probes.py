@@ -117,7 +117,7 @@ def _share(
         return scaled_dot_product_attention(request.q, request.k, request.v, is_causal=True, enable_gqa=True)
 
     def measure() -> object:
-        return measure_statistics(request, attended.logsumexp, left, context, output=attended.output)
+        return measure_statistics(request, attended.logsumexp, left, context, attended=attended)
 
     ratios = []
     for _ in range(pairs + 1):

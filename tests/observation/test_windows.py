@@ -15,8 +15,8 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import multihead as mh
-from multihead.observation.record import Record
 from multihead.observation.layer_names import _are_adjacent_in_memory
+from multihead.observation.record import Record
 from multihead.probes import Probe
 from multihead.record.notebook import CHANCE
 

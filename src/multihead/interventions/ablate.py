@@ -347,7 +347,7 @@ def _check_some_heads_stay(model: nn.Module, keys: list[HeadKey]) -> None:
     for key in keys:
         left = {each for each in left if key.layer not in each[:2] or key.head not in (None, each[2])}
     if not left:
-        raise ArgumentError("The heads are all heads of the model.", "Leave some on, or use by='resample'.")
+        raise ArgumentError("The heads are all heads of the model.", "Leave some on.")
 
 
 def _checked_positions(positions: Any) -> tuple[int, ...] | slice | None:

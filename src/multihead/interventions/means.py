@@ -34,6 +34,10 @@ class HeadMeans:
             others (`over="text"`), or the positions (`over="position"`).
         counts: name of a layer -> (rows,) int64, number of tokens in each mean.
         over: over what the means are taken.
+
+    >>> means = HeadMeans({"layer": torch.zeros(2, 4, 8)}, {"layer": torch.tensor([3, 27])})
+    >>> means
+    <HeadMeans of 1 layers over 30 tokens, by text>
     """
 
     vectors: dict[str, Tensor]
