@@ -152,7 +152,11 @@ def _child(length: int, name: str, *, absent: bool) -> None:
     probes = possible_probes(SETS[name], request, context)
     with torch.no_grad(), left_out(native_kernel=absent):
         measure_statistics(small, torch.zeros(small.q.shape[:3]), probes, small_context)  # loads libraries
-        rise = peak(lambda: measure_statistics(request, logsumexp, probes, context, output=torch.empty_like(request.q)))
+        rise = peak(
+            lambda: measure_statistics(
+                request, logsumexp, probes, context, attended=AttentionResult(torch.empty_like(request.q), logsumexp)
+            )
+        )
     held = (request.q.numel() + request.k.numel()) * request.q.element_size()
     print(rise / held)
 

@@ -118,9 +118,9 @@ def check_same_states(filled: frozenset[object], states: frozenset[object] | Non
     """Raise a ModelError if a key/value cache that was filled under `filled` is continued under other changes."""
     if states is not None and states != filled:
         then, now = ("heads switched off" if each else "all heads on" for each in (filled, states))
+        now = now if then != now else "other heads switched off"
         raise ModelError(
-            f"The key/value cache was filled with {then if then != now else 'other heads switched off'}, and is "
-            f"continued with {now}.",
+            f"The key/value cache was filled with {then}, and is continued with {now}.",
             "Start with an empty cache, or give allow_mixed=True to mh.ablate or mh.scale_heads.",
         )
 
