@@ -47,6 +47,7 @@ def try_page_response(lang: str) -> Response:
 def _rendered_response(folder: str, lang: str, sections: Sequence[str], styles: Sequence[str]) -> Response:
     texts = section(lang, *sections)
     html = load_template(f"viewer/static/{folder}/index.html").render(
+        folder=folder,
         lang="zh-CN" if lang == "zh" else lang,
         words=texts,
         texts=Markup(json_in_script(texts)),

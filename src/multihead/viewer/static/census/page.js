@@ -7,7 +7,7 @@ import { helpButton } from '../shared/help.js';
 import { kindChips, kindNames, kindTags } from '../shared/kinds.js';
 import { neighbour } from '../shared/keys.js';
 import { fitted } from '../shared/layout.js';
-import { ramp } from '../shared/legend.js';
+import { markedRamp } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
 import { definitions, numberRows, withUnit } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
@@ -58,12 +58,8 @@ function grid() {
   dim();
   if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
   const signed = state.shows === 'difference';
-  const marks = el('div', { className: 'ticks' }, ...(signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => {
-    const mark = el('span', { textContent: value ? (signed && value > 0 ? '+' : '') + +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') : '0' });
-    mark.style.left = left + '%';
-    return mark;
-  }));
-  $('scale').replaceChildren(el('div', {}, ramp(signed ? 'apart' : 'ink', 320), marks), el('div', { className: 'note', textContent: [withUnit(one), translate(signed ? 'scale signed' : 'scale largest')].join(translate('join.parts')) }));
+  const marks = (signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => [left, value ? (signed && value > 0 ? '+' : '') + +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') : '0']);
+  $('scale').replaceChildren(markedRamp(signed ? 'apart' : 'ink', 320, marks), el('div', { className: 'note', textContent: [withUnit(one), translate(signed ? 'scale signed' : 'scale largest')].join(translate('join.parts')) }));
 }
 
 function inspect(i) {

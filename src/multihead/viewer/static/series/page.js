@@ -4,7 +4,7 @@ import { $, el, translate } from '../shared/dom.js';
 import { drawHeads } from '../shared/headgrid.js';
 import { neighbour } from '../shared/keys.js';
 import { fitted } from '../shared/layout.js';
-import { ramp } from '../shared/legend.js';
+import { markedRamp } from '../shared/legend.js';
 import { count, known } from '../shared/numbers.js';
 import { definitions, numberRows, statistic, withUnit } from '../shared/statistics.js';
 
@@ -48,12 +48,8 @@ function grid() {
 
 function legend() {
   const one = shown(state.id), [low, end] = D.ends[state.id];
-  const marks = el('div', { className: 'ticks' }, ...[[0, low], [100, end]].map(([left, value]) => {
-    const mark = el('span', { textContent: +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') });
-    mark.style.left = left + '%';
-    return mark;
-  }));
-  $('scale').replaceChildren(el('div', {}, ramp('ink', 320), marks), el('div', { className: 'note', textContent: [withUnit(one), translate(one.percentage ? 'scale whole' : 'scale largest')].join(translate('join.parts')) }));
+  const marks = [[0, low], [100, end]].map(([left, value]) => [left, +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '')]);
+  $('scale').replaceChildren(markedRamp('ink', 320, marks), el('div', { className: 'note', textContent: [withUnit(one), translate(one.percentage ? 'scale whole' : 'scale largest')].join(translate('join.parts')) }));
 }
 
 // A head's line over the steps, from 0 to 1 in both directions; a step at which it was not observed is a gap.

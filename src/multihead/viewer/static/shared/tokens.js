@@ -3,7 +3,7 @@ import { el } from './dom.js';
 
 const MAX_CHARACTERS = 60;  // shown of one token
 // Flags of a token, as in tokens.py.
-const SPECIAL = 1;
+export const SPECIAL = 1;
 export const UNKNOWN = 2;
 export const PART = 4;
 
