@@ -29,6 +29,7 @@ export function listen(actions) {
     else if (/^(Enter| )$/.test(event.key)) toggle(+cell.dataset.i, event.shiftKey);
     if (next !== undefined || /^(Enter| )$/.test(event.key)) event.preventDefault();
   };
+  $('grid').onmouseleave = () => light($('grid').contains(root.activeElement) ? shown.lit : -1);
   $('factor').oninput = () => scalingNamed(+$('factor').value);
   $('factor').onchange = () => act.set(new Map([...state.heads.keys()].map(name => [name, +$('factor').value])));
 }
@@ -53,9 +54,10 @@ function switchAll(list) {
 export function drawGrid() {
   const { record } = found, phone = size().width <= 640, held = $('grid').contains(root.activeElement);
   if (shown.lit >= record.heads.length) shown.lit = 0;
+  lit = -1;
   const shape = fitted({ layers: record.layers.length, heads: record.widest, roles: false }, $('gridbox').clientWidth - 8, { phone, high: HIGH, low: 0, largest: phone ? 28 : 40 });
   cells = record.heads.map((_, i) => {
-    const made = el('button', { className: 'cell', k: record.kinds[i], tabIndex: i === shown.lit ? 0 : -1, onmouseenter: () => light(i), onfocus: () => { keep(i); light(i); } });
+    const made = el('button', { className: 'cell', k: record.kinds[i], tabIndex: i === shown.lit ? 0 : -1, onmouseenter: () => light(i), onfocus: () => { keep(i); light(i); }, onblur: () => light(-1) });
     made.dataset.i = i;
     return made;
   });
@@ -92,7 +94,7 @@ export function paintGrid() {
   });
   $('howmany').textContent = state.heads.size ? translate('changed of', { n: count(changedHeads().length), all: count(record.heads.length) }) : translate('all n on', { n: count(record.heads.length) });
   legend(end, values);
-  light(shown.lit);
+  light(lit);
   scaling();
   kindOff();
 }
@@ -102,10 +104,15 @@ function described(i) {
   return [record.named(i), factor === 0 ? translate('is off') : factor !== 1 ? translate('is scaled', { factor: factorText(factor) }) : translate('is on'),
     known(effect) ? translate(found.model.kind === 'encoder' ? 'its effect on similarity' : 'its effect', { value: effectText(effect) }) : '', known(distance) && state.heads.size ? translate('its maps', { value: percent(distance) }) : ''].filter(Boolean).join(translate('join.comma'));
 }
-const light = i => { $('lit').textContent = described(i); };
+// Describe the head that is pointed at or has the focus, without one (-1) how to use the grid.
+let lit = -1;
+function light(i) {
+  lit = i;
+  $('lit').textContent = i < 0 ? translate('grid hint') : described(i);
+}
 
 function colours() {
-  $('colours').replaceChildren(...COLOURS.map(name => el('button', { textContent: translate('colour.' + name), 'aria-pressed': String(name === shown.colour), onclick: () => { colourBy(name); $('colours').querySelector('[aria-pressed=true]').focus(); } })));
+  $('colours').replaceChildren(...COLOURS.map(name => el('button', { textContent: translate('colour.' + (name === 'effect' && found.model.kind === 'encoder' ? 'similarity' : name)), 'aria-pressed': String(name === shown.colour), onclick: () => { colourBy(name); $('colours').querySelector('[aria-pressed=true]').focus(); } })));
 }
 export function colourBy(name) {
   shown.colour = name;
@@ -116,7 +123,7 @@ export function colourBy(name) {
 function legend(end, values) {
   const some = values.some(known), width = Math.min(240, $('gridbox').clientWidth - 8), note = key => el('div', { className: 'note', textContent: translate(key) }), encoder = found.model.kind === 'encoder';
   $('scale').replaceChildren(...{
-    kind: () => [note('kind legend')],
+    kind: () => [],
     changed: () => some && state.heads.size ? [markedRamp('ink', width, [[0, '0'], [100, exact(end)]]), note('changed legend')] : [note('changed none')],
     effect: () => some ? [signedRamp(width, end, String), note(encoder ? 'effect legend similarity' : 'effect legend')] : [note('effect none')],
   }[shown.colour]());

@@ -25,7 +25,7 @@ function row([layer, head, distance]) {
 }
 
 function paint() {
-  const rows = [...$('changes').querySelectorAll('.change')], single = found.words.tokens.length <= SIDE, end = rootEnd(largest(kept, one => one.before), single), apart = rootEnd(largest(kept, one => one.apart), false);
+  const rows = [...$('changes').querySelectorAll('.change:not(.heading)')], single = found.words.tokens.length <= SIDE, end = rootEnd(largest(kept, one => one.before), single), apart = rootEnd(largest(kept, one => one.apart), false);
   kept.forEach((map, n) => {
     const { rows: high, cols } = map, [before, after, difference] = rows[n].querySelectorAll('.place'), show = (box, values, lut) => box.replaceChildren(mapPicture({ rows: high, cols, values }, SIDE, lut === 'ink' ? 'root' : 'linear', lut === 'ink' ? end : apart, lut));
     show(before, map.before, 'ink');
@@ -39,7 +39,8 @@ export const repaintMaps = () => { if (kept.length) paint(); };
 
 // Show the rows at once, and each map as it arrives.
 export async function drawMaps(signal) {
-  const list = state.heads.size ? found.change.changed : [];
+  const list = state.heads.size ? found.change.changed : [], encoder = found.model.kind === 'encoder', { sentence } = found.words.tokens[chosen()];
+  $('hm').textContent = translate(encoder && list.length ? 'maps changed of' : 'maps changed', { n: sentence + 1 });
   kept = [];
   $('mapscale').hidden = true;
   if (!list.length) { $('changes').replaceChildren(el('p', { className: 'note', textContent: translate(state.heads.size ? 'no maps changed' : 'maps none') })); return; }
@@ -47,9 +48,8 @@ export async function drawMaps(signal) {
   $('changes').setAttribute('role', 'table');
   $('changes').setAttribute('aria-labelledby', 'hm');
   $('changes').replaceChildren(heading(false), ...(list.length > 1 ? [heading(true)] : []), ...list.map(row));
-  const sentence = found.model.kind === 'encoder' ? { sentence: found.words.tokens[chosen()].sentence } : {};
   for (const [layer, head] of list) {
-    const map = await floats(`api/maps?${query({ layer, head, ...sentence })}`, signal);
+    const map = await floats(`api/maps?${query({ layer, head, ...(encoder ? { sentence } : {}) })}`, signal);
     if (signal.aborted) return;
     kept.push(split(map));
     paint();

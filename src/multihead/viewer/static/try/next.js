@@ -21,7 +21,7 @@ function tokens() {
     const bars = el('td', { className: 'bars' }, el('i', { className: 'was', v: before }), ...(touched ? [el('i', { className: 'is', v: after })] : []));
     return el('tr', { className }, cell('th', 'token', name, { scope: 'row' }), bars, cell('td', '', short(before)), ...(touched ? [cell('td', '', short(after)), cell('td', 'by', signed((after - before) * 100, Math.abs(after - before) < .0995 ? 1 : 0) || '0')] : []));
   };
-  const heading = [['token column', 'token'], ['share column', 'bars'], ['before', ''], ...(touched ? [['after', ''], ['points', '']] : [])].map(([key, className]) => cell('th', className, translate(key), { scope: 'col' }));
+  const heading = [['token column', 'token'], ['share column', 'bars'], touched ? ['before', ''] : ['probability', 'wide'], ...(touched ? [['after', ''], ['points', '']] : [])].map(([key, className]) => cell('th', className, translate(key), { scope: 'col' }));
   return el('table', { className: 'next' }, el('caption', { className: 'vh', textContent: translate('next caption') }), el('thead', {}, el('tr', {}, ...heading)),
     el('tbody', {}, ...next.map(one => row(quoted(one.token), one, '')), row(translate('all others'), others, 'others')));
 }

@@ -38,7 +38,7 @@ export function sentence() {
     if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
     else {
       const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });
-      line = translate('expects now', { change: changeNamed(), token: quoted(top.token), where: last ? '' : ' ' + where, before: short(top.before), after: short(top.after), most }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
+      line = translate(last ? 'expects now' : 'expects now after', { change: changeNamed(), token: quoted(top.token), where, before: short(top.before), after: short(top.after), most }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
     }
   }
   $('sentence').textContent = [line, ...(touched ? [] : [translate('click')])].join(translate('join.sentences'));
