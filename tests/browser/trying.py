@@ -251,8 +251,8 @@ class Trial:
 
 
 @contextmanager
-def trying(kind: str = "language") -> Iterator[tuple[str, Trial]]:
-    """Serve the page until the block ends; gives its address and the answers behind it."""
+def trying(kind: str = "language") -> Iterator[str]:
+    """Serve the page until the block ends; gives its address."""
     with socket.socket(proto=socket.IPPROTO_TCP) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -267,7 +267,7 @@ def trying(kind: str = "language") -> Iterator[tuple[str, Trial]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{port}/{TOKEN}/", trial
+            yield f"http://127.0.0.1:{port}/{TOKEN}/"
         finally:
             server.should_exit = True
             thread.join(20)

@@ -20,7 +20,11 @@ let cells = [], act = { set: () => {} };
 // set(heads): called with the heads "layer.head" -> factor that a click asks for.
 export function listen(actions) {
   act = actions;
-  $('grid').onclick = event => { const cell = event.target.closest('.cell'); if (cell) toggle(+cell.dataset.i, event.shiftKey); };
+  $('grid').onclick = event => {
+    const cell = event.target.closest('.cell'), label = event.target.closest('.ax.l');
+    if (cell) toggle(+cell.dataset.i, event.shiftKey);
+    if (label) toggle(+label.parentElement.querySelector('.cell').dataset.i, true);
+  };
   $('grid').onkeydown = event => {
     const cell = event.target.closest('.cell');
     if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
