@@ -3,7 +3,6 @@ import { dark, palette } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { helpButton } from '../shared/help.js';
 import { frame, pressed } from '../shared/host.js';
-import { keys } from '../shared/keys.js';
 import { json, server } from '../view/api.js';
 import { entitle, place, resized, size } from '../view/host.js';
 import { linkButton } from '../view/link.js';
@@ -82,7 +81,9 @@ function draw() {
   const grids = drawn !== found.record;
   drawn = found.record;
   sentence();
+  const reads = $('words').contains(document.activeElement);
   drawWords(choose);
+  if (reads) focusToken(chosen());
   drawNext();
   if (grids) drawGrid(); else paintGrid();
   buttons();
@@ -101,7 +102,7 @@ function undo() {
   if (before) go(before, { step: false });
 }
 function choose(p) {
-  go({ at: p === found.words.tokens.length - 1 ? -1 : p }).then(answered => { if (answered && keys.used) focusToken(p); });
+  go({ at: p === found.words.tokens.length - 1 ? -1 : p });
 }
 
 function buttons() {
@@ -125,7 +126,7 @@ function foot() {
 
 function keyboard() {
   pressed(event => {
-    if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.altKey || !found.record) return;
+    if (event.target.matches('textarea, select, input:not([type=range])') || event.altKey || !found.record) return;
     const control = event.ctrlKey || event.metaKey, does = control ? { z: undo }[event.key] : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
     if (!does) return;
     event.preventDefault();
@@ -144,7 +145,7 @@ function listenAll() {
   $('strongest').onclick = () => setHeads(offMap(strongestHeads()));
   // Again for the next draw; each is the same for everybody.
   $('random').onclick = () => { const next = random + 1; setHeads(offMap(randomHeads(next))); random = next; };
-  $('sweep').onclick = () => sweep(() => { begin(); busy(false); }, error => { if (!server.gone) complain(error.message); }).then(drawContinuation);
+  $('sweep').onclick = () => sweep(stopContinuation, error => { if (!server.gone) complain(error.message); }).then(drawContinuation);
   linkButton(save);
   $('home').onclick = event => { event.preventDefault(); allOn(); };
   $('skip').onclick = event => { event.preventDefault(); focusGrid(); };

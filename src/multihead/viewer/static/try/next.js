@@ -4,13 +4,14 @@ import { $, el, translate } from '../shared/dom.js';
 import { short, signed } from '../shared/numbers.js';
 import { quoted } from './sentence.js';
 import { chosen, found, state } from './state.js';
+import { labelOf } from './words.js';
 
 const cell = (tag, className, textContent, more = {}) => el(tag, { className, textContent, ...more });
 const two = value => value.toFixed(2).replace('-', '−');
 
 export function drawNext() {
   const { model, change, words } = found, encoder = model.kind === 'encoder', touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
-  $('hn').textContent = encoder ? translate('similarity') : last ? translate('next token') : translate('token after', { token: quoted(words.tokens[chosen()].text.trim()) });
+  $('hn').textContent = encoder ? translate('similarity') : last ? translate('next token') : translate('token after', { token: quoted(labelOf(chosen())) });
   $('divergence').textContent = !encoder && touched ? translate('divergence of next', { value: change.kl.toFixed(2) }) : '';
   $('answer').replaceChildren(...(encoder ? similarities() : [tokens()]));
 }

@@ -2,6 +2,7 @@
 import { $, translate } from '../shared/dom.js';
 import { short } from '../shared/numbers.js';
 import { changedHeads, chosen, commonFactor, found, state } from './state.js';
+import { labelOf } from './words.js';
 
 // A token in quotation marks; its direction does not leave them.
 export const quoted = token => translate('quoted', { token: `\u2068${token}\u2069` });
@@ -34,7 +35,7 @@ export function sentence() {
       line = touched ? translate('similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: two(changed.before), after: two(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: two(alike.before) });
     }
   } else {
-    const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(words.tokens[chosen()].text.trim()) });
+    const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
     if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
     else {
       const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });

@@ -30,7 +30,7 @@ function strongest() {
   return order.map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`).join(translate('join.comma'));
 }
 
-// begin(): stops what else is computed; failed(error): shows why it ended.
+// begin(): stops what else may be computed; failed(error): shows why it ended.
 export async function sweep(begin, failed) {
   if (control) { stopSweep(); sweepButton(); return; }
   begin();
