@@ -24,7 +24,8 @@ from multihead.locale.escaping import visible
 
 __all__ = ["COMMANDS", "Commands", "main"]
 
-# Name of a command -> its line in `multihead --help`. A file of the same name in this folder defines the command, "try_" for "try".
+# Name of a command -> its line in `multihead --help`. A file of the same name in this folder defines the command;
+# that of "try", a word of Python, is "try_".
 COMMANDS = {
     "look": "Every head of a model on a text: a table, highlights, and one page.",
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",

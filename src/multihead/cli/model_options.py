@@ -23,7 +23,9 @@ _DEVICE_AND_DTYPE = (
     ),
 )
 _SERVER = (
-    click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port to listen on.  [default: a free one]"),
+    click.option(
+        "--port", type=click.IntRange(1, 65535), metavar="N", help="Port to listen on.  [default: a free one]"
+    ),
     click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser."),
 )
 

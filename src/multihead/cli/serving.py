@@ -22,9 +22,8 @@ from multihead.viewer.server import serve
 if TYPE_CHECKING:
     from multihead.viewer.site import Site
 
-def serve_in_browser(
-    site: Site, *, names: str, port: int | None, browser: bool, lang: str, fragment: str = ""
-) -> None:
+
+def serve_in_browser(site: Site, *, names: str, port: int | None, browser: bool, lang: str, fragment: str = "") -> None:
     """Serve a site until Ctrl-C: print its address, and open it in the browser.
 
     Args:

@@ -26,7 +26,9 @@ on the Hugging Face hub. `multihead ablate` prints the same numbers as a table, 
 """
 
 
-@click.command("try", epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
+@click.command(
+    "try", epilog=EXAMPLES, context_settings={"allow_extra_args": True}
+)  # rejected with the option they lack
 @click.argument("model")
 @click.option("--prompt", metavar="TEXT", help="The text to begin with.  [default: one with a name that repeats]")
 @click.option("--text", "text_file", metavar="FILE", help="Begin with this text file (UTF-8); - reads standard input.")

@@ -98,7 +98,9 @@ class Replay:
 
 def repeat_batch(value: Any, copies: int) -> Any:
     """Repeat the batch of all tensors in a value, (batch, ...) -> (copies * batch, ...)."""
-    return tree_map(lambda each: each.repeat(copies, *[1] * (each.dim() - 1)) if isinstance(each, Tensor) else each, value)
+    return tree_map(
+        lambda each: each.repeat(copies, *[1] * (each.dim() - 1)) if isinstance(each, Tensor) else each, value
+    )
 
 
 def _repeated(output: Any, copies: int) -> Any:

@@ -78,7 +78,7 @@ class Task(Protocol):
 
     @property
     def kind(self) -> str:
-        """"language" or "encoder"."""
+        """What the model does: "language" or "encoder"."""
 
     @property
     def default(self) -> str:
@@ -222,7 +222,13 @@ class Trial:
             layout = layout_of_tokens(row.tokens, special=row.special, unknown=row.unknown, gaps=row.gaps)
             for gap, shown, mark in zip(layout["gaps"], layout["shown"], row.special, strict=True):
                 tokens.append({"text": shown, "gap": gap, "special": mark, "sentence": sentence, "loss": None})
-        described = {"tokens": tokens, "sentences": [], "similarity": None, "grid": grid, "kinds": kinds}
+        described: dict[str, Any] = {
+            "tokens": tokens,
+            "sentences": [],
+            "similarity": None,
+            "grid": grid,
+            "kinds": kinds,
+        }
         described |= self.task.describe(run)
         for token, loss in zip(tokens, described.pop("losses", []), strict=False):
             token["loss"] = loss
@@ -503,9 +509,7 @@ class _TokenWriter:
         tokens: the tokens so far.
     """
 
-    def __init__(
-        self, tokenizer: Any, prompt: int, write: Callable[[list[str]], None], cancelled: Cancelled
-    ) -> None:
+    def __init__(self, tokenizer: Any, prompt: int, write: Callable[[list[str]], None], cancelled: Cancelled) -> None:
         self.tokens: list[str] = []
         self._tokenizer, self._write, self._cancelled = tokenizer, write, cancelled
         self._is_prompt = prompt > 0
