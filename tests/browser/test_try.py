@@ -310,7 +310,7 @@ class TestTheGrid:
         shown.at("#colours button").nth(1).click()
         distances = {one["layer"]: one["heads"] for one in shown.change("1.2")["distances"]}
         assert shown.page.eval_on_selector("#grid .cell", "one => one.style.background") == ""
-        for (layer, head, distance) in shown.change("1.2")["changed"]:
+        for layer, head, distance in shown.change("1.2")["changed"]:
             assert distances[layer][head] == pytest.approx(distance)
             assert shown.cell(layer, head).evaluate("one => one.style.background") != ""
 
@@ -428,7 +428,9 @@ def test_the_continuations_stand_side_by_side_and_differing_words_are_marked(ope
 
 class TestTheAddress:
     def test_it_restores_the_text_the_heads_and_the_place(self, opened: Opened) -> None:
-        shown = opened(place="#" + urllib.parse.urlencode({"text": "The sea was grey.", "heads": "1.2:0.5,0.1", "at": 1}))
+        shown = opened(
+            place="#" + urllib.parse.urlencode({"text": "The sea was grey.", "heads": "1.2:0.5,0.1", "at": 1})
+        )
         assert shown.place == {"text": "The sea was grey.", "heads": "1.2:0.5,0.1", "at": "1"}
         assert shown.text("#grid .scaled") == "0.5"
         assert shown.at("#grid .off").count() == 1
@@ -499,7 +501,8 @@ class TestEveryReader:
         shown = opened(**PHONE)
         shown.switch(0, 2)
         heights = shown.page.eval_on_selector_all(
-            "button:not(.cell), a.btn, .chip", "all => all.map(one => one.getBoundingClientRect().height).filter(Boolean)"
+            "button:not(.cell), a.btn, .chip",
+            "all => all.map(one => one.getBoundingClientRect().height).filter(Boolean)",
         )
         assert min(heights) >= 31.5
 

@@ -30,9 +30,7 @@ from multihead.viewer.security import AccessGuard, allowed_hosts, json_response
 from tests.viewer.serving import TOKEN
 from tests.viewer.watching import watch
 
-TEXT = (
-    "Dr. Imogen Vassilakis found the key under the door. Nobody had seen it before. The next morning Dr. Imogen"
-)
+TEXT = "Dr. Imogen Vassilakis found the key under the door. Nobody had seen it before. The next morning Dr. Imogen"
 SENTENCES = "A man plays a guitar.\nSomebody makes music.\nThe stock market fell.\nPrices dropped in the city."
 WORDS = [" V", " K", " was", " had", " said", " D", " found", " and", " P", " went", " M", " looked", ",", " B"]
 SHAPES = {"language": (30, 9), "encoder": (6, 12)}
@@ -110,7 +108,7 @@ class Trial:
         return found
 
     def record(self, text: str) -> Record:
-        line = text.split("\n")[0] if self.kind == "encoder" else text
+        line = text.split("\n", maxsplit=1)[0] if self.kind == "encoder" else text
         if line not in self.records:
             tokens = pieces(line)
             mask = masks.Causal() if self.kind == "language" else masks.Full()
@@ -124,7 +122,9 @@ class Trial:
             return None
         n = len(text.split("\n"))
         off = sum(1 - factor for factor in heads.values())
-        pair = lambda a, b: 0.2 + 0.6 * noise("pair", min(a, b), max(a, b)) - off * 0.1 * noise("by", min(a, b), max(a, b))
+        pair = lambda a, b: (
+            0.2 + 0.6 * noise("pair", min(a, b), max(a, b)) - off * 0.1 * noise("by", min(a, b), max(a, b))
+        )
         return [[1.0 if a == b else round(pair(a, b), 4) for b in range(n)] for a in range(n)]
 
     async def text(self, request: Request) -> Response:
@@ -181,7 +181,9 @@ class Trial:
         before, after = self.chances({}, at), self.chances(active, at)
         encoder = self.kind == "encoder"
         losses = [
-            None if one["loss"] is None else one["loss"] + sum((1 - f) * (noise("d", p, *h) ** 4 - 0.1) for h, f in active.items())
+            None
+            if one["loss"] is None
+            else one["loss"] + sum((1 - f) * (noise("d", p, *h) ** 4 - 0.1) for h, f in active.items())
             for p, one in enumerate(tokens)
         ]
         worse = [p for p, one in enumerate(tokens) if one["loss"] is not None and losses[p] - one["loss"] > 0.5]
@@ -238,13 +240,17 @@ class Trial:
 
     async def continuation(self, request: Request) -> Response:
         _, heads = self.given(request)
-        said = (" Vassilakis found the key under the door. She had seen it before, and she knew what it was for." * 2).split(" ")[1:41]
+        said = (
+            " Vassilakis found the key under the door. She had seen it before, and she knew what it was for." * 2
+        ).split(" ")[1:41]
         other = [word if n < 3 or n % 4 else "lamp" for n, word in enumerate(said)] if heads else said
 
         async def parts() -> AsyncIterator[bytes]:
             for word, else_word in zip(said, other, strict=True):
                 await asyncio.sleep(0.01 + self.delay)
-                yield (json.dumps({"before": [" " + word]}) + "\n" + json.dumps({"after": [" " + else_word]}) + "\n").encode()
+                yield (
+                    json.dumps({"before": [" " + word]}) + "\n" + json.dumps({"after": [" " + else_word]}) + "\n"
+                ).encode()
             yield b'{"done": true}\n'
 
         return StreamingResponse(parts(), media_type="application/x-ndjson")
