@@ -3,6 +3,7 @@ import { dark, palette } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { helpButton } from '../shared/help.js';
 import { frame, pressed } from '../shared/host.js';
+import { count } from '../shared/numbers.js';
 import { json, server } from '../view/api.js';
 import { entitle, place, resized, size } from '../view/host.js';
 import { linkButton } from '../view/link.js';
@@ -13,7 +14,7 @@ import { drawMaps, repaintMaps } from './maps.js';
 import { drawNext } from './next.js';
 import { randomHeads, strongestHeads } from './presets.js';
 import { sentence } from './sentence.js';
-import { chosen, commonFactor, copy, found, nameOf, query, read, save, state, steps } from './state.js';
+import { chosen, commonFactor, copy, found, nameOf, placeAsked, query, read, save, state, steps } from './state.js';
 import { forgetEffects, stopSweep, sweep, sweepButton, sweeping } from './sweep.js';
 import { drawWords, editing, focusToken } from './words.js';
 
@@ -50,7 +51,7 @@ async function go(change, { step = true } = {}) {
     }
     const heads = new Map([...state.heads].filter(([name]) => { const [l, h] = name.split('.').map(Number); return record.has(l, h); })), at = state.at < words.tokens.length - 1 ? state.at : -1;
     Object.assign(state, { heads, at });
-    const answer = await json(`api/change?${query({ at: at < 0 ? words.tokens.length - 1 : at })}`, signal);
+    const answer = await json(`api/change?${query({ lang, ...placeAsked(at < 0 ? words.tokens.length - 1 : at) })}`, signal);
     const other = found.record !== record || good && good.at !== at;
     Object.assign(found, { words, record, change: answer });
     asked = state.text;
@@ -81,6 +82,7 @@ function draw() {
   const grids = drawn !== found.record;
   drawn = found.record;
   sentence();
+  $('facts').textContent = [found.model.title, translate('layers and heads', { layers: count(found.record.layers.length), heads: count(found.record.heads.length) })].join(translate('join.facts'));
   const reads = $('words').contains(document.activeElement);
   drawWords(choose);
   if (reads) focusToken(chosen());
@@ -170,7 +172,7 @@ async function start() {
   view.lang = lang;
   view.runs = [{ name: model.name, title: model.title, keep: 'all' }];
   entitle(model.title + ' · multihead');
-  $('facts').textContent = [model.title, translate('layers and heads', { layers: model.layers, heads: model.heads })].join(translate('join.facts'));
+  $('facts').textContent = model.title;
   keyboard();
   listenAll();
   watchContinuation();

@@ -3,7 +3,7 @@ import { $, translate } from '../shared/dom.js';
 import { count, signed } from '../shared/numbers.js';
 import { lines } from '../view/api.js';
 import { colourBy, effects, paintGrid } from './heads.js';
-import { chosen, found, query } from './state.js';
+import { chosen, found, placeAsked, query } from './state.js';
 
 const STRONGEST = 4;
 let control = null;
@@ -40,7 +40,7 @@ export async function sweep(begin, failed) {
   sweepButton();
   let last = null, whole = null;
   try {
-    await lines(`api/sweep?${query({ heads: '', at: chosen() })}`, mine.signal, line => {
+    await lines(`api/sweep?${query({ heads: '', ...placeAsked(chosen()) })}`, mine.signal, line => {
       if (mine !== control) return;
       if (line.effects) {
         line.effects.forEach((value, h) => effects.set(record.index(line.layer, h), value));

@@ -15,19 +15,15 @@ const LEAST = .5;  // nats, the end of the scale of changes where all are smalle
 
 let layout = null, spans = [];
 
-// Lay the tokens out as the server wrote them: spaces before a token are the gap before it.
+// Lay out the tokens of several sentences, each on its own line.
 function laidOut(tokens) {
-  const parts = tokens.map(({ text }, p) => /^(\s*)([\s\S]*)$/.exec(text).slice(1).map((part, n) => n || p && tokens[p - 1].sentence === tokens[p].sentence ? part : ''));
-  const breaks = p => p > 0 && tokens[p].sentence !== tokens[p - 1].sentence;
-  return {
-    gaps: parts.map(([gap, rest], p) => breaks(p) ? '\n' : rest ? gap : ''), shown: parts.map(([gap, rest]) => rest || gap), tail: '',
-    flags: tokens.map(one => one.special ? SPECIAL : 0), labels: tokens.map(one => one.text.trim() || one.text),
-  };
+  const starts = p => p > 0 && tokens[p].sentence !== tokens[p - 1].sentence;
+  return { gaps: tokens.map((one, p) => starts(p) ? '\n' : one.gap), shown: tokens.map(one => one.text), labels: tokens.map(one => one.text), flags: tokens.map(one => one.special ? SPECIAL : 0), tail: '' };
 }
 
 // The layout of the text that is shown: of a language model the viewer's, of an encoder one over all sentences.
 function layoutOf({ model, words: { tokens }, record }) {
-  if (layout?.tokens !== tokens) layout = { tokens, ...(model.kind !== 'encoder' && record.texts[0]?.shown.length === tokens.length ? record.texts[0] : laidOut(tokens)) };
+  if (layout?.tokens !== tokens) layout = { tokens, ...(model.kind !== 'encoder' && record.texts[0] ? record.texts[0] : laidOut(tokens)) };
   return layout;
 }
 export const labelOf = p => layoutOf(found).labels[p];
