@@ -7,7 +7,7 @@ import { chosen, found, state } from './state.js';
 import { labelOf } from './words.js';
 
 const cell = (tag, className, textContent, more = {}) => el(tag, { className, textContent, ...more });
-const two = value => value.toFixed(2).replace('-', '−');
+const three = value => value.toFixed(3).replace('-', '−');
 
 export function drawNext() {
   const { model, change, words } = found, encoder = model.kind === 'encoder', touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
@@ -36,5 +36,5 @@ function similarities() {
     el('tbody', {}, ...values.map((row, a) => el('tr', {}, cell('th', '', a + 1, { scope: 'row' }), ...row.map((value, b) => { const made = cell('td', '', a === b ? '' : write(value)); if (a !== b) colour(made, value); return made; })))));
   const share = (made, value) => paint(made, tone('linear', value, 1)), apart = (made, value) => paint(made, .5 + value / end / 2, 'apart');
   const list = el('ol', { className: 'sentences' }, ...sentences.map(sentence => el('li', {}, el('bdi', { textContent: sentence }))));
-  return [el('div', { className: 'matrices' }, matrix('before', before, two, share), ...(touched ? [matrix('after', after, two, share), matrix('difference', all, value => signed(value, 2), apart)] : [])), list];
+  return [el('div', { className: 'matrices' }, matrix('before', before, three, share), ...(touched ? [matrix('after', after, three, share), matrix('difference', all, value => signed(value, 3) || '0', apart)] : [])), list];
 }

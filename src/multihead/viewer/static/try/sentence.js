@@ -26,13 +26,13 @@ function pairs(before, after) {
 
 export function sentence() {
   const { words, change, model } = found, touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
-  const two = value => value.toFixed(2).replace('-', '−');
+  const three = value => value.toFixed(3).replace('-', '−');
   let line;
   if (model.kind === 'encoder') {
     if (words.sentences.length < 2) line = translate('one sentence');
     else {
       const { alike, changed } = pairs(words.similarity, change.similarity);
-      line = touched ? translate('similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: two(changed.before), after: two(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: two(alike.before) });
+      line = touched ? translate('similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: three(changed.before), after: three(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
     }
   } else {
     const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
