@@ -51,7 +51,10 @@ class Replay:
 
     @contextmanager
     def store(self) -> Iterator[None]:
-        """Store what the blocks return in the forward pass in this context."""
+        """Store what the blocks return in the forward pass in this context.
+
+        A Hugging Face model must run on this library's attention (`mh.use`), as it does while heads are off.
+        """
         runs = [0] * len(self.blocks)
         self.outputs.clear()
 

@@ -327,17 +327,27 @@ class Trial:
         """Continue a text greedily with all heads on and with a change; `write` receives "before" or "after", tokens.
 
         Raises:
-            ModelError: the model has no head for words.
+            NotFoundError, ArgumentError, ModelError: see `check_continuation`.
         """
-        self._check_heads(run, factors)
-        if self.task.kind != "language":
-            raise ModelError(f"{self.loaded.title} does not continue a text.", "Use a language model.")
+        self.check_continuation(run, factors)
         if run.continuation is None:
             run.continuation = self._generate(run, {}, lambda tokens: write("before", tokens), cancelled)
         else:
             write("before", run.continuation)
         if factors:
             self._generate(run, factors, lambda tokens: write("after", tokens), cancelled)
+
+    def check_continuation(self, run: TextRun, factors: Factors) -> None:
+        """Reject what cannot be continued.
+
+        Raises:
+            NotFoundError: there is no such head.
+            ArgumentError: the heads are all heads of the model.
+            ModelError: the model has no head for words.
+        """
+        self._check_heads(run, factors)
+        if self.task.kind != "language":
+            raise ModelError(f"{self.loaded.title} does not continue a text.", "Use a language model.")
 
     def _generate(
         self, run: TextRun, factors: Factors, write: Callable[[list[str]], None], cancelled: Cancelled

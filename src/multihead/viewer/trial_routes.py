@@ -110,6 +110,7 @@ class TrialSite(Site):
         """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
         factors = parse_factors(request.query_params.get("heads", ""))
         run = await self._read(request)
+        self.trial.check_continuation(run, factors)  # an answer that has begun cannot become an error
 
         def write_tokens(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
             self.trial.continue_text(run, factors, lambda side, tokens: write(_line({side: tokens})), cancelled)
