@@ -223,19 +223,20 @@ class TestTheNextToken:
         assert sum(one is not None and one["y"] + one["height"] <= foot["y"] for one in rows) >= 10
 
 
+@pytest.fixture(scope="module")
+def logits(folder: Path) -> tuple[Any, Tensor, Tensor, Tensor]:
+    loaded = load(str(folder / "llama"), head="language")
+    model: Any = loaded.model
+    ids = loaded.tokenizer(TEXTS["language"], return_tensors="pt").input_ids
+    with torch.no_grad():
+        before = model(ids).logits[0].double()
+        with mh.ablate(model, ["L1 H2", "L3 H0"]):
+            after = model(ids).logits[0].double()
+    return loaded.tokenizer, ids[0], before, after
+
+
 class TestTheNumbers:
     """The page and `mh.ablate` say the same about the same model."""
-
-    @pytest.fixture(scope="class")
-    def logits(self, folder: Path) -> tuple[Any, Tensor, Tensor, Tensor]:
-        loaded = load(str(folder / "llama"), head="language")
-        model: Any = loaded.model
-        ids = loaded.tokenizer(TEXTS["language"], return_tensors="pt").input_ids
-        with torch.no_grad():
-            before = model(ids).logits[0].double()
-            with mh.ablate(model, ["L1 H2", "L3 H0"]):
-                after = model(ids).logits[0].double()
-        return loaded.tokenizer, ids[0], before, after
 
     def opened(self, opened: Opened) -> TrialPage:
         shown = opened()
@@ -403,17 +404,20 @@ class TestTheGrid:
         shown.switch(1, 2)
         asked: list[str] = []
         shown.page.on("request", lambda request: asked.append(request.url))
-        shown.page.evaluate(
-            "() => { const it = document.getElementById('factor'); it.value = 0.5; it.dispatchEvent(new Event('input')); }"
-        )
-        assert shown.text("#scaled") == "Output of L1 H2 × 0.50"
+        box = shown.at("#factor").bounding_box()
+        assert box is not None
+        shown.page.mouse.move(box["x"] + 8, box["y"] + box["height"] / 2)
+        shown.page.mouse.down()
+        shown.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 2, steps=4)
+        factor = float(shown.text("#scaled").removeprefix("Output of L1 H2 × "))
+        assert 0.3 < factor < 0.7
         assert asked == []
-        shown.page.evaluate("() => document.getElementById('factor').dispatchEvent(new Event('change'))")
+        shown.page.mouse.up()
         shown.settle()
-        assert shown.off == ["1.2:0.5"]
-        assert shown.text("#grid .scaled") == "0.5"
-        assert shown.text("#sentence").startswith("With L1 H2 scaled by 0.5 it expects")
-        assert shown.text("#foot").endswith("multiplied by 0.5")
+        assert shown.off == [f"1.2:{factor:g}"]
+        assert float(shown.text("#grid .scaled")) == pytest.approx(factor, abs=0.051)
+        assert shown.text("#sentence").startswith(f"With L1 H2 scaled by {factor:g} it expects")
+        assert shown.text("#foot").endswith(f"multiplied by {factor:g}")
 
     def test_the_colours_show_how_much_maps_changed(self, opened: Opened) -> None:
         shown = opened()

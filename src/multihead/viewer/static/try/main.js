@@ -145,8 +145,14 @@ function listenAll() {
   $('undo').onclick = undo;
   $('allon').onclick = allOn;
   $('strongest').onclick = () => setHeads(offMap(strongestHeads()));
-  // Again for the next draw; each is the same for everybody.
-  $('random').onclick = () => { const next = random + 1; setHeads(offMap(randomHeads(next))); random = next; };
+  // Again for the next draw that differs; each is the same for everybody.
+  $('random').onclick = () => {
+    const shown = String([...state.heads.keys()]), drawn = n => offMap(randomHeads(n));
+    let next = random + 1;
+    while (next < random + 20 && String([...drawn(next).keys()]) === shown) next++;
+    setHeads(drawn(next));
+    random = next;
+  };
   $('sweep').onclick = () => sweep(stopContinuation, error => { if (!server.gone) complain(error.message); }).then(drawContinuation);
   linkButton(save);
   $('home').onclick = event => { event.preventDefault(); allOn(); };

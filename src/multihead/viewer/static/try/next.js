@@ -27,7 +27,7 @@ function tokens() {
     el('tbody', {}, ...next.map(one => row(quoted(one.token), one, '')), row(translate('all others'), others, 'others')));
 }
 
-// The cosine similarity of each two sentences before, after, and the change.
+// The cosine similarity of each pair of sentences before, after, and the change.
 function similarities() {
   const { words: { sentences, similarity: before }, change: { similarity: after } } = found, touched = state.heads.size > 0;
   const all = after.map((row, a) => row.map((value, b) => value - before[a][b])), end = Math.max(.05, ...all.flat().map(Math.abs));

@@ -8,7 +8,7 @@ export const strongestHeads = () => induction().slice(0, MOST);
 
 // Numbers from 0 to 1 that are the same for every reader: a linear congruential generator.
 function numbers(seed) {
-  let at = seed * 7919 + 12345 >>> 0;
+  let at = Math.imul(seed + 1, 0x9E3779B1) >>> 0;
   return () => { at = Math.imul(at, 1664525) + 1013904223 >>> 0; return at / 2 ** 32; };
 }
 
