@@ -359,9 +359,7 @@ def _checked_positions(positions: Any) -> tuple[int, ...] | slice | None:
         if any(not isinstance(each, int) or each < 0 for each in numbers) or positions.step == 0:
             raise ArgumentError(f"positions is {positions!r}.", "Give a slice from 0, such as slice(1, None).")
         return positions
-    found = [positions] if isinstance(positions, int) else list(positions)
-    for each in found:
-        check_integer("positions", each, least=0)
+    found = _as_list("positions", positions)
     if not found:
         raise ArgumentError("positions is empty.", "Give the index of at least one token, or None for all.")
     return tuple(sorted(set(found)))
@@ -371,9 +369,15 @@ def _checked_samples(samples: Any) -> tuple[int, ...] | None:
     """Return the indices of samples as sorted ints."""
     if samples is None:
         return None
-    found = [samples] if isinstance(samples, int) else list(samples)
-    for each in found:
-        check_integer("samples", each, least=0)
+    found = _as_list("samples", samples)
     if not found:
         raise ArgumentError("samples is empty.", "Give the index of at least one sample, or None for all.")
     return tuple(sorted(set(found)))
+
+
+def _as_list(name: str, given: Any) -> list[int]:
+    """Return one or more indices as a list; reject what are none."""
+    found = list(given) if isinstance(given, Iterable) else [given]
+    for each in found:
+        check_integer(name, each, least=0)
+    return found

@@ -252,9 +252,8 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
     # Hugging Face models, which have `main_input_name`, have the batch in the first axis; others may not.
     main = getattr(model.module, "main_input_name", None)
-    lengths = {
-        key: each.size(0) for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1
-    }  # nested
+    given = {key: each for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
+    lengths = {key: each.size(0) for key, each in given.items()}  # a nested tensor has no len
     batches = (
         () if main is None or not lengths else (lengths.get(main, next(iter(lengths.values()))), *lengths.values())
     )
