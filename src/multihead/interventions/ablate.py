@@ -267,7 +267,11 @@ class _Run:
         for key, factor in self.intervention.heads.items():
             if key.layer in (call.number, call.name):
                 keys.append(key)
-                chosen |= dict.fromkeys(range(count) if key.head is None else [key.head], factor)
+                for head in range(count) if key.head is None else [key.head]:
+                    if chosen.setdefault(head, factor) != factor:
+                        raise ArgumentError(
+                            f"{HeadKey(call.number, head)} has the factors {chosen[head]} and {factor}.", "Give it one."
+                        )
         if not chosen:
             return None
         origin = call.request.origin
