@@ -45,7 +45,8 @@ def ablate(
     The heads run as usual, so their attention maps stay those of the model's inputs; only what they write is replaced.
     Of grouped heads a query head is switched off, and its key/value head stays for the others. A Hugging Face model
     calls this library's attention inside the context, compiled models run eagerly, and `observe` may be active at the
-    same time: `output_norm` and `contribution` are then those of the replaced output. Contexts may be nested.
+    same time: `output_norm` and `contribution` are then those of the replaced output. Contexts may be nested. As with
+    `observe`, calls in other threads are not changed.
 
     Args:
         model: a module with attention layers of this library or its drop-ins, or a Hugging Face model.

@@ -60,8 +60,8 @@ class _CallFollower:
         self.namer, self.finder = LayerNamer(self.names, self.inputs), TokenFinder(self.inputs)
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or a part of it."""
-        return id(module) in self.names
+        """Whether a module is the model, or a part of it, and runs in the thread whose inputs are known."""
+        return id(module) in self.names and (self.inputs.receives or is_in_backward_pass())
 
     def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pass a call to the function, and return what the function returns."""

@@ -41,7 +41,7 @@ class HeadChange(Protocol):
         ...
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or a part of it."""
+        """Whether a module is the model, or a part of it, and its calls in this thread are changed."""
         ...
 
     def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:

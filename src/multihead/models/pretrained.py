@@ -128,6 +128,11 @@ class InputTracker:
         """Whether a forward pass of the outermost model is running."""
         return self._depth > 0
 
+    @property
+    def receives(self) -> bool:
+        """Whether forward passes in this thread and context are recorded."""
+        return self in _receiving.get()
+
     def inputs_of_queries(self, name: str) -> TokenInputs:
         """Return the inputs from which the queries of a layer are computed.
 
@@ -194,7 +199,7 @@ class InputTracker:
         self, model: _TrackedModel, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Forward pre-hook that stores a model's token inputs; torch may call it without `kwargs` as it is added."""
-        if self not in _receiving.get():
+        if not self.receives:
             return  # another thread runs the model; its attention calls are not recorded here either
         self.passes += self._depth == 0
         self._depth += 1
@@ -203,7 +208,7 @@ class InputTracker:
 
     def end_pass(self, *_: object) -> None:
         """Forward hook that marks the end of a model's forward pass."""
-        if self in _receiving.get():
+        if self.receives:
             self._depth = max(self._depth - 1, 0)
 
 
