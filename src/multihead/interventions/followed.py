@@ -73,6 +73,7 @@ class _CallFollower:
         else:
             self.namer.begins_pass()
             name = self.namer.name_call(request, module)
+        self.finder.follow(request, name.partition("#")[0])
         call = FollowedCall(name, self.namer.numbers[name], request, self.inputs.passes, self.finder)
         return self.function(call, output)
 

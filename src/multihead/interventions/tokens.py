@@ -26,6 +26,20 @@ class QueryTokens(NamedTuple):
     position: Tensor
 
 
+class _SelfAttention(NamedTuple):
+    """A self-attention call.
+
+    Attributes:
+        request: the call.
+        name: qualified name of its module.
+        place: where its keys are, if a Hugging Face model makes it.
+    """
+
+    request: AttentionRequest
+    name: str
+    place: huggingface.KeyOffsetAndPadding | None
+
+
 @dataclass(eq=False)
 class TokenFinder:
     """Finds the tokens that are the queries of a model's attention calls.
@@ -34,16 +48,22 @@ class TokenFinder:
     """
 
     inputs: InputTracker
-    _newest: Tensor | None = None  # the positions of the newest self-attention call with the same queries
+    _newest: _SelfAttention | None = None  # the newest call in this forward pass
     _pass: int = -1
+
+    def follow(self, request: AttentionRequest, name: str) -> None:
+        """Remember a self-attention call for the cross-attention after it; `name` is that of its module."""
+        assert request.origin is not None
+        if self.inputs.passes != self._pass:
+            self._pass, self._newest = self.inputs.passes, None
+        if not is_cross_attention_call(request.origin, name):
+            self._newest = _SelfAttention(request, name, huggingface.call_key_positions.get())
 
     def find(self, request: AttentionRequest, name: str) -> QueryTokens:
         """Return the queries of a call; `name` is the qualified name of its module."""
         shape, origin, device = request.shape, request.origin, request.shape.device
         assert origin is not None
         batch, queries = shape.batch, shape.query_length
-        if self.inputs.passes != self._pass:
-            self._pass, self._newest = self.inputs.passes, None
         text = torch.arange(batch, device=device)[:, None].expand(batch, queries)
         if (packed := request.packed_lengths) is not None:
             lengths = packed.to(device)
@@ -51,13 +71,12 @@ class TokenFinder:
             starts = lengths.cumsum(0) - lengths
             position = torch.arange(queries, device=device) - starts[text]
             return QueryTokens(text[None], position[None])
-        if request.continued is not None:
-            position = self._positions_in_cache(request)
-        elif is_cross_attention_call(origin, name):
+        if is_cross_attention_call(origin, name):
             position = self._positions_in_cross_attention(request)
         else:
-            position = self._positions_in_self_attention(request, name)
-            self._newest = position
+            position = self._positions_in_self_attention(
+                _SelfAttention(request, name, huggingface.call_key_positions.get())
+            )
         windows = 1 if request.continued is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
@@ -77,20 +96,29 @@ class TokenFinder:
         return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
 
     def _positions_in_cross_attention(self, request: AttentionRequest) -> Tensor:
-        """Return the positions of the queries of a cross-attention without a cache: (batch, queries) int64."""
+        """Return the positions of the queries of a cross-attention: (batch, queries) int64."""
         shape, newest = request.shape, self._newest
-        if newest is not None and newest.shape == (shape.batch, shape.query_length):
-            return newest
-        return self._counted(request)
+        assert request.origin is not None
+        if request.continued is not None:
+            return self._positions_in_cache(request)
+        if request.origin.unpadded_queries is not None:
+            return _count_tokens(request.origin.unpadded_queries)
+        if newest is not None and newest.request.packed_lengths is None:
+            same = newest.request.shape
+            if (same.batch, same.query_length) == (shape.batch, shape.query_length):
+                return self._positions_in_self_attention(newest)
+        return torch.arange(shape.query_length, device=shape.device).expand(shape.batch, -1)
 
-    def _positions_in_self_attention(self, request: AttentionRequest, name: str) -> Tensor:
+    def _positions_in_self_attention(self, call: _SelfAttention) -> Tensor:
         """Return the positions of the queries of a self-attention: (batch, queries) int64."""
-        place, queries = huggingface.call_key_positions.get(), request.shape.query_length
+        request, place = call.request, call.place
+        if request.continued is not None:
+            return self._positions_in_cache(request)
         offset = 0 if place is None else place.key_offset
         if place is not None:
-            tokens = self.inputs.tokens_until_query(name, request, offset)
+            tokens = self.inputs.tokens_until_query(call.name, request, offset)
             if tokens is not None:
-                return _count_tokens(tokens)[:, tokens.shape[1] - queries :]
+                return _count_tokens(tokens)[:, tokens.shape[1] - request.shape.query_length :]
         return self._counted(request, offset)
 
     @staticmethod
