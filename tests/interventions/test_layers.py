@@ -304,14 +304,21 @@ def test_texts_of_a_nested_tensor_count_their_own_tokens() -> None:
             equal(each, attend_by_hand(layer, text, scaled({2: 0}, slice(0, 2)))[0])
 
 
-def test_a_decoder_of_torch_numbers_its_layers_as_they_run_and_its_queries_once() -> None:
+def test_a_decoder_of_torch_numbers_its_layers_as_they_run_and_counts_without_padding() -> None:
     layer = nn.TransformerDecoderLayer(8, 4, 16, dropout=0.0, batch_first=True)
     decoder = torch_nn.replace(nn.TransformerDecoder(layer, 1), inplace=True).model.double().eval()
-    x, memory = torch.randn(1, 5, 8, dtype=torch.float64), torch.randn(1, 3, 8, dtype=torch.float64)
+    x, memory = torch.randn(2, 5, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
+    hidden = torch.zeros(2, 5).bool()
+    hidden[1, :2] = True
     inner = decoder.layers[0]
-    own = inner.norm1(x[0] + attend_by_hand(inner.self_attn, x[0], scaled({1: 0}, [2]))[0])
-    change = scaled({0: 0}, [1])
-    own = inner.norm2(own + attend_by_hand(inner.multihead_attn, own, change, memory=memory[0])[0])
-    expected = inner.norm3(own + inner.linear2(torch.relu(inner.linear1(own))))
+
+    def alone(x: Tensor, memory: Tensor) -> Tensor:
+        own = inner.norm1(x + attend_by_hand(inner.self_attn, x, scaled({1: 0}, [2]))[0])
+        crossing = attend_by_hand(inner.multihead_attn, own, scaled({0: 0}, [1]), memory=memory)[0]
+        own = inner.norm2(own + crossing)
+        return inner.norm3(own + inner.linear2(torch.relu(inner.linear1(own))))  # type: ignore[no-any-return]
+
     with torch.no_grad(), mh.ablate(decoder, "L0 H1", positions=2), mh.ablate(decoder, "L1 H0", positions=1):
-        equal(decoder(x, memory)[0], expected)
+        found = decoder(x, memory, tgt_key_padding_mask=hidden)
+    equal(found[0], alone(x[0], memory[0]))
+    equal(found[1, 2:], alone(x[1, 2:], memory[1]))

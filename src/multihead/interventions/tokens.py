@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead.kernels.call import AttentionRequest
 from multihead.models import huggingface
@@ -71,12 +71,14 @@ class TokenFinder:
             starts = lengths.cumsum(0) - lengths
             position = torch.arange(queries, device=device) - starts[text]
             return QueryTokens(text[None], position[None])
+        call = _SelfAttention(request, name, huggingface.call_key_positions.get())
         if is_cross_attention_call(origin, name):
-            position = self._positions_in_cross_attention(request)
+            counted = torch.arange(queries, device=device).expand(batch, -1)
+            position = self._positions_in_cross_attention(request, counted)
+        elif call.place is None and origin.crosses is None:  # a drop-in that was called with other keys than queries
+            position = self._positions_in_cross_attention(request, self._counted(request))
         else:
-            position = self._positions_in_self_attention(
-                _SelfAttention(request, name, huggingface.call_key_positions.get())
-            )
+            position = self._positions_in_self_attention(call)
         windows = 1 if request.continued is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
@@ -95,19 +97,19 @@ class TokenFinder:
             return position
         return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
 
-    def _positions_in_cross_attention(self, request: AttentionRequest) -> Tensor:
-        """Return the positions of the queries of a cross-attention: (batch, queries) int64."""
+    def _positions_in_cross_attention(self, request: AttentionRequest, counted: Tensor) -> Tensor:
+        """Return the positions of the queries of a cross-attention, `counted` if unknown: (batch, queries) int64."""
         shape, newest = request.shape, self._newest
         assert request.origin is not None
         if request.continued is not None:
             return self._positions_in_cache(request)
         if request.origin.unpadded_queries is not None:
             return _count_tokens(request.origin.unpadded_queries)
-        if newest is not None and newest.request.packed_lengths is None:
+        if newest is not None and _keeps_columns(newest.request):
             same = newest.request.shape
             if (same.batch, same.query_length) == (shape.batch, shape.query_length):
                 return self._positions_in_self_attention(newest)
-        return torch.arange(shape.query_length, device=shape.device).expand(shape.batch, -1)
+        return counted
 
     def _positions_in_self_attention(self, call: _SelfAttention) -> Tensor:
         """Return the positions of the queries of a self-attention: (batch, queries) int64."""
@@ -129,6 +131,14 @@ class TokenFinder:
             return _count_tokens(unpadded)
         start = torch.as_tensor(request.query_start).to(shape.device).view(-1, 1) + offset
         return (start + torch.arange(shape.query_length, device=shape.device)).expand(shape.batch, -1)
+
+
+def _keeps_columns(request: AttentionRequest) -> bool:
+    """Whether each query is in its column of the batch; our own layers move padding to the right, or drop it."""
+    origin = request.origin
+    assert origin is not None
+    moved = origin.unpadded_queries is not None and not isinstance(origin.layer, nn.MultiheadAttention)
+    return not moved and request.packed_lengths is None
 
 
 def _count_tokens(real: Tensor) -> Tensor:
