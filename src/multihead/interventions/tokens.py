@@ -26,8 +26,8 @@ class QueryTokens(NamedTuple):
     position: Tensor
 
 
-class _SelfAttention(NamedTuple):
-    """A self-attention call.
+class _Call(NamedTuple):
+    """An attention call of a module.
 
     Attributes:
         request: the call.
@@ -39,6 +39,15 @@ class _SelfAttention(NamedTuple):
     name: str
     place: huggingface.KeyOffsetAndPadding | None
 
+    @property
+    def crosses(self) -> bool | None:
+        """Whether it is cross-attention; None if unknown, as for a drop-in with other keys than queries."""
+        origin = self.request.origin
+        assert origin is not None
+        if is_cross_attention_call(origin, self.name):
+            return True
+        return None if self.place is None and origin.crosses is None else False
+
 
 @dataclass(eq=False)
 class TokenFinder:
@@ -48,7 +57,7 @@ class TokenFinder:
     """
 
     inputs: InputTracker
-    _newest: _SelfAttention | None = None  # the newest call in this forward pass
+    _newest: _Call | None = None  # the newest self-attention in this forward pass
     _pass: int = -1
 
     def follow(self, request: AttentionRequest, name: str) -> None:
@@ -56,8 +65,9 @@ class TokenFinder:
         assert request.origin is not None
         if self.inputs.passes != self._pass:
             self._pass, self._newest = self.inputs.passes, None
-        if not is_cross_attention_call(request.origin, name):
-            self._newest = _SelfAttention(request, name, huggingface.call_key_positions.get())
+        call = _Call(request, name, huggingface.call_key_positions.get())
+        if call.crosses is False:
+            self._newest = call
 
     def find(self, request: AttentionRequest, name: str) -> QueryTokens:
         """Return the queries of a call; `name` is the qualified name of its module."""
@@ -71,14 +81,13 @@ class TokenFinder:
             starts = lengths.cumsum(0) - lengths
             position = torch.arange(queries, device=device) - starts[text]
             return QueryTokens(text[None], position[None])
-        call = _SelfAttention(request, name, huggingface.call_key_positions.get())
-        if is_cross_attention_call(origin, name):
-            counted = torch.arange(queries, device=device).expand(batch, -1)
-            position = self._positions_in_cross_attention(request, counted)
-        elif call.place is None and origin.crosses is None:  # a drop-in that was called with other keys than queries
-            position = self._positions_in_cross_attention(request, self._counted(request))
-        else:
+        call = _Call(request, name, huggingface.call_key_positions.get())
+        crosses = call.crosses
+        if crosses is False:
             position = self._positions_in_self_attention(call)
+        else:
+            counted = torch.arange(queries, device=device).expand(batch, -1) if crosses else self._counted(request)
+            position = self._positions_in_cross_attention(request, counted)
         windows = 1 if request.continued is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
@@ -111,7 +120,7 @@ class TokenFinder:
                 return self._positions_in_self_attention(newest)
         return counted
 
-    def _positions_in_self_attention(self, call: _SelfAttention) -> Tensor:
+    def _positions_in_self_attention(self, call: _Call) -> Tensor:
         """Return the positions of the queries of a self-attention: (batch, queries) int64."""
         request, place = call.request, call.place
         if request.continued is not None:
