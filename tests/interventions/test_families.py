@@ -104,11 +104,12 @@ def test_without_padding_in_any_layer(name: str, padding: str, monkeypatch: pyte
     assert_equal(found, expected, name, inputs)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("name", "padding"), [case for case in CASES if case[0] not in IMAGES])
+@pytest.mark.parametrize(
+    ("name", "padding", "packed"),
+    [(*case, False) for case in CASES if case[0] not in IMAGES]
+    + [(name, side, True) for name in PACKED for side in ("right", "left")],
+)
 def test_positions_and_samples(name: str, padding: str, monkeypatch: pytest.MonkeyPatch, *, packed: bool) -> None:
-    if packed and (name not in PACKED or padding == "none"):
-        pytest.skip("the model does not leave out padding")
     model, inputs = double(name, monkeypatch), batch(name, padding=padding)
     with changed_eager(model, {}) as plain:
         run(model, inputs)
