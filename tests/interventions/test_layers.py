@@ -248,6 +248,24 @@ def call_as_batch(layer: Any, x: Tensor, memory: Tensor | None) -> tuple[Tensor,
     return given
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "nn.MultiheadAttention"])
+@pytest.mark.parametrize("added", ["add_bias_kv", "add_zero_attn"])
+def test_added_keys_are_no_tokens(name: str, added: str) -> None:
+    kind = mh.MultiHeadAttention if name == "MultiHeadAttention" else torch_nn.MultiheadAttention
+    layer = kind(8, 4, **{added: True}, **({} if kind is mh.MultiHeadAttention else {"batch_first": True})).double()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    expected = call(layer, x, None)
+    with mh.ablate(layer, "L0 H1"):
+        expected[:, [0, 3]] = call(layer, x, None)[:, [0, 3]]
+    with mh.ablate(layer, "L0 H1", positions=[0, 3]):
+        equal(call(layer, x, None), expected)
+        if kind is mh.MultiHeadAttention:
+            cache = mh.KeyValueCache()
+            steps = [layer(x[:, part], mask=masks.Causal(), cache=cache) for part in (slice(0, 2), slice(2, 5))]
+            equal(torch.cat(steps, 1), layer(x, mask=masks.Causal()))
+
+
 @pytest.mark.parametrize("options", [{}, {"need_weights": False}, {"average_attn_weights": False}])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_every_path_of_the_drop_in_for_torch(options: dict[str, bool], *, gradients: bool) -> None:

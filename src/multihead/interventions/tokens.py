@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.call import AttentionRequest
+from multihead.layer import MultiHeadAttention
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, is_cross_attention_call
 
@@ -97,7 +98,7 @@ class TokenFinder:
         """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
         place, shape = request.continued, request.shape
         assert place is not None
-        start = torch.as_tensor(request.query_start) + torch.as_tensor(place.key_start)
+        start = _first_position(request) + torch.as_tensor(place.key_start)
         if place.first_query is not None:  # cross-attention counts its queries
             start = torch.as_tensor(place.first_query)
         index = torch.arange(shape.query_length, device=shape.device)
@@ -138,8 +139,20 @@ class TokenFinder:
         shape, unpadded = request.shape, None if request.origin is None else request.origin.unpadded_queries
         if unpadded is not None:
             return _count_tokens(unpadded)
-        start = torch.as_tensor(request.query_start).to(shape.device).view(-1, 1) + offset
+        start = _first_position(request).to(shape.device).view(-1, 1) + offset
         return (start + torch.arange(shape.query_length, device=shape.device)).expand(shape.batch, -1)
+
+
+def _first_position(request: AttentionRequest) -> Tensor:
+    """Return the position of the first query, () or (batch,) int64; added keys come first, and are no tokens."""
+    origin = request.origin
+    assert origin is not None
+    layer, added = origin.layer, 0
+    if isinstance(layer, MultiHeadAttention):
+        added = int(layer.bias_k is not None)
+    elif isinstance(layer, nn.MultiheadAttention):
+        added = (layer.bias_k is not None) + layer.add_zero_attn
+    return torch.as_tensor(request.query_start) - added
 
 
 def _keeps_columns(request: AttentionRequest) -> bool:
