@@ -248,6 +248,16 @@ def call_as_batch(layer: Any, x: Tensor, memory: Tensor | None) -> tuple[Tensor,
     return given
 
 
+def test_a_head_that_writes_no_numbers_is_off_too() -> None:
+    layer, x = randomised("MultiHeadAttention"), torch.randn(2, 5, 8, dtype=torch.float64)
+    with mh.ablate(layer, "L0 H1"):
+        expected = layer(x)
+    with torch.no_grad():
+        layer.v_proj.bias[2:4] = torch.tensor([torch.nan, torch.inf])
+    with mh.ablate(layer, "L0 H1"):
+        assert torch.equal(layer(x), expected)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "nn.MultiheadAttention"])
 @pytest.mark.parametrize("added", ["add_bias_kv", "add_zero_attn"])

@@ -110,8 +110,11 @@ def test_statistics_and_summaries_are_those_of_a_whole_record(keep: Any) -> None
     for one, other in zip(whole.layers, kept.layers, strict=True):
         for name, value in one.summary("mean").items():
             torch.testing.assert_close(other.summary("mean")[name], value, atol=1e-9, rtol=0)
-    own = whole.layers[0].sample(0).statistics["output_norm"][2]
-    assert (own == 0).tolist() == [True, False, False, True, False, False]
+    sample = whole.layers[0].sample(0)
+    for name in ("output_norm", "contribution"):
+        own = sample.statistics[name]
+        assert (own[2] == 0).tolist() == [True, False, False, True, False, False]
+    assert bool((sample.statistics["output_norm"] <= sample.statistics["contribution"] + 1e-9).all())
 
 
 def test_an_observer_changes_nothing_and_may_begin_before_or_after() -> None:
