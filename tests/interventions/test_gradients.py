@@ -94,6 +94,7 @@ def test_a_layer_recomputed_under_another_intervention_is_an_error() -> None:
     with mh.ablate(model, "L1 H0"):
         output = model(x)
     with pytest.raises(CheckpointError), mh.ablate(model, "L1 H1"):
+        model(x)
         output.sum().backward()
 
 
