@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from click.testing import CliRunner, Result
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 
 import multihead as mh
 from multihead.cli import main
 from multihead.models.loading import load
+from tests.word_models import save_word_models
 
-WORDS = ["the", "key", "is", "under", "a", "door", "and", "nobody", "saw", "it", "before"]
 TEXTS = {"first.txt": "the key is under the door", "second.txt": "nobody saw the key before it"}
 
 
@@ -34,16 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("ablate")
     for name, text in TEXTS.items():
         (made / name).write_text(text, encoding="utf-8")
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(["?", *WORDS])}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    sizes: dict[str, Any] = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(1)
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    llama = hf.LlamaConfig(**sizes, **tokens, intermediate_size=8, num_key_value_heads=2, initializer_range=0.5)
-    hf.LlamaForCausalLM(llama).save_pretrained(made / "llama")
-    hf.BertModel(hf.BertConfig(**sizes, intermediate_size=8)).save_pretrained(made / "bert")
-    for model in ("llama", "bert"):
-        hf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(made / model)
+    save_word_models(made)
     return made
 
 

@@ -19,8 +19,8 @@ USERS = {
     "report": ("viewer/report.py",),
     "viewer": (
         "viewer/*.py",
-        "viewer/static/[sv]*/*.js",
-        "viewer/static/view/*.html",
+        "viewer/static/[stv]*/*.js",
+        "viewer/static/[tv]*/*.html",
     ),
     "widget": ("viewer/widget/*.py",),
     "findings": ("record/analysis/highlights.py",),
@@ -29,6 +29,7 @@ USERS = {
     "view": ("cli/view.py",),
     "compare": ("cli/compare.py",),
     "ablate": ("cli/ablate.py",),
+    "try": ("viewer/static/try/*.js", "viewer/static/try/*.html"),
     "census": ("cli/census.py",),
     "census page": (
         "viewer/census_page.py",

@@ -26,6 +26,7 @@ ENGLISH, CHINESE = (
 HAN = re.compile("[\u4e00-\u9fff]")
 PAGES = {
     "viewer/static/view": ("common", "page", "viewer"),
+    "viewer/static/try": ("common", "page", "viewer", "try"),
     "viewer/static/census": ("common", "page", "census page"),
     "viewer/static/series": ("common", "page", "series"),
     "multihead_lab/static": ("common", "lab"),

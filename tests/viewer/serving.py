@@ -15,8 +15,10 @@ import numpy as np
 import uvicorn
 
 from multihead.viewer.payload import RecordedRun
+from multihead.viewer.routes import Viewer
 from multihead.viewer.security import allowed_hosts
 from multihead.viewer.server import build_application
+from multihead.viewer.site import Site
 
 TOKEN = "the-token-of-a-test"
 
@@ -76,14 +78,26 @@ class Served:
             yield
 
 
+def viewer_of(*runs: RecordedRun, lang: str = "en", progress: Any = lambda done, total: None) -> Viewer:
+    """Make the pages of some records."""
+    return Viewer(runs, lang=lang, progress=progress)
+
+
 @contextmanager
-def serving(*runs: RecordedRun, lang: str = "en", **options: Any) -> Iterator[Served]:
+def serving(*runs: RecordedRun, **options: Any) -> Iterator[Served]:
     """Serve records until the block ends."""
+    with serving_site(viewer_of(*runs, **options)) as served:
+        yield served
+
+
+@contextmanager
+def serving_site(site: Site) -> Iterator[Served]:
+    """Serve pages until the block ends."""
     with socket.socket(proto=socket.IPPROTO_TCP) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        app = build_application(runs, token=TOKEN, hosts=allowed_hosts(port), lang=lang, **options)
+        app = build_application(site, token=TOKEN, hosts=allowed_hosts(port))
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
         thread.start()

@@ -21,7 +21,7 @@ REQUEST = Request({"type": "http"})
 
 
 def test_every_file_of_the_page_is_served_with_its_type() -> None:
-    for folder in ("view", "shared"):
+    for folder in ("view", "try", "shared"):
         files = resources.files("multihead.viewer") / "static" / folder
         # Templates are rendered, not served.
         names = [each.name for each in files.iterdir() if each.is_file() and not each.name.endswith(".html")]

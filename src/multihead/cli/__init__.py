@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from keyword import iskeyword
 from typing import Any, NoReturn, TextIO
 
 import click
@@ -23,13 +24,15 @@ from multihead.locale.escaping import visible
 
 __all__ = ["COMMANDS", "Commands", "main"]
 
-# Name of a command -> its line in `multihead --help`. A file of the same name in this folder defines the command.
+# Name of a command -> its line in `multihead --help`. A file of the same name in this folder defines the command;
+# that of "try", a word of Python, is "try_".
 COMMANDS = {
     "look": "Every head of a model on a text: a table, highlights, and one page.",
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
     "census": "What every head of a model does over a whole corpus: sums, distributions, strongest examples.",
     "compare": "The heads of two saved records, ranked by how much their attention changed.",
     "ablate": "What heads are for: how much worse a language model predicts texts without them.",
+    "try": "Heads off by a click in the browser: what a model expects next, with and without them.",
     "doctor": "Which kernels run here, and why the others do not.",
 }
 
@@ -52,7 +55,8 @@ class Commands(click.Group):
             click.UsageError: there is no such command, but one with a similar name.
         """
         if cmd_name in COMMANDS:
-            command: click.Command = getattr(import_module(f"multihead.cli.{cmd_name}"), cmd_name)
+            name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+            command: click.Command = getattr(import_module(f"multihead.cli.{name}"), name)
             return command
         added = _plugin_commands()
         if cmd_name not in added and (similar := get_close_matches(cmd_name, [*COMMANDS, *added], n=1)):

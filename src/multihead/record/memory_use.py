@@ -43,10 +43,11 @@ def memory_of(layers: Sequence[LayerRecord]) -> Memory:
             if one.keeps_weights:
                 kv_heads = one.segments[0].request.shape.num_kv_heads
                 kept += size * one.head_dim * (one.num_heads * one.num_queries + kv_heads * one.num_keys)
-    return Memory(_peak_of_process(), kept, weights)
+    return Memory(peak_of_process(), kept, weights)
 
 
-def _peak_of_process() -> int | None:
+def peak_of_process() -> int | None:
+    """Return the peak resident memory of this process, bytes; None if the operating system does not report it."""
     try:
         import resource
     except ImportError:  # Windows has no module resource

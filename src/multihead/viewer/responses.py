@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from multihead.viewer.levels import Array
 
-FOLDERS = ("view", "shared")
+FOLDERS = ("view", "try", "shared")
 """The folders of `static` whose files are served."""
 
 TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
@@ -36,12 +36,22 @@ GONE = 499
 
 def page_response(lang: str) -> Response:
     """Return the HTML page of the viewer in a language."""
-    texts = section(lang, "common", "page", "viewer")
-    html = load_template("viewer/static/view/index.html").render(
+    return _rendered_response("view", lang, ("common", "page", "viewer"), STYLES)
+
+
+def try_page_response(lang: str) -> Response:
+    """Return the HTML page of `multihead try` in a language."""
+    return _rendered_response("try", lang, ("common", "page", "viewer", "try"), (*STYLES, "try/try.css"))
+
+
+def _rendered_response(folder: str, lang: str, sections: Sequence[str], styles: Sequence[str]) -> Response:
+    texts = section(lang, *sections)
+    html = load_template(f"viewer/static/{folder}/index.html").render(
+        folder=folder,
         lang="zh-CN" if lang == "zh" else lang,
         words=texts,
         texts=Markup(json_in_script(texts)),
-        styles=STYLES,
+        styles=styles,
         offline=None,
     )
     return Response(html, media_type="text/html; charset=utf-8")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from multihead.probes.blocks import CancelledError
@@ -33,15 +31,14 @@ from multihead.viewer.payload import (
 from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_building_progress
 from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
 from multihead.viewer.responses import (
-    GONE,
     download_response,
     file_response,
     floats_response,
     page_response,
-    wait_for_disconnect,
 )
 from multihead.viewer.security import json_response
 from multihead.viewer.share import MAX_BYTES, SharedHead, name_shared_file, shared_page
+from multihead.viewer.site import Site
 from multihead.viewer.tiles import (
     ArrayCache,
     WorkerThreads,
@@ -61,7 +58,7 @@ if TYPE_CHECKING:
 Written = TypeVar("Written")
 
 
-class Viewer:
+class Viewer(Site):
     """Handles the requests of the page for some records.
 
     Args:
@@ -71,6 +68,7 @@ class Viewer:
     """
 
     def __init__(self, runs: Sequence[RecordedRun], *, lang: str, progress: Callable[[float, int], None]) -> None:
+        super().__init__()
         self.runs = runs
         self.lang = lang
         self.builder = LevelBuilder(progress)
@@ -78,7 +76,6 @@ class Viewer:
         self.slow = WorkerThreads(1)  # a separate thread for computations of seconds, so that no tile waits for them
         self.cache = ArrayCache()
         self.room = MemoryBudget(IN_MEMORY)
-        self.closing = asyncio.Event()
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
@@ -427,25 +424,8 @@ class Viewer:
         *,
         by: WorkerThreads | None = None,
     ) -> Any:
-        """Compute something in a worker; cancelled when the client disconnects."""
-        workers = by or self.workers
-        job = workers.submit(key, compute)
-        done: asyncio.Future[Any] = asyncio.wrap_future(job.result)
-        ends: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(wait_for_disconnect(request)),
-            asyncio.ensure_future(self.closing.wait()),
-        ]
-        try:
-            await asyncio.wait({done, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                raise HTTPException(GONE, "gone")  # 499 has no standard reason phrase
-            return done.result()
-        finally:
-            for each in ends:
-                each.cancel()
-            workers.stop_waiting(job)
-            # Retrieve the exception of an abandoned job, or asyncio logs it as never retrieved.
-            done.add_done_callback(lambda each: each.cancelled() or each.exception())
+        """Compute something in a worker of the maps, or in another one; cancelled when the client disconnects."""
+        return await self.compute(request, by or self.workers, key, compute)
 
 
 def _raise_if(cancelled: Callable[[], bool]) -> None:

@@ -1,11 +1,11 @@
-"""The local web server of `multihead view`: every head of some records, served to this machine only."""
+"""The local web server of `multihead view` and `multihead try`: pages that are served to this machine only."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,57 +19,46 @@ from starlette.routing import Mount, Route
 from multihead.errors import InputError, MultiheadError
 from multihead.probes.blocks import CancelledError
 from multihead.viewer.responses import cancelled_response, error_response, failure_response, unknown_address_response
-from multihead.viewer.routes import Viewer
 from multihead.viewer.security import AccessGuard, allowed_hosts
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from multihead.viewer.payload import RecordedRun
+    from multihead.viewer.site import Site
 
 
-def build_application(
-    runs: Sequence[RecordedRun],
-    *,
-    token: str,
-    hosts: Collection[str],
-    lang: str = "en",
-    progress: Callable[[float, int], None] = lambda done, total: None,
-) -> Starlette:
-    """Build the web application of the viewer.
+def build_application(site: Site, *, token: str, hosts: Collection[str]) -> Starlette:
+    """Build the web application of a site.
 
     Args:
-        runs: the records to show.
+        site: what it serves, such as a `Viewer`.
         token: the first part of every path.
         hosts: the allowed values of a request's Host header.
-        lang: the page's language, "en" or "zh".
-        progress: called with (heads done, total heads) while coarse levels are built.
     """
-    viewer = Viewer(runs, lang=lang, progress=progress)
 
     @asynccontextmanager
-    async def close_viewer_at_end(app: Starlette) -> AsyncIterator[None]:
+    async def close_site_at_end(app: Starlette) -> AsyncIterator[None]:
         yield
-        viewer.close()
+        site.close()
 
     async def redirect_to_page(request: Request) -> Response:
         return RedirectResponse(f"/{token}/")
 
     return _build_starlette_application(
-        viewer,
-        routes=[Route(f"/{token}", redirect_to_page), Mount(f"/{token}", routes=viewer.routes())],
+        site,
+        routes=[Route(f"/{token}", redirect_to_page), Mount(f"/{token}", routes=site.routes())],
         middleware=[Middleware(AccessGuard, token=token, hosts=hosts)],
-        lifespan=close_viewer_at_end,
+        lifespan=close_site_at_end,
     )
 
 
-def build_application_in_process(viewer: Viewer) -> Starlette:
+def build_application_in_process(site: Site) -> Starlette:
     """Build the same application without a port and without a token, for callers in this process."""
-    return _build_starlette_application(viewer, routes=viewer.routes())
+    return _build_starlette_application(site, routes=site.routes())
 
 
-def _build_starlette_application(viewer: Viewer, **options: Any) -> Starlette:
+def _build_starlette_application(site: Site, **options: Any) -> Starlette:
     made = Starlette(
         exception_handlers={
             MultiheadError: error_response,
@@ -79,28 +68,18 @@ def _build_starlette_application(viewer: Viewer, **options: Any) -> Starlette:
         },
         **options,
     )
-    made.state.viewer = viewer
+    made.state.site = site
     return made
 
 
-def serve(
-    runs: Sequence[RecordedRun],
-    *,
-    token: str,
-    port: int = 0,
-    lang: str = "en",
-    ready: Callable[[str], None] = lambda address: None,
-    progress: Callable[[float, int], None] = lambda done, total: None,
-) -> None:
-    """Serve the viewer to this machine until Ctrl-C.
+def serve(site: Site, *, token: str, port: int = 0, ready: Callable[[str], None] = lambda address: None) -> None:
+    """Serve a site to this machine until Ctrl-C.
 
     Args:
-        runs: the records to show.
+        site: what it serves, such as a `Viewer`.
         token: the first part of every path.
         port: the port to listen on; 0 chooses a free one.
-        lang: the page's language, "en" or "zh".
         ready: called with the page's address once the server listens.
-        progress: called with (heads done, total heads) while coarse levels are built.
 
     Raises:
         InputError: the port is in use or cannot be opened.
@@ -118,12 +97,12 @@ def serve(
                 f"Port {port} {reason}.", "Give another --port, or leave it out to use a free one."
             ) from None
         port = taken.getsockname()[1]
-        app = build_application(runs, token=token, hosts=allowed_hosts(port), lang=lang, progress=progress)
+        app = build_application(site, token=token, hosts=allowed_hosts(port))
         options: dict[str, Any] = {"server_header": False, "date_header": False, "proxy_headers": False, "ws": "none"}
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **options)
         ready(f"http://127.0.0.1:{port}/{token}/")
         try:
-            _CancellingServer(config, app.state.viewer).run(sockets=[taken])
+            _CancellingServer(config, site).run(sockets=[taken])
         except KeyboardInterrupt:
             return  # the server has shut down already
 
@@ -131,12 +110,12 @@ def serve(
 class _CancellingServer(uvicorn.Server):
     """A server that stops at once: it cancels running computations before it waits for open requests."""
 
-    def __init__(self, config: uvicorn.Config, viewer: Viewer) -> None:
+    def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)
-        self.viewer = viewer
+        self.site = site
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Cancel the running computations, then shut down."""
-        self.viewer.closing.set()
+        self.site.closing.set()
         await asyncio.sleep(0)
         await super().shutdown(sockets)

@@ -2,11 +2,12 @@
 import { dark, palette, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
+import { drawHeads } from '../shared/headgrid.js';
 import { helpButton } from '../shared/help.js';
 import { kindChips, kindNames, kindTags } from '../shared/kinds.js';
 import { neighbour } from '../shared/keys.js';
-import { applied, fitted } from '../shared/layout.js';
-import { ramp } from '../shared/legend.js';
+import { fitted } from '../shared/layout.js';
+import { markedRamp } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
 import { definitions, numberRows, withUnit } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
@@ -48,31 +49,17 @@ function dim() {
 
 function grid() {
   const box = $('grid'), held = box.contains(document.activeElement), phone = innerWidth <= 640, one = shownStatistic(), end = ends(one);
-  const shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 }), { cell: size, perColumn } = shape, rows = [];
-  applied(box, shape, WIDEST, false);
-  const step = size < 17 ? 4 : 1, brief = size < 30 || phone ? '' : 'H';
-  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader', 'aria-label': translate('layer column') } : {}),
-    ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : brief + h })));
-  D.layers.forEach((layer, l) => {
-    if (l % perColumn === 0) rows.push(heading(!l));
-    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name }, (size < 30 || phone ? '' : 'L') + layer.number));
-    for (let h = 0; h < layer.heads; h++) {
-      const i = indexOf(l, h), link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': [longName(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)].filter(Boolean).join(', '), onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, size >= 34));
-      link.dataset.i = i;
-      row.append(el('span', { role: 'gridcell' }, link));
-    }
-    rows.push(row);
+  const shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 });
+  drawHeads(box, D.layers, shape, (layer, h, l) => {
+    const i = indexOf(l, h), link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': [longName(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)].filter(Boolean).join(', '), onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, shape.cell >= 34));
+    link.dataset.i = i;
+    return link;
   });
-  box.replaceChildren(...rows);
   dim();
   if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
   const signed = state.shows === 'difference';
-  const marks = el('div', { className: 'ticks' }, ...(signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => {
-    const mark = el('span', { textContent: value ? (signed && value > 0 ? '+' : '') + +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') : '0' });
-    mark.style.left = left + '%';
-    return mark;
-  }));
-  $('scale').replaceChildren(el('div', {}, ramp(signed ? 'apart' : 'ink', 320), marks), el('div', { className: 'note', textContent: [withUnit(one), translate(signed ? 'scale signed' : 'scale largest')].join(translate('join.parts')) }));
+  const marks = (signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => [left, value ? (signed && value > 0 ? '+' : '') + +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') : '0']);
+  $('scale').replaceChildren(markedRamp(signed ? 'apart' : 'ink', 320, marks), el('div', { className: 'note', textContent: [withUnit(one), translate(signed ? 'scale signed' : 'scale largest')].join(translate('join.parts')) }));
 }
 
 function inspect(i) {

@@ -1,9 +1,10 @@
 // The page of a series: the heads at one step, a slider over the steps that can play, and one head over all steps.
 import { dark, paint, palette, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
+import { drawHeads } from '../shared/headgrid.js';
 import { neighbour } from '../shared/keys.js';
-import { applied, fitted } from '../shared/layout.js';
-import { ramp } from '../shared/legend.js';
+import { fitted } from '../shared/layout.js';
+import { markedRamp } from '../shared/legend.js';
 import { count, known } from '../shared/numbers.js';
 import { definitions, numberRows, statistic, withUnit } from '../shared/statistics.js';
 
@@ -39,31 +40,16 @@ function frameOfFilm() {
 }
 
 function grid() {
-  const box = $('grid'), phone = innerWidth <= 640, rows = [];
-  const shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 }), { cell: size, perColumn } = shape;
-  applied(box, shape, WIDEST, false);
-  wide = size >= 34;
-  const step = size < 17 ? 4 : 1, letter = name => size < 30 || phone ? '' : name;
-  // Each column of layers has its own heading; screen readers read the first one.
-  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader', 'aria-label': translate('layer column') } : {}),
-    ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : letter('H') + h })));
+  const box = $('grid'), shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone: innerWidth <= 640, high: innerHeight * .7 });
+  wide = shape.cell >= 34;
   cells = HEADS.map((_, i) => el('button', { className: 'cell', tabIndex: i === state.lit ? 0 : -1, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }));
-  D.layers.forEach((layer, l) => {
-    if (l % perColumn === 0) rows.push(heading(!l));
-    rows.push(el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name, textContent: letter('L') + layer.number }),
-      ...cells.slice(indexOf(l, 0), indexOf(l, 0) + layer.heads).map(cell => el('span', { role: 'gridcell' }, cell))));
-  });
-  box.replaceChildren(...rows);
+  drawHeads(box, D.layers, shape, (layer, h, l) => cells[indexOf(l, h)]);
 }
 
 function legend() {
   const one = shown(state.id), [low, end] = D.ends[state.id];
-  const marks = el('div', { className: 'ticks' }, ...[[0, low], [100, end]].map(([left, value]) => {
-    const mark = el('span', { textContent: +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') });
-    mark.style.left = left + '%';
-    return mark;
-  }));
-  $('scale').replaceChildren(el('div', {}, ramp('ink', 320), marks), el('div', { className: 'note', textContent: [withUnit(one), translate(one.percentage ? 'scale whole' : 'scale largest')].join(translate('join.parts')) }));
+  const marks = [[0, low], [100, end]].map(([left, value]) => [left, +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '')]);
+  $('scale').replaceChildren(markedRamp('ink', 320, marks), el('div', { className: 'note', textContent: [withUnit(one), translate(one.percentage ? 'scale whole' : 'scale largest')].join(translate('join.parts')) }));
 }
 
 // A head's line over the steps, from 0 to 1 in both directions; a step at which it was not observed is a gap.

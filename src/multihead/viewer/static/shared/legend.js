@@ -15,20 +15,18 @@ export function tickedRamp(width, scale, top) {
   // A label needs 30 pixels; the first one of the log scale is longer.
   const room = n => n === 1 && scale === 'log' ? 90 : 30;
   const apart = ticks.filter((w, n) => !n || n === ticks.length - 1 || ((at(w) - at(ticks[n - 1])) * width > room(n) && (at(ticks.at(-1)) - at(w)) * width > 30));
-  const marks = el('div', { className: 'ticks' }, ...apart.map(w => {
-    const mark = el('span', { textContent: w === 0 ? '0' : (scale === 'log' && w === ticks[0] ? '≤ ' : '') + +(w * 100).toPrecision(3) + NBSP + '%' });
-    mark.style.left = at(w) * 100 + '%';
-    return mark;
-  }));
-  return el('div', {}, ramp('ink', width), marks);
+  return markedRamp('ink', width, apart.map(w => [at(w) * 100, w === 0 ? '0' : (scale === 'log' && w === ticks[0] ? '≤ ' : '') + +(w * 100).toPrecision(3) + NBSP + '%']));
 }
 
-// The ramp of a difference A − B, from −end to +end.
-export const signedRamp = (width, end) => el('div', {}, ramp('apart', width), el('div', { className: 'ticks' }, ...[[0, '−' + exact(end)], [50, '0'], [100, '+' + exact(end)]].map(([left, textContent]) => {
+// A ramp with marks below it, each [percent of the width, text].
+export const markedRamp = (lut, width, marks) => el('div', {}, ramp(lut, width), el('div', { className: 'ticks' }, ...marks.map(([left, textContent]) => {
   const mark = el('span', { textContent });
   mark.style.left = left + '%';
   return mark;
 })));
+
+// The ramp of a difference A − B, from −end to +end, which are percentages unless `form` writes them otherwise.
+export const signedRamp = (width, end, form = exact) => markedRamp('apart', width, [[0, '−' + form(end)], [50, '0'], [100, '+' + form(end)]]);
 
 export function scaleChoice(chosen, choose) {
   return el('span', { className: 'seg', role: 'group', 'aria-label': translate('scale.label') }, ...Object.keys(SCALES).map(name => el('button', {

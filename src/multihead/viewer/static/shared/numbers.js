@@ -5,6 +5,12 @@ import { frame } from './host.js';
 export const known = value => value !== null && value !== undefined && Number.isFinite(value);
 export const count = n => Math.round(n).toLocaleString(frame.lang);
 
+// A number with its sign, + or −; none where it is rounded to 0.
+export function signed(value, digits) {
+  const shown = Math.abs(value).toFixed(digits);
+  return (+shown === 0 ? '' : value < 0 ? '−' : '+') + shown;
+}
+
 // A share in per cent for tables: one decimal below ten, none above.
 export const share = w => (w * 100).toFixed(Math.abs(w) < .0995 ? 1 : 0);
 export const percent = w => share(w) + NBSP + '%';

@@ -3,7 +3,7 @@ import { el } from './dom.js';
 
 const MAX_CHARACTERS = 60;  // shown of one token
 // Flags of a token, as in tokens.py.
-const SPECIAL = 1;
+export const SPECIAL = 1;
 export const UNKNOWN = 2;
 export const PART = 4;
 
@@ -28,6 +28,26 @@ export function setText(box, text, from, to) {
   if (to === text.shown.length && text.tail) parts.push(text.tail);
   box.replaceChildren(...parts);
   return spans;
+}
+
+// Make the tokens of a box buttons with one tab stop: choose(p) is called with the token that is clicked, or kept with Enter or
+// Space; the arrow keys move. labels: the names of the tokens, because a line break has no text; chosen: the pressed one, or -1.
+export function choosable(box, spans, labels, chosen, choose) {
+  spans.forEach((span, p) => {
+    span.classList.add('asks');
+    span.classList.toggle('on', p === chosen);
+    span.setAttribute('role', 'button');
+    span.setAttribute('aria-label', labels[p]);
+    span.setAttribute('aria-pressed', String(p === chosen));
+    span.tabIndex = p === Math.max(0, chosen) ? 0 : -1;
+  });
+  box.onclick = event => { const span = event.target.closest('.asks'); if (span) choose(+span.dataset.p); };
+  box.onkeydown = event => {
+    const span = event.target.closest('.asks'), next = span && spans[spans.indexOf(span) + { ArrowRight: 1, ArrowLeft: -1 }[event.key]];
+    if (next) { span.tabIndex = -1; next.tabIndex = 0; next.focus(); }
+    if (span && /^(Enter| )$/.test(event.key)) choose(+span.dataset.p);
+    if (next || (span && /^(Enter| )$/.test(event.key))) { event.preventDefault(); event.stopPropagation(); }
+  };
 }
 
 // Join a range of tokens into one string, for the lines of the context list.

@@ -7,7 +7,8 @@ export const headAt = (run, sample, l, h) => `${sampleAt(run, sample)}/heads/${l
 // The response is not ready yet (503): retry later.
 export class Later extends Error {}
 
-export const server = { gone: false, changed: () => {} };
+// gone: the server does not respond; alive: the address by which it is found again.
+export const server = { gone: false, alive: 'api/view', changed: () => {} };
 async function answer(path, signal) {
   let response;
   try {
@@ -34,13 +35,26 @@ export async function floats(path, signal) {
   return { shape: numbers('X-Shape'), block: numbers('X-Block'), values: new Float32Array(await response.arrayBuffer()) };
 }
 
+// Read a response of lines of JSON as they arrive; each(value) is called per line.
+export async function lines(path, signal, each) {
+  const reader = (await answer(path, signal)).body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = '';
+  for (;;) {
+    const { value, done } = await reader.read();
+    const parts = (rest + (value ?? '')).split('\n');
+    rest = done ? '' : parts.pop();
+    for (const part of parts) if (part) each(JSON.parse(part));
+    if (done) return;
+  }
+}
+
 // Retry every two seconds until the server responds. A restarted server has another token, so its page must be reopened.
 function lost() {
   if (server.gone) return;
   server.gone = true;
   server.changed();
   const again = setInterval(async () => {
-    const back = await request('api/view').then(response => response.ok, () => false);
+    const back = await request(server.alive).then(response => response.ok, () => false);
     if (!back) return;
     clearInterval(again);
     server.gone = false;

@@ -1,12 +1,13 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
-import { bitmap, css, hatching, rootEnd, sized } from '../shared/colour.js';
+import { css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
+import { drawHeads } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { glyph, roleName } from '../shared/kinds.js';
-import { neighbour } from '../shared/keys.js';
-import { applied, fitted } from '../shared/layout.js';
+import { fitted } from '../shared/layout.js';
 import { isSingle } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
+import { drawMap, mapPicture } from '../shared/picture.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
 import { size } from './host.js';
 import { state, toHead } from './permalink.js';
@@ -67,20 +68,14 @@ export function retryMaps(record) { for (const l of seen) if (maps.get(nameOf(re
 export function grid(record, passes, goTo) {
   current = record;
   largestSmall();
-  const across = record.widest, roles = record.layers.some(layer => layer.role);
-  shape = fitted({ layers: record.layers.length, heads: across, roles }, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
+  shape = fitted({ layers: record.layers.length, heads: record.widest, roles: record.layers.some(layer => layer.role) }, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
   if (lit < 0 || lit >= record.heads.length) lit = firstLit(record);
-  const box = $('grid'), held = box.contains(root.activeElement), { cell, perColumn, phone } = shape;
-  applied(box, shape, across, roles);
-  box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth));  // on A4
-  const step = cell < 17 ? 4 : 1, rows = [];
-  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader' } : {}),
-    ...Array.from({ length: record.widest }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : (cell < 30 || phone ? '' : 'H') + h })));
-  record.layers.forEach((layer, place) => {
-    if (place % perColumn === 0) rows.push(heading(!place));
-    rows.push(gridRow(record, layer, layer.number));
+  const box = $('grid'), held = box.contains(root.activeElement);
+  drawHeads(box, record.layers, shape, (layer, h) => headCell(record, record.index(layer.number, h)), (row, layer) => {
+    row.dataset.l = layer.number;
+    row.firstChild.after(el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
   });
-  box.replaceChildren(...rows);
+  box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth));  // on A4
   box.onclick = event => { const link = event.target.closest('a'); if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) { event.preventDefault(); goTo(+link.dataset.i); } };
   fade(record, passes);
   watching(record);
@@ -94,18 +89,12 @@ function firstLit(record) {
   return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
 }
 
-function gridRow(record, layer, l) {
-  const entropy = record.metrics.find(one => one.id === 'entropy');
-  const made = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name, 'aria-label': `L${l} ${roleName(layer.role)} ${layer.name}` }, (shape.cell < 30 ? '' : 'L') + l, ...(layer.role ? [el('small', { textContent: roleName(layer.role) })] : [])), el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
-  made.dataset.l = l;
-  for (let h = 0; h < layer.heads; h++) {
-    const i = record.index(l, h), name = record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
-    const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': name, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
-    link.dataset.i = i;
-    link.classList.toggle('marked', record.aligned(i));
-    made.append(el('span', { role: 'gridcell' }, link));
-  }
-  return made;
+function headCell(record, i) {
+  const { l, h } = record.heads[i], entropy = record.metrics.find(one => one.id === 'entropy'), name = record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
+  const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': name, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
+  link.dataset.i = i;
+  link.classList.toggle('marked', record.aligned(i));
+  return link;
 }
 
 // Only the rows near the window, and the maps of findings, are requested and drawn; a file has all of them at hand.
@@ -147,17 +136,10 @@ export function drawRow(l) {
     pen.fillRect(x, inset, size, size);
     pen.fillStyle = hatch;
     pen.fillRect(x, inset, size, size);
-    drawn(pen, { rows: found.rows, cols: found.cols, values: found.heads[h] }, x, inset, size);
+    drawMap(pen, { rows: found.rows, cols: found.cols, values: found.heads[h] }, x, inset, size, state.scale, scaleTop());
   }
   made.classList.toggle('bare', !found);
   if (!found) for (const link of made.querySelectorAll('a')) if (!link.firstChild) link.append(glyph(current.kinds[+link.dataset.i]));
-}
-
-// Cells wider than a pixel are drawn with hard edges; the browser averages a finer map.
-function drawn(pen, map, x, y, size, top = scaleTop()) {
-  pen.imageSmoothingEnabled = size * (devicePixelRatio || 1) < Math.max(map.rows, map.cols) * 1.25;
-  pen.imageSmoothingQuality = 'high';
-  pen.drawImage(bitmap(map, 'ink', state.scale, top), x, y, size, size);
 }
 
 // Every weight of a head, for a map of `size` pixels; null where they do not fit, or are not requested yet.
@@ -186,12 +168,7 @@ export function inspected(record, i, size) {
 }
 
 export function thumb(record, i, size, map = mapOf(record, i), top = scaleTop()) {
-  if (!map) return el('span', { className: 'blankmap', k: record.kinds[i] }, glyph(record.kinds[i]));
-  const canvas = el('canvas', { className: 'thumb', 'aria-hidden': 'true' }), pen = sized(canvas, size, size);
-  pen.fillStyle = hatching(pen, size > 100 ? 7 : 4);
-  pen.fillRect(0, 0, size, size);
-  drawn(pen, map, 0, 0, size, top);
-  return canvas;
+  return map ? mapPicture(map, size, state.scale, top) : el('span', { className: 'blankmap', k: record.kinds[i] }, glyph(record.kinds[i]));
 }
 
 function point(i) {
@@ -214,10 +191,5 @@ export function returnTo(i, focus) {
   $('grid').querySelector(`[data-i="${i}"]`)?.scrollIntoView({ block: 'nearest' });
 }
 
-// The head to which a key moves in the grid, see `neighbour`.
-export function moved(record, i, key) {
-  const { l, h } = record.heads[i], layer = record.layer(i), index = (place, head) => record.index(record.layers[place].number, head);
-  return { Home: record.index(l, 0), End: record.index(l, layer.heads - 1) }[key] ?? neighbour(key, record.layers.indexOf(layer), h, record.layers, index);
-}
 export const headLink = (record, i) => el('a', { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) }, thumb(record, i, 26), record.short(i),
   ...(record.layer(i).role ? [el('small', { textContent: ' ' + roleName(record.layer(i).role) })] : []));

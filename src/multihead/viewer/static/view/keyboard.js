@@ -2,7 +2,7 @@
 import { $, translate } from '../shared/dom.js';
 import { firstTokenWords, helpButton, scaleWords } from '../shared/help.js';
 import { pressed } from '../shared/host.js';
-import { focusHead, litHead, moved } from './grid.js';
+import { focusHead, litHead } from './grid.js';
 import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { isOutside } from './host.js';
 import { state } from './permalink.js';
@@ -24,7 +24,7 @@ export function keyboard(page) {
 function onHead(event, page) {
   const walks = event.target.closest?.('#nav'), reads = event.target.closest?.('#text'), arrow = ARROWS[event.key];
   if (arrow && walks) {
-    const { record, i } = sceneNow(), next = moved(record, i, event.key);
+    const { record, i } = sceneNow(), next = record.moved(i, event.key);
     if (next >= 0) page.setHead(next, () => $('nav').children[next].focus());
     return true;
   }
@@ -44,7 +44,7 @@ function onAll(event, page) {
   if (event.key === '/') { $('filter').focus(); return true; }
   if (event.key === 's' && !$('sink').hidden) { page.flipSink(); return true; }
   if (!$('grid').contains(event.target)) return false;
-  const next = moved(page.record(), litHead(), event.key);
+  const next = page.record().moved(litHead(), event.key);
   if (next === undefined) return false;
   if (next >= 0) focusHead(next);
   return true;

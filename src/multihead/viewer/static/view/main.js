@@ -11,6 +11,7 @@ import { retryMaps, focusHead, returnTo } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { entitle, place, resized, showKind, size, toTop } from './host.js';
 import { keyboard } from './keyboard.js';
+import { linkButton } from './link.js';
 import { openingText } from './opening.js';
 import { overview, progressed } from './overview.js';
 import { forgetPanels } from './panels.js';
@@ -147,11 +148,7 @@ function buttons() {
   $('zoomwhole').onclick = zoomWhole;
   $('zoomone').onclick = zoomOne;
   $('skip').onclick = event => { event.preventDefault(); if (state.a) $('map').focus(); else focusHead(0); };
-  $('link').onclick = async () => {
-    saveNow();
-    try { await navigator.clipboard.writeText(location.href); $('link').textContent = translate('copied'); } catch { $('link').textContent = translate('copy yourself'); }
-    setTimeout(() => { $('link').textContent = translate('copy link'); }, 1600);
-  };
+  linkButton(saveNow);
 }
 
 // ---- progress of the coarse levels of a long text, built while the page is open

@@ -4,7 +4,7 @@ import { paint, rootEnd, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { glyph } from '../shared/kinds.js';
 import { count, exact, percent, short } from '../shared/numbers.js';
-import { PART, setText, UNKNOWN } from '../shared/tokens.js';
+import { choosable, PART, setText, UNKNOWN } from '../shared/tokens.js';
 import { json, sampleAt } from './api.js';
 import { state, toHead } from './permalink.js';
 import { label, view } from './record.js';
@@ -42,7 +42,14 @@ export function openingText(shown = record) {
     if (!hidden) notes.push(translate('first hidden', { token: text.labels[0], share: percent(received[0]) }));
   }
   if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
-  if (asks()) { choosable(box, spans, text); notes.push(translate('looks.why')); }
+  if (asks()) {
+    choosable(box, spans, text.labels, chosen, p => {
+      chosen = p === chosen ? -1 : p;
+      openingText();
+      $('words').querySelector(`[data-p="${p}"]`).focus();
+    });
+    notes.push(translate('looks.why'));
+  }
   $('textnote').textContent = notes.join(translate('join.sentences'));
   $('textnote').hidden = chosen >= 0;
   $('looking').hidden = chosen < 0;
@@ -54,30 +61,6 @@ export function openingText(shown = record) {
 
 // Whether the page can answer: it has weights of layers whose keys are this text.
 const asks = () => view.looking && record.layers.some(layer => layer.rows && layer.keyText === 0);
-
-function choosable(box, spans, text) {
-  const choose = span => {
-    const p = +span.dataset.p;
-    chosen = p === chosen ? -1 : p;
-    openingText();
-    $('words').querySelector(`[data-p="${p}"]`).focus();
-  };
-  spans.forEach((span, p) => {
-    span.classList.add('asks');
-    span.classList.toggle('on', p === chosen);
-    span.setAttribute('role', 'button');
-    span.setAttribute('aria-label', text.labels[p]);  // a line break has no text
-    span.setAttribute('aria-pressed', String(p === chosen));
-    span.tabIndex = p === Math.max(0, chosen) ? 0 : -1;
-  });
-  box.onclick = event => { const span = event.target.closest('.asks'); if (span) choose(span); };
-  box.onkeydown = event => {
-    const span = event.target.closest('.asks'), next = span && spans[spans.indexOf(span) + { ArrowRight: 1, ArrowLeft: -1 }[event.key]];
-    if (next) { span.tabIndex = -1; next.tabIndex = 0; next.focus(); }
-    if (span && /^(Enter| )$/.test(event.key)) choose(span);
-    if (next || (span && /^(Enter| )$/.test(event.key))) { event.preventDefault(); event.stopPropagation(); }
-  };
-}
 
 async function look(spans, text) {
   const mine = turn, token = text.labels[chosen], box = $('looking');

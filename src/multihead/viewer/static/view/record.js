@@ -1,5 +1,6 @@
 // One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts.
 import { NBSP, translate } from '../shared/dom.js';
+import { neighbour } from '../shared/keys.js';
 import { kindNames, roleName } from '../shared/kinds.js';
 import { addLegend } from '../shared/kindlist.js';
 import { statistic } from '../shared/statistics.js';
@@ -8,7 +9,7 @@ import { json, sampleAt } from './api.js';
 const BUILT = 6;
 export const view = { lang: 'en', runs: [], foot: '', precision: '', similar: false, looking: false, served: false };
 
-class Sample {
+export class Sample {
   constructor(run, sample, { kinds, columns, metrics, chance, full, ...rest }) {
     const { layers, legend } = rest;
     Object.assign(this, { run, sample, ...rest });  // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend
@@ -39,6 +40,12 @@ class Sample {
   long(i) { return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
   aligned(i) { return this.layer(i).aligned.includes(this.heads[i].h); }
   named(i) { return translate('head and kind', { head: this.long(i), kind: [roleName(this.layer(i).role), kindNames(this.allKinds[i]), this.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma')) }); }
+
+  // The head to which a key moves from head i in the grid, see `neighbour`.
+  moved(i, key) {
+    const { l, h } = this.heads[i], layer = this.layer(i), index = (place, head) => this.index(this.layers[place].number, head);
+    return { Home: this.index(l, 0), End: this.index(l, layer.heads - 1) }[key] ?? neighbour(key, this.layers.indexOf(layer), h, this.layers, index);
+  }
 
   get coarse() { return this.progress.state === 'ready'; }
   // Return whether the small maps of a layer are available; heads are computed one after the other.

@@ -1,0 +1,140 @@
+"""Run a model again from one of its blocks on, with the stored outputs of the blocks before it.
+
+A block is an element of the list of layers of a transformer. The model's own forward pass runs, in which a block that
+is left out returns what it returned before; so embeddings, masks, norms and heads are those of the model. It holds only
+where blocks pass nothing but their outputs to each other, which `Replay.check` finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from multihead.interventions.heads import attention_layers
+from multihead.tensors.undo import Undo
+
+Forward = Callable[[], Tensor]
+"""A forward pass of a model on one text or batch; it returns the tensor that is compared, such as the logits."""
+
+
+@dataclass(eq=False)
+class Replay:
+    """The blocks of a model, and what each returned in one forward pass.
+
+    Attributes:
+        model: the model.
+        blocks: the blocks in the order of the model's list of layers; [] where it has no such list.
+        outputs: the output of each block; filled by `store`.
+        works: whether `check` found that a replay gives equal results.
+    """
+
+    model: nn.Module
+    blocks: list[nn.Module] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    works: bool = False
+
+    def __post_init__(self) -> None:
+        self._names = _names_of_blocks(self.model)
+        modules = dict(self.model.named_modules())
+        self.blocks = [modules[name] for name in self._names]
+
+    def block_of(self, layer: str) -> int:
+        """Return the index of the block that contains the attention layer with a qualified name."""
+        module = layer.partition("#")[0]
+        return next(index for index, name in enumerate(self._names) if f"{module}.".startswith(f"{name}."))
+
+    @contextmanager
+    def store(self) -> Iterator[None]:
+        """Store what the blocks return in the forward pass in this context.
+
+        A Hugging Face model must run on this library's attention (`mh.use`), as it does while heads are off.
+        """
+        runs = [0] * len(self.blocks)
+        self.outputs.clear()
+
+        def keep(index: int, output: Any) -> None:
+            runs[index] += 1
+            self.outputs[index] = output
+
+        with Undo() as undo:
+            for index, block in enumerate(self.blocks):
+                undo.hook_after_forward(block, lambda _module, _args, output, index=index: keep(index, output))
+            yield
+        if any(count != 1 for count in runs):
+            self.outputs.clear()  # a block that runs several times has several outputs
+
+    @contextmanager
+    def start_at(self, first: int, copies: int = 1) -> Iterator[None]:
+        """Leave out the blocks before `first` in the forward passes in this context.
+
+        Args:
+            first: index of the first block that runs; 0 runs the whole model.
+            copies: how often the batch of the stored outputs is repeated.
+        """
+        with Undo() as undo:
+            for index, block in enumerate(self.blocks[:first]):
+                # Of the outputs only that of the last block reaches a block that runs.
+                _replace_forward(undo, block, _repeated(self.outputs[index], copies if index == first - 1 else 1))
+            yield
+
+    def check(self, forward: Forward, expected: Tensor) -> bool:
+        """Set and return `works`: whether unchanged replays from the middle and the last block give `expected`."""
+        count = len(self.blocks)
+        self.works = len(self.outputs) == count > 1 and all(
+            self._is_equal_from(first, forward, expected) for first in sorted({count // 2, count - 1})
+        )
+        return self.works
+
+    def _is_equal_from(self, first: int, forward: Forward, expected: Tensor) -> bool:
+        try:
+            with self.start_at(first):
+                return torch.equal(forward(), expected)
+        except Exception:  # noqa: BLE001 - a model that needs more than the outputs of blocks can raise any error
+            return False
+
+
+def repeat_batch(value: Any, copies: int) -> Any:
+    """Repeat the batch of all tensors in a value, (batch, ...) -> (copies * batch, ...)."""
+    return tree_map(
+        lambda each: each.repeat(copies, *[1] * (each.dim() - 1)) if isinstance(each, Tensor) else each, value
+    )
+
+
+def _repeated(output: Any, copies: int) -> Any:
+    return output if copies == 1 else repeat_batch(output, copies)
+
+
+def _replace_forward(undo: Undo, block: nn.Module, output: Any) -> None:
+    """Let a block return `output` until undone."""
+    before = block.__dict__.get("forward")
+
+    def restore() -> None:
+        block.__dict__.pop("forward", None)
+        if before is not None:
+            block.__dict__["forward"] = before
+
+    undo.callback(restore)
+    block.__dict__["forward"] = lambda *_args, **_kwargs: output
+
+
+def _names_of_blocks(model: nn.Module) -> list[str]:
+    """Return the qualified names of the elements of the list of layers that contains all attention layers, or []."""
+    modules = dict(model.named_modules())
+    lists: set[str] = set()
+    for layer in attention_layers(model):
+        parts = layer.name.split(".")
+        around = (".".join(parts[:stop]) for stop in range(1, len(parts)))
+        found = next((name for name in around if isinstance(modules.get(name), nn.ModuleList)), None)
+        if found is None:
+            return []
+        lists.add(found)
+    if len(lists) != 1:
+        return []
+    (name,) = lists
+    return [f"{name}.{child}" for child, _ in modules[name].named_children()]

@@ -1,0 +1,125 @@
+"""Switch off every head of a model once, and measure what each was for on one text or batch.
+
+All heads of a layer are switched off in one forward pass, each in a copy of the batch, and the blocks before the layer
+are not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ModelError
+from multihead.interventions.followed import FollowedCall, follow_calls
+from multihead.interventions.replay import Replay, repeat_batch
+
+Batch = Mapping[str, Tensor]
+
+
+class RanLayer(Protocol):
+    """A layer that ran, such as a layer of a record."""
+
+    @property
+    def number(self) -> int:
+        """Number of the layer."""
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the layer."""
+
+    @property
+    def num_heads(self) -> int:
+        """Number of its query heads."""
+
+
+@dataclass(frozen=True)
+class LayerSweep:
+    """What the heads of one layer were for.
+
+    Attributes:
+        layer: number of the layer.
+        measured: (heads, ...), what was measured with each head switched off.
+        seconds: time that this took.
+        floor_seconds: the part of it after the attention of the layer, which no sweep can save.
+    """
+
+    layer: int
+    measured: Tensor
+    seconds: float
+    floor_seconds: float
+
+
+def sweep_layers(
+    replay: Replay,
+    batch: Batch,
+    layers: Sequence[RanLayer],
+    measure: Callable[[Batch, int], Tensor],
+    *,
+    most_copies: int,
+) -> Iterator[LayerSweep]:
+    """Switch off each head of some layers once, and yield what is measured without it, layer by layer.
+
+    Args:
+        replay: the stored blocks of the model.
+        batch: the inputs of the model, (batch, ...) each.
+        layers: the layers.
+        measure: runs the model on a batch of `copies` copies, and returns (copies, ...); its second argument is
+            `copies`.
+        most_copies: largest number of copies in one forward pass.
+
+    Raises:
+        ModelError: a layer was not reached.
+    """
+    rows = len(next(iter(batch.values())))
+    for layer in layers:
+        found: list[Tensor] = []
+        seconds = floor = 0.0
+        for heads in torch.arange(layer.num_heads).split(most_copies):
+            begun = perf_counter()
+            without = _WithoutHeads(layer.name, heads, rows)
+            first = replay.block_of(layer.name) if replay.works else 0
+            with (
+                torch.no_grad(),
+                follow_calls(replay.model, without.change),
+                replay.start_at(first, len(heads)),
+            ):
+                found.append(measure(repeat_batch(dict(batch), len(heads)), len(heads)))
+            if without.reached is None:
+                raise ModelError(
+                    f"L{layer.number} was not reached.", "Run the same model on the same kind of inputs as before."
+                )
+            ended = perf_counter()
+            seconds, floor = seconds + ended - begun, floor + ended - without.reached
+        yield LayerSweep(layer.number, torch.cat(found), seconds, floor)
+
+
+@dataclass(eq=False)
+class _WithoutHeads:
+    """A change that switches off another head of a layer in each copy of a batch.
+
+    Attributes:
+        layer: name of the layer.
+        heads: (copies,) int64, the head of each copy.
+        rows: number of rows of one copy.
+        reached: when the layer's attention was computed; None if it was not.
+    """
+
+    layer: str
+    heads: Tensor
+    rows: int
+    reached: float | None = None
+
+    def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Change the output of a call, (copies * rows, heads, queries, value_dim), as `HeadChange.change` does."""
+        if call.name != self.layer:
+            return output, None
+        self.reached = perf_counter()
+        rows = torch.arange(len(output), device=output.device)
+        heads = self.heads.to(output.device).repeat_interleave(len(output) // len(self.heads))
+        factors = output.new_ones(output.shape[:2]).index_put((rows, heads), output.new_zeros(()))
+        return output.masked_fill((factors == 0)[:, :, None, None], 0), factors[:, :, None]

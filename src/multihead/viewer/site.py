@@ -1,0 +1,100 @@
+"""What a server of pages serves: its routes, and computations that are cancelled when nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+
+from multihead.viewer.responses import GONE, wait_for_disconnect
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.routing import Route
+
+    from multihead.viewer.tiles import WorkerThreads
+
+
+class Site(ABC):
+    """Some routes, and the threads that compute what they answer.
+
+    Attributes:
+        closing: set when the server shuts down; requests then stop waiting.
+    """
+
+    def __init__(self) -> None:
+        self.closing = asyncio.Event()
+
+    @abstractmethod
+    def routes(self) -> list[Route]:
+        """Return the routes, relative to the token."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Cancel running computations and release the requests that wait for them."""
+
+    async def compute(
+        self,
+        request: Request,
+        workers: WorkerThreads,
+        key: Hashable,
+        compute: Callable[[Callable[[], bool]], object],
+    ) -> Any:
+        """Compute something in a worker; cancelled when the client disconnects or the server shuts down."""
+        return await self._wait_for_job(workers, key, compute, asyncio.ensure_future(wait_for_disconnect(request)))
+
+    async def stream(
+        self,
+        workers: WorkerThreads,
+        key: Hashable,
+        compute: Callable[[Callable[[], bool], Callable[[bytes], None]], object],
+    ) -> AsyncIterator[bytes]:
+        """Yield what a computation in a worker writes with its second argument, as soon as it is written.
+
+        Cancelled when this iterator is closed, as a streamed response does when the client disconnects.
+        """
+        parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def write(part: bytes | None) -> None:
+            loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        def compute_and_end(cancelled: Callable[[], bool]) -> None:
+            try:
+                compute(cancelled, write)
+            finally:
+                write(None)
+
+        job = asyncio.ensure_future(self._wait_for_job(workers, key, compute_and_end))
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            await job
+        finally:
+            job.cancel()
+
+    async def _wait_for_job(
+        self,
+        workers: WorkerThreads,
+        key: Hashable,
+        compute: Callable[[Callable[[], bool]], object],
+        *ends: asyncio.Future[Any],
+    ) -> Any:
+        """Wait for a computation in a worker, until one of `ends` is done or the server shuts down."""
+        job = workers.submit(key, compute)
+        done: asyncio.Future[Any] = asyncio.wrap_future(job.result)
+        stops = [*ends, asyncio.ensure_future(self.closing.wait())]
+        try:
+            await asyncio.wait({done, *stops}, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise HTTPException(GONE, "gone")  # 499 has no standard reason phrase
+            return done.result()
+        finally:
+            for each in stops:
+                each.cancel()
+            workers.stop_waiting(job)
+            # Retrieve the exception of an abandoned job, or asyncio logs it as never retrieved.
+            done.add_done_callback(lambda each: each.cancelled() or each.exception())

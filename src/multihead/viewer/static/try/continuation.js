@@ -1,0 +1,68 @@
+// How the text goes on, with and without the heads: greedy tokens side by side, the words that differ marked.
+import { $, el, translate } from '../shared/dom.js';
+import { lines } from '../view/api.js';
+import { changeNamed } from './sentence.js';
+import { found, query, state } from './state.js';
+
+let control = null, near = false, wanted = '', begun = '';
+
+export function stopContinuation() {
+  control?.abort();
+  if (control) begun = '';
+  control = null;
+}
+
+// The words of a text with the spaces before them.
+const wordsOf = text => text.match(/\s*\S+/g) ?? [];
+
+// Return which words of each side are not part of the longest sequence that both have.
+function differing(a, b) {
+  const same = (x, y) => x.trim() === y.trim(), table = Array.from({ length: a.length + 1 }, () => new Array(b.length + 1).fill(0));
+  for (let i = a.length - 1; i >= 0; i--) for (let j = b.length - 1; j >= 0; j--) table[i][j] = same(a[i], b[j]) ? table[i + 1][j + 1] + 1 : Math.max(table[i + 1][j], table[i][j + 1]);
+  const only = [new Set(a.keys()), new Set(b.keys())];
+  for (let i = 0, j = 0; i < a.length && j < b.length;) {
+    if (same(a[i], b[j])) { only[0].delete(i++); only[1].delete(j++); } else if (table[i + 1][j] >= table[i][j + 1]) i++; else j++;
+  }
+  return only;
+}
+
+function show(before, after, whole) {
+  const sides = [before, after].map(tokens => wordsOf(tokens.join('')));
+  const only = whole && state.heads.size ? differing(...sides) : [new Set(), new Set()];
+  ['before', 'after'].forEach((id, side) => $(id).replaceChildren(...sides[side].flatMap((word, n) => only[side].has(n) ? [/^\s*/.exec(word)[0], el('mark', { textContent: word.trim() })] : [word])));
+  $('further').querySelector('.both').classList.toggle('alone', !state.heads.size);
+}
+
+// Ask for the continuation of the state when its place is near the window.
+export function drawContinuation() {
+  $('further').hidden = found.model.kind === 'encoder';
+  if ($('further').hidden) return;
+  $('aftername').textContent = state.heads.size ? changeNamed() : '';
+  wanted = String(query());
+  if (wanted !== begun) { show([], [], false); $('going').textContent = translate('goes on note'); }
+  ask();
+}
+
+async function ask() {
+  if (!near || begun === wanted) return;
+  stopContinuation();
+  const mine = control = new AbortController(), sides = { before: [], after: [] };
+  begun = wanted;
+  $('going').textContent = translate('goes on now');
+  try {
+    await lines(`api/continuation?${query()}`, mine.signal, line => {
+      if (mine !== control) return;
+      for (const side of ['before', 'after']) sides[side].push(...(line[side] ?? []));
+      show(sides.before, sides.after, !!line.done);
+    });
+    if (mine === control) $('going').textContent = translate('goes on note');
+  } catch (error) {
+    if (mine === control) $('going').textContent = error.message;
+  } finally {
+    if (mine === control) control = null;
+  }
+}
+
+export function watchContinuation() {
+  new IntersectionObserver(([{ isIntersecting }]) => { near = isIntersecting; if (near && wanted) ask(); }).observe($('further'));
+}

@@ -1,0 +1,184 @@
+// Start the page of `multihead try`, and carry out what its reader asks for. A newer request cancels the older.
+import { dark, palette } from '../shared/colour.js';
+import { $, el, translate } from '../shared/dom.js';
+import { helpButton } from '../shared/help.js';
+import { frame, pressed } from '../shared/host.js';
+import { keys } from '../shared/keys.js';
+import { json, server } from '../view/api.js';
+import { entitle, place, resized, size } from '../view/host.js';
+import { linkButton } from '../view/link.js';
+import { Sample, view } from '../view/record.js';
+import { drawContinuation, stopContinuation, watchContinuation } from './continuation.js';
+import { drawGrid, focusGrid, listen, paintGrid } from './heads.js';
+import { drawMaps, repaintMaps } from './maps.js';
+import { drawNext } from './next.js';
+import { randomHeads, strongestHeads } from './presets.js';
+import { sentence } from './sentence.js';
+import { chosen, commonFactor, copy, found, nameOf, query, read, save, state, steps } from './state.js';
+import { forgetEffects, stopSweep, sweep, sweepButton, sweeping } from './sweep.js';
+import { drawWords, editing, focusToken } from './words.js';
+
+let running = new AbortController(), good = null, asked = '', random = -1, openEditor = () => {};
+const lang = frame.lang.slice(0, 2);
+
+function begin() {
+  running.abort();
+  stopSweep();
+  stopContinuation();
+  running = new AbortController();
+  return running.signal;
+}
+const busy = on => { frame.dataset.busy = String(on); $('all').setAttribute('aria-busy', String(on)); };
+function complain(message) {
+  $('gone').hidden = !message;
+  $('gone').textContent = message;
+}
+
+// Show another state: change has what differs from the one shown. Where the server refuses it, its sentence is shown and the
+// page goes back to the last state that it answered. Returns whether it answered.
+async function go(change, { step = true } = {}) {
+  if (step) steps.push(copy());
+  Object.assign(state, change);
+  const signal = begin();
+  busy(true);
+  buttons();
+  if (found.record && state.text === asked) paintGrid();
+  try {
+    let { words, record } = found;
+    if (!record || state.text !== asked) {
+      words = await json(`api/text?${new URLSearchParams({ text: state.text, lang })}`, signal);
+      record = new Sample(0, 0, words.grid);
+    }
+    const heads = new Map([...state.heads].filter(([name]) => { const [l, h] = name.split('.').map(Number); return record.has(l, h); })), at = state.at < words.tokens.length - 1 ? state.at : -1;
+    Object.assign(state, { heads, at });
+    const answer = await json(`api/change?${query({ at: at < 0 ? words.tokens.length - 1 : at })}`, signal);
+    const other = found.record !== record || good && good.at !== at;
+    Object.assign(found, { words, record, change: answer });
+    asked = state.text;
+    good = copy();
+    good.steps = steps.length;
+    complain('');
+    if (other) forgetEffects();
+    draw();
+    await drawMaps(signal);
+  } catch (error) {
+    if (signal.aborted) return false;
+    if (!server.gone) complain(error.message);
+    if (!good) throw error;
+    Object.assign(state, { ...good, heads: new Map(good.heads) });
+    steps.length = Math.min(steps.length, good.steps);
+    paintGrid();
+    buttons();
+    return false;
+  } finally {
+    if (!signal.aborted) busy(false);
+  }
+  return true;
+}
+
+function draw() {
+  $('waiting').hidden = true;
+  $('all').hidden = false;
+  const grids = drawn !== found.record;
+  drawn = found.record;
+  sentence();
+  drawWords(choose);
+  drawNext();
+  if (grids) drawGrid(); else paintGrid();
+  buttons();
+  sweepButton();
+  foot();
+  save();
+  drawContinuation();
+}
+let drawn = null;
+
+const setHeads = heads => { random = -1; return go({ heads }); };
+const allOn = () => { if (state.heads.size) setHeads(new Map()); };
+function undo() {
+  const before = steps.pop();
+  random = -1;
+  if (before) go(before, { step: false });
+}
+function choose(p) {
+  go({ at: p === found.words.tokens.length - 1 ? -1 : p }).then(answered => { if (answered && keys.used) focusToken(p); });
+}
+
+function buttons() {
+  $('undo').disabled = !steps.length;
+  $('allon').disabled = !state.heads.size;
+  if (!found.record) return;
+  const strongest = strongestHeads(), draws = randomHeads(Math.max(0, random));
+  $('strongest').hidden = !strongest.length;
+  $('strongest').textContent = translate('strongest heads', { n: strongest.length });
+  $('random').hidden = !draws.length;
+  $('random').textContent = translate('random', { n: draws.length });
+}
+const offMap = list => new Map(list.map(i => [nameOf(found.record.heads[i]), 0]));
+
+function foot() {
+  const { seconds, layers, whole, why_whole: why } = found.change, factor = commonFactor();
+  const ran = whole ? why ? translate('ran whole because', { why }) : translate('ran whole') : !layers ? translate('ran none') : layers[0] === layers[1] ? translate('ran layer', { n: layers[0] }) : translate('ran layers', { from: layers[0], to: layers[1] });
+  const by = !state.heads.size ? [] : [factor === 0 ? translate('by zero') : factor === null ? translate('by factors') : translate('by factor', { factor })];
+  $('foot').textContent = [translate('took', { seconds: seconds.toFixed(seconds < .1 ? 2 : 1) }), ran, found.model.dtype, ...by].join(translate('join.parts'));
+}
+
+function keyboard() {
+  pressed(event => {
+    if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.altKey || !found.record) return;
+    const control = event.ctrlKey || event.metaKey, does = control ? { z: undo }[event.key] : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
+    if (!does) return;
+    event.preventDefault();
+    does();
+  });
+  const press = (names, key) => [names, translate('does.' + key)];
+  $('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'walk'), press(['Enter'], 'toggle'), press(['⇧', 'Enter'], 'layer'), press(['Ctrl', 'Z'], 'undo'), press(['x'], 'on'), press(['e'], 'edit'), press(['Ctrl', 'Enter'], 'apply'), press(['Esc'], 'stop'), [['?'], translate('press.help')]],
+    ['off', 'loss', 'divergence', 'maps', 'effect'].map(name => [translate('word.' + name), translate('means.' + name)])));
+}
+
+function listenAll() {
+  listen({ set: setHeads });
+  openEditor = editing(text => go({ text, at: -1 }));
+  $('undo').onclick = undo;
+  $('allon').onclick = allOn;
+  $('strongest').onclick = () => setHeads(offMap(strongestHeads()));
+  // Again for the next draw; each is the same for everybody.
+  $('random').onclick = () => { const next = random + 1; setHeads(offMap(randomHeads(next))); random = next; };
+  $('sweep').onclick = () => sweep(() => { begin(); busy(false); }, error => { if (!server.gone) complain(error.message); }).then(drawContinuation);
+  linkButton(save);
+  $('home').onclick = event => { event.preventDefault(); allOn(); };
+  $('skip').onclick = event => { event.preventDefault(); focusGrid(); };
+  const other = lang === 'zh' ? 'en' : 'zh';
+  Object.assign($('language'), { textContent: new Intl.DisplayNames(other, { type: 'language' }).of(other), hreflang: other, lang: other });
+  $('language').onclick = event => { event.preventDefault(); save(); location.search = '?lang=' + other; };
+  place.listen(() => { const next = read(place.read()); go({ ...next, text: next.text || found.model.text }); });
+  dark.addEventListener('change', () => { palette(); if (found.change) { drawn = null; draw(); repaintMaps(); } });
+  let width = size().width;
+  resized(() => { if (size().width !== width && found.record) drawGrid(); width = size().width; });
+}
+
+server.alive = 'api/model';
+server.changed = () => {
+  complain(server.gone ? translate('gone') : '');
+  if (server.gone) $('gone').append(' ', el('code', {}, `multihead try ${found.model?.name ?? ''}`));
+};
+
+async function start() {
+  palette();
+  const model = found.model = await json('api/model'), wanted = read(place.read());
+  view.lang = lang;
+  view.runs = [{ name: model.name, title: model.title, keep: 'all' }];
+  entitle(model.title + ' · multihead');
+  $('facts').textContent = [model.title, translate('layers and heads', { layers: model.layers, heads: model.heads })].join(translate('join.facts'));
+  keyboard();
+  listenAll();
+  watchContinuation();
+  await go({ ...wanted, text: wanted.text || model.text }, { step: false }).catch(error => {
+    if (!wanted.text) throw error;  // the text of a link may be too long for this model
+    return go({ text: model.text, heads: new Map(), at: -1 }, { step: false }).then(() => complain(error.message));
+  });
+}
+start().catch(error => {
+  $('waiting').hidden = true;
+  if (!server.gone) complain(error.message);
+});

@@ -1,0 +1,45 @@
+// The sentence that the page is about: what the model expects, and what it expects without the heads that are off.
+import { $, translate } from '../shared/dom.js';
+import { short } from '../shared/numbers.js';
+import { changedHeads, chosen, commonFactor, found, state } from './state.js';
+
+// A token in quotation marks; its direction does not leave them.
+export const quoted = token => translate('quoted', { token: `\u2068${token}\u2069` });
+const likeliest = (next, side) => next.reduce((best, one) => one[side] > best[side] ? one : best);
+
+export function headsNamed() {
+  const heads = changedHeads();
+  return heads.length === 1 ? found.record.short(heads[0]) : translate('heads', { n: heads.length });
+}
+export function changeNamed() {
+  const heads = headsNamed(), factor = commonFactor();
+  return factor === 0 ? translate('without', { heads }) : factor === null ? translate('with changed', { heads }) : translate('with scaled', { heads, factor });
+}
+
+// The pair of sentences that are most alike, or whose similarity changes most.
+function pairs(before, after) {
+  const all = before.flatMap((row, a) => row.slice(0, a).map((value, b) => ({ a: b + 1, b: a + 1, before: value, after: after[a][b] })));
+  const most = by => all.reduce((best, one) => by(one) > by(best) ? one : best);
+  return { alike: most(one => one.before), changed: most(one => Math.abs(one.after - one.before)) };
+}
+
+export function sentence() {
+  const { words, change, model } = found, touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
+  const two = value => value.toFixed(2).replace('-', '−');
+  let line;
+  if (model.kind === 'encoder') {
+    if (words.sentences.length < 2) line = translate('one sentence');
+    else {
+      const { alike, changed } = pairs(words.similarity, change.similarity);
+      line = touched ? translate('similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: two(changed.before), after: two(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: two(alike.before) });
+    }
+  } else {
+    const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(words.tokens[chosen()].text.trim()) });
+    if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
+    else {
+      const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });
+      line = translate(last ? 'expects now' : 'expects now after', { change: changeNamed(), token: quoted(top.token), where, before: short(top.before), after: short(top.after), most }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
+    }
+  }
+  $('sentence').textContent = [line, ...(touched ? [] : [translate('click')])].join(translate('join.sentences'));
+}

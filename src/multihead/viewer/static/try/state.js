@@ -1,0 +1,35 @@
+// What the page shows: the text, the heads that are changed, and the place whose next token is asked for. The address restores it,
+// and Undo goes back by one step.
+import { place } from '../view/host.js';
+
+// heads: "layer.head" -> the factor of its output, 0 for off; at: the place of a token, -1 for the last one.
+export const state = { text: '', heads: new Map(), at: -1 };
+// What is known: the model; the answer on the text, and the record of its heads; the answer on the changed heads.
+export const found = { model: null, words: null, record: null, change: null };
+
+export const nameOf = ({ l, h }) => `${l}.${h}`;
+export const factorOf = head => state.heads.get(nameOf(head)) ?? 1;
+export const isOff = head => factorOf(head) === 0;
+export const changedHeads = () => found.record.heads.map((_, i) => i).filter(i => state.heads.has(nameOf(found.record.heads[i])));
+// The one factor of all changed heads, or null where they differ.
+export const commonFactor = () => { const factors = new Set(state.heads.values()); return factors.size === 1 ? [...factors][0] : null; };
+
+const written = heads => [...heads].map(([name, factor]) => factor === 0 ? name : `${name}:${factor}`).join(',');
+// The part of an address after "?" that asks about the state; more: other parameters.
+export const query = (more = {}) => new URLSearchParams({ text: state.text, heads: written(state.heads), ...more });
+export const chosen = () => state.at < 0 ? found.words.tokens.length - 1 : state.at;
+
+export function read(hash) {
+  const given = new URLSearchParams(hash.replace(/^#/, '')), at = given.get('at') ?? '', heads = new Map();
+  for (const [, name, factor] of (given.get('heads') ?? '').matchAll(/(\d+\.\d+)(?::(\d+(?:\.\d+)?))?/g)) heads.set(name, Math.min(2, +(factor ?? 0)));
+  return { text: given.get('text') ?? '', heads, at: /^\d+$/.test(at) ? +at : -1 };
+}
+
+export function save() {
+  const hash = '#' + new URLSearchParams({ text: state.text, ...(state.heads.size ? { heads: written(state.heads) } : {}), ...(state.at >= 0 ? { at: state.at } : {}) });
+  if (hash !== place.read()) place.replace(hash);
+}
+
+// The states that Undo goes back to; copy() is one.
+export const steps = [];
+export const copy = () => ({ ...state, heads: new Map(state.heads) });

@@ -1,0 +1,61 @@
+// "Which heads matter for this token?": every head alone, layer after layer as the answers arrive.
+import { $, translate } from '../shared/dom.js';
+import { count, signed } from '../shared/numbers.js';
+import { lines } from '../view/api.js';
+import { colourBy, effects, paintGrid } from './heads.js';
+import { chosen, found, query } from './state.js';
+
+const STRONGEST = 4;
+let control = null;
+
+export const sweeping = () => control !== null;
+export function stopSweep() {
+  control?.abort();
+  control = null;
+}
+export function forgetEffects() {
+  stopSweep();
+  effects.clear();
+  $('swept').textContent = '';
+}
+
+export function sweepButton() {
+  const encoder = found.model.kind === 'encoder', seconds = Math.max(1, Math.round(found.words.sweep_seconds));
+  $('sweep').textContent = control ? translate('stop') : translate(encoder ? 'sweep sentences' : 'sweep', { seconds });
+  $('sweep').setAttribute('aria-pressed', String(control !== null));
+}
+
+function strongest() {
+  const { record } = found, order = [...effects].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
+  return order.map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`).join(translate('join.comma'));
+}
+
+// begin(): stops what else is computed; failed(error): shows why it ended.
+export async function sweep(begin, failed) {
+  if (control) { stopSweep(); sweepButton(); return; }
+  begin();
+  const mine = control = new AbortController(), { record } = found;
+  effects.clear();
+  colourBy('effect');
+  sweepButton();
+  let last = null, whole = null;
+  try {
+    await lines(`api/sweep?${query({ heads: '', at: chosen() })}`, mine.signal, line => {
+      if (mine !== control) return;
+      if (line.effects) {
+        line.effects.forEach((value, h) => effects.set(record.index(line.layer, h), value));
+        last = line;
+        $('swept').textContent = translate('sweep progress', { done: line.done, total: line.total });
+        paintGrid();
+      } else whole = line;
+    });
+  } catch (error) {
+    if (!mine.signal.aborted) failed(error);
+  }
+  const stopped = mine.signal.aborted;
+  if (control === mine) control = null;
+  if (!stopped || last) $('swept').textContent = whole ? translate('swept', { heads: strongest(), seconds: whole.seconds.toFixed(1) }) : last ? translate('sweep stopped', { done: last.done, total: last.total, heads: strongest() }) : '';
+  if (!effects.size) $('swept').textContent = '';
+  sweepButton();
+  $('sweep').title = whole ? translate('sweep took', { n: count(record.heads.length), seconds: whole.seconds.toFixed(1), floor: whole.floor_seconds.toFixed(1), memory: count(whole.peak_mib) }) : '';
+}

@@ -1,0 +1,81 @@
+// The text: its tokens, under each its loss and how it changed, and the chosen place; edited in place.
+import { rgb, tone } from '../shared/colour.js';
+import { $, el, translate } from '../shared/dom.js';
+import { markedRamp, signedRamp } from '../shared/legend.js';
+import { count, known, signed } from '../shared/numbers.js';
+import { choosable, setText, SPECIAL } from '../shared/tokens.js';
+import { chosen, found, state } from './state.js';
+
+// The end of a scale: the largest value, rounded up to 1, 2 or 5 times a power of ten.
+export function roundedUp(value) {
+  const ten = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].find(m => m * ten >= value * .999) * ten;
+}
+const LEAST = .5;  // nats, the end of the scale of changes where all are smaller
+
+let layout = { shown: [] }, spans = [];
+
+// Lay the tokens out as the server wrote them: spaces before a token are the gap before it.
+function laidOut(tokens) {
+  const parts = tokens.map(({ text }, p) => /^(\s*)([\s\S]*)$/.exec(text).slice(1).map((part, n) => n || p && tokens[p - 1].sentence === tokens[p].sentence ? part : ''));
+  const breaks = p => p > 0 && tokens[p].sentence !== tokens[p - 1].sentence;
+  return {
+    gaps: parts.map(([gap, rest], p) => breaks(p) ? '\n' : rest ? gap : ''), shown: parts.map(([gap, rest]) => rest || gap), tail: '',
+    flags: tokens.map(one => one.special ? SPECIAL : 0), labels: tokens.map(one => one.text.trim() || one.text),
+  };
+}
+
+export function drawWords(choose) {
+  const { words, change, model, record } = found, { tokens } = words, box = $('words'), own = record.texts[0];
+  layout = model.kind !== 'encoder' && own?.shown.length === tokens.length ? own : laidOut(tokens);
+  spans = setText(box, layout, 0, tokens.length);
+  const losses = tokens.map(one => one.loss).filter(known), top = roundedUp(Math.max(LEAST, ...losses));
+  const moved = tokens.map((one, p) => known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null), end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
+  const labels = tokens.map((one, p) => [layout.labels[p], known(one.loss) ? translate('loss of token', { loss: one.loss.toFixed(2) }) : '', moved[p] && state.heads.size ? translate('change of token', { change: signed(moved[p], 2) }) : ''].filter(Boolean).join(translate('join.comma')));
+  choosable(box, spans, labels, chosen(), choose);
+  spans.forEach((span, p) => {
+    span.classList.toggle('judged', known(tokens[p].loss));
+    span.style.setProperty('--loss', known(tokens[p].loss) ? rgb('ink', tone('linear', tokens[p].loss, top)) : 'transparent');
+    span.style.setProperty('--change', moved[p] && state.heads.size ? rgb('apart', .5 - moved[p] / end / 2) : 'transparent');
+    span.title = labels[p];
+  });
+  $('length').textContent = translate('tokens n', { n: count(tokens.length) });
+  $('losses').hidden = !losses.length;
+  const nats = value => value + ' ' + translate('nats'), legend = (name, ramp) => el('div', { className: 'measure' }, el('span', { textContent: translate(name) }), ramp);
+  $('losses').replaceChildren(legend('loss', markedRamp('ink', 120, [[0, '0'], [100, nats(top)]])), ...(state.heads.size ? [legend('loss changed', markedRamp('apart', 120, [[0, '+' + nats(end)], [50, '0'], [100, '−' + end]]))] : []));
+}
+export const focusToken = p => spans[p]?.focus();
+
+// Edit the text: apply(text) is called with another one, and returns whether the model read it.
+export function editing(apply) {
+  let leaving = false;
+  const close = () => { $('editing').hidden = true; $('words').hidden = $('losses').hidden = $('edit').hidden = false; $('losses').hidden = !$('losses').firstChild; };
+  const open = () => {
+    $('typed').value = state.text;
+    $('typed').setAttribute('aria-describedby', 'editnote');
+    $('editing').hidden = false;
+    $('words').hidden = $('losses').hidden = $('edit').hidden = true;
+    $('typed').rows = Math.max(3, Math.min(14, Math.ceil(state.text.length / 56) + (state.text.match(/\n/g) ?? []).length));
+    $('typed').focus();
+  };
+  const done = async () => {
+    if ($('editing').hidden || leaving) return;
+    const text = $('typed').value;
+    if (text === state.text) { close(); return; }
+    leaving = true;
+    const read = await apply(text);
+    leaving = false;
+    if (read) close();
+  };
+  $('edit').onclick = open;
+  $('words').ondblclick = open;
+  $('editing').onsubmit = event => { event.preventDefault(); done(); };
+  $('leave').onclick = () => { close(); $('edit').focus(); };
+  $('leave').onpointerdown = event => event.preventDefault();  // the text is not applied because it loses the focus
+  $('typed').onblur = event => { if (!$('editing').contains(event.relatedTarget)) done(); };
+  $('typed').onkeydown = async event => {
+    if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) { event.preventDefault(); await done(); if ($('editing').hidden) $('edit').focus(); }
+    if (event.key === 'Escape') { event.preventDefault(); $('leave').click(); }
+  };
+  return open;
+}

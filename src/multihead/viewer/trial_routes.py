@@ -1,0 +1,158 @@
+"""The routes of the server of `multihead try`: a text, a change of heads, and what is computed for either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from multihead.locale.texts import check_language
+from multihead.viewer.query_params import parse_number
+from multihead.viewer.responses import file_response, floats_response, try_page_response
+from multihead.viewer.security import json_response
+from multihead.viewer.site import Site
+from multihead.viewer.tiles import WorkerThreads
+from multihead.viewer.trial import MOST_TOKENS, Cancelled, TextRun, Trial, parse_factors
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+class TrialSite(Site):
+    """Handles the requests of the page of `multihead try`.
+
+    Args:
+        trial: the model and its texts. One thread runs the model.
+        lang: the language of the page, unless its address has another one.
+    """
+
+    def __init__(self, trial: Trial, lang: str = "en") -> None:
+        super().__init__()
+        self.trial, self.lang = trial, lang
+        self.model = WorkerThreads(1)
+
+    def routes(self) -> list[Route]:
+        """Return the routes, relative to the token."""
+        return [
+            Route("/", self.index),
+            Route("/static/{folder}/{name}", self.static),
+            Route("/api/model", self.describe),
+            Route("/api/text", self.text),
+            Route("/api/change", self.change),
+            Route("/api/maps", self.maps),
+            Route("/api/sweep", self.sweep),
+            Route("/api/continuation", self.continuation),
+        ]
+
+    def close(self) -> None:
+        """Stop the model, see `Site.close`."""
+        self.closing.set()
+        self.model.close()
+
+    async def index(self, request: Request) -> Response:
+        """Return the page."""
+        return try_page_response(self._language(request))
+
+    async def static(self, request: Request) -> Response:
+        """Return a file of the page."""
+        return file_response(request.path_params["folder"], request.path_params["name"])
+
+    async def describe(self, request: Request) -> Response:
+        """Describe the model, and the text to begin with."""
+        return json_response(self.trial.describe(self._language(request)))
+
+    async def text(self, request: Request) -> Response:
+        """Read a text with all heads on."""
+        lang = self._language(request)
+        return await self._answer(request, lambda run, _: self.trial.describe_text(run, lang))
+
+    async def change(self, request: Request) -> Response:
+        """Compare the model with some heads off with the model as it is."""
+        factors, place = parse_factors(request.query_params.get("heads", "")), _requested_place(request)
+        lang = self._language(request)
+
+        def compare(run: TextRun, cancelled: Cancelled) -> dict[str, Any]:
+            return self.trial.change(run, factors, place, cancelled, lang=lang)
+
+        return await self._answer(request, compare)
+
+    async def maps(self, request: Request) -> Response:
+        """Return a head's map before and after a change."""
+        params = request.query_params
+        factors = parse_factors(params.get("heads", ""))
+        layer, head, row = (
+            parse_number(name, params.get(name), below=1 << 16, default=default)
+            for name, default in (("layer", None), ("head", None), ("sentence", 0))
+        )
+
+        def compute_maps(cancelled: Cancelled) -> Any:
+            run = self.trial.read(params.get("text", ""), cancelled)
+            return self.trial.maps(run, factors, layer, head, row, cancelled)
+
+        return floats_response(await self.compute(request, self.model, str(request.url), compute_maps))
+
+    async def sweep(self, request: Request) -> Response:
+        """Switch off every head once, and write a line for each layer as soon as it is done."""
+        place = _requested_place(request)
+        run = await self._read(request)
+
+        def write_layers(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
+            for line in self.trial.sweep(run, place, cancelled):
+                write(_line(line))
+
+        return _lines_response(self.stream(self.model, object(), write_layers))
+
+    async def continuation(self, request: Request) -> Response:
+        """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
+        factors = parse_factors(request.query_params.get("heads", ""))
+        run = await self._read(request)
+        self.trial.check_continuation(run, factors)  # an answer that has begun cannot become an error
+
+        def write_tokens(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
+            self.trial.continue_text(run, factors, lambda side, tokens: write(_line({side: tokens})), cancelled)
+            write(_line({"done": True}))
+
+        return _lines_response(self.stream(self.model, object(), write_tokens))
+
+    def _language(self, request: Request) -> str:
+        lang = request.query_params.get("lang", self.lang)
+        check_language(lang)
+        return lang
+
+    async def _answer(self, request: Request, answer: Callable[[TextRun, Cancelled], object]) -> Response:
+        """Read the requested text, and return what `answer` makes of it."""
+        text = request.query_params.get("text", "")
+        return json_response(
+            await self.compute(
+                request,
+                self.model,
+                str(request.url),
+                lambda cancelled: answer(self.trial.read(text, cancelled), cancelled),
+            )
+        )
+
+    async def _read(self, request: Request) -> TextRun:
+        text = request.query_params.get("text", "")
+        run: TextRun = await self.compute(
+            request, self.model, ("read", text), lambda cancelled: self.trial.read(text, cancelled)
+        )
+        return run
+
+
+def _requested_place(request: Request) -> int | None:
+    """Return the index of the chosen token; None for the last one."""
+    given = request.query_params.get("at")
+    return None if given is None else parse_number("token", given, below=MOST_TOKENS)
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _lines_response(lines: AsyncIterator[bytes]) -> Response:
+    """Return newline-delimited JSON, streamed."""
+    return StreamingResponse(lines, media_type="application/x-ndjson")
