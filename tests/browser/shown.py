@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from axe_playwright_python.sync_playwright import Axe
+
 if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Route
+    from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, Route
 
 RAMP = ["#FBFAF7", "#BFDFF1", "#86C2E6", "#54A3DA", "#387FCA", "#325AB4", "#32388E", "#281E5E", "#150D2C"]
 
@@ -156,3 +158,14 @@ def percent(text: str) -> float:
     assert found is not None, text
     power = int("".join(str("⁰¹²³⁴⁵⁶⁷⁸⁹".index(digit)) for digit in found[2])) if found[2] else 0
     return float(found[1].replace("−", "-")) / 10**power / 100
+
+
+def serious(page: Page, context: str | None = None) -> list[str]:
+    """List the serious violations of accessibility that axe finds in a page, or in a part of it."""
+    found = Axe().run(page, context=context).response["violations"]
+    return [
+        f"{one['id']}: {each['html'][:120]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for each in one["nodes"]
+    ]

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pypdfium2
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from multihead.viewer import write_report
 from multihead_lab.page import write_page
 from tests.browser.records import HOSTILE, causal, deep, hostile, repeated, words
-from tests.browser.shown import SETTLED, Shown
+from tests.browser.shown import SETTLED, Shown, serious
 from tests.lab.few import few_answers
 
 if TYPE_CHECKING:
@@ -179,16 +178,6 @@ def test_the_question_mark_lists_the_keys_and_explains_the_words(opened: Opened,
     visit(page, files["report"])
     page.click("#helps button")
     assert page.locator("dialog.help kbd").count() > 4
-
-
-def serious(page: Page) -> list[str]:
-    found = Axe().run(page).response["violations"]
-    return [
-        f"{one['id']}: {each['html'][:120]}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-        for each in one["nodes"]
-    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

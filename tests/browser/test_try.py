@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -11,21 +12,67 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from tests.browser.shown import Shown, percent
-from tests.browser.trying import trying
+import multihead as mh
+from multihead.models.loading import describe, load
+from multihead.models.source import find_model
+from multihead.models.use import use
+from multihead.record.repeated import RepeatedTokens
+from multihead.viewer import trial
+from multihead.viewer.trial_routes import TrialSite
+from tests.browser.shown import Shown, percent, serious
+from tests.viewer.serving import TOKEN, serving_site
+from tests.word_models import save_word_models
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from playwright.sync_api import Browser, Route
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 IMAGE = "<img src=x onerror='window.broken=1'>"
 READY = "() => document.documentElement.dataset.busy === 'false'"
+MODELS = {"language": "llama", "encoder": "bert"}
+LAYERS, HEADS = 6, 4
+TEXTS = {
+    "language": "the key is under a door and nobody saw it before the key is under a door and nobody saw",
+    "encoder": "the key is under a door\nnobody saw it before\na door is a door\nthe key and the door",
+}
+INDUCTION = {(2, 1): 0.9, (3, 0): 0.8, (4, 2): 0.7, (4, 0): 0.6}
+"""What the heads do on repeated random tokens, which a model of random weights does not."""
 
 
-class Trial(Shown):
+class SlowTrial(trial.Trial):
+    """A trial whose model takes as long as a test needs."""
+
+    delay = 0.0
+
+    def _predict(self, batch: Any) -> Tensor:
+        time.sleep(self.delay)
+        return super()._predict(batch)
+
+
+def open_trial(folder: Path, kind: str) -> SlowTrial:
+    """Load a tiny model for the page."""
+    loaded = trial.load_for_trial(describe(find_model(str(folder / MODELS[kind]))), device="cpu", dtype="float32")
+    use(loaded.model)
+    repeated = {}
+    for layer in range(LAYERS if kind == "language" else 0):
+        shares = torch.tensor([[INDUCTION.get((layer, head), 0.01) for head in range(HEADS)]] * 4, dtype=torch.float64)
+        level = {"repeated_induction": torch.full((HEADS,), 0.012, dtype=torch.float64)}
+        repeated[f"model.layers.{layer}.self_attn"] = RepeatedTokens(64, 3, True, {"repeated_induction": shares}, level)
+    return SlowTrial(loaded, TEXTS[kind], repeated)
+
+
+class TrialPage(Shown):
     """The page, and the answers that it shows."""
+
+    def __init__(self, context: Any, address: str, kind: str, server: SlowTrial) -> None:
+        super().__init__(context, address)
+        self.given, self.server = TEXTS[kind], server
 
     def settle(self) -> None:
         """Wait until every answer that the page asked for has arrived."""
@@ -35,14 +82,10 @@ class Trial(Shown):
         with urllib.request.urlopen(f"{self.address}api/{name}?{urllib.parse.urlencode(given)}") as answer:
             return json.load(answer)
 
-    @property
-    def model(self) -> Any:
-        return self.api("model")
+    def change(self, heads: str, **given: object) -> Any:
+        return self.api("change", text=self.given, heads=heads, **given)
 
-    def change(self, heads: str, text: str = "", **given: object) -> Any:
-        return self.api("change", text=text or self.model["text"], heads=heads, **given)
-
-    def cell(self, layer: int, head: int) -> Any:  # type: ignore[override]
+    def cell_of(self, layer: int, head: int) -> Any:
         return self.at(f"#grid [aria-label^='Layer {layer} head {head},']")
 
     def click(self, selector: str) -> None:
@@ -50,7 +93,7 @@ class Trial(Shown):
         self.settle()
 
     def switch(self, layer: int, head: int, **options: Any) -> None:
-        self.cell(layer, head).click(**options)
+        self.cell_of(layer, head).click(**options)
         self.settle()
 
     @property
@@ -65,31 +108,41 @@ class Trial(Shown):
         self.settle()
 
 
-Opened = Callable[..., Trial]
+Opened = Callable[..., TrialPage]
 
 
 @pytest.fixture(scope="module")
-def addresses() -> Iterator[Callable[[str], str]]:
-    """Serve the page of a language model and that of an encoder, each once."""
-    with ExitStack() as servers:
-        kept: dict[str, str] = {}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny language model and a tiny encoder."""
+    made = tmp_path_factory.mktemp("models")
+    save_word_models(made, layers=LAYERS)
+    return made
 
-        def address(kind: str) -> str:
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[Callable[[str], tuple[str, SlowTrial]]]:
+    """Serve the page of the language model and that of the encoder, each once."""
+    with ExitStack() as running:
+        kept: dict[str, tuple[str, SlowTrial]] = {}
+
+        def serve(kind: str) -> tuple[str, SlowTrial]:
             if kind not in kept:
-                kept[kind] = servers.enter_context(trying(kind))
+                made = open_trial(folder, kind)
+                port = running.enter_context(serving_site(TrialSite(made))).port
+                kept[kind] = (f"http://127.0.0.1:{port}/{TOKEN}/", made)
             return kept[kind]
 
-        yield address
+        yield serve
 
 
 @pytest.fixture
-def opened(browser: Browser, addresses: Callable[[str], str]) -> Iterator[Opened]:
+def opened(browser: Browser, servers: Callable[[str], tuple[str, SlowTrial]]) -> Iterator[Opened]:
     """Open pages; fails at the end if one requested another address or logged an error."""
-    shown: list[Trial] = []
+    shown: list[TrialPage] = []
 
-    def open_page(kind: str = "language", place: str = "", **options: Any) -> Trial:
+    def open_page(kind: str = "language", place: str = "", **options: Any) -> TrialPage:
         given = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"} | options
-        page = Trial(browser.new_context(**given), addresses(kind))
+        page = TrialPage(browser.new_context(**given), servers(kind)[0], kind, servers(kind)[1])
         shown.append(page)
         page.visit(place)
         return page
@@ -97,12 +150,13 @@ def opened(browser: Browser, addresses: Callable[[str], str]) -> Iterator[Opened
     yield open_page
     for page in shown:
         page.close()
+        page.server.delay = 0.0
     for page in shown:
         assert page.elsewhere == [], f"The page requested {page.elsewhere}."
         assert page.complaints == [], f"The page logged errors: {page.complaints}."
 
 
-def shares(shown: Trial, column: int) -> list[float]:
+def shares(shown: TrialPage, column: int) -> list[float]:
     """The numbers of a column of the table of next tokens."""
     return [percent(each) for each in shown.texts(f"#answer tr > :nth-child({column})")[1:]]
 
@@ -169,10 +223,67 @@ class TestTheNextToken:
         assert sum(one is not None and one["y"] + one["height"] <= foot["y"] for one in rows) >= 10
 
 
+@pytest.fixture(scope="module")
+def logits(folder: Path) -> tuple[Any, Tensor, Tensor, Tensor]:
+    loaded = load(str(folder / "llama"), head="language")
+    model: Any = loaded.model
+    ids = loaded.tokenizer(TEXTS["language"], return_tensors="pt").input_ids
+    with torch.no_grad():
+        before = model(ids).logits[0].double()
+        with mh.ablate(model, ["L1 H2", "L3 H0"]):
+            after = model(ids).logits[0].double()
+    return loaded.tokenizer, ids[0], before, after
+
+
+class TestTheNumbers:
+    """The page and `mh.ablate` say the same about the same model."""
+
+    def opened(self, opened: Opened) -> TrialPage:
+        shown = opened()
+        shown.switch(1, 2)
+        shown.switch(3, 0)
+        return shown
+
+    def test_of_the_losses(self, opened: Opened, logits: tuple[Any, Tensor, Tensor, Tensor]) -> None:
+        shown, (_, ids, *sides) = self.opened(opened), logits
+        before, after = (cross_entropy(side[:-1], ids[1:], reduction="none") for side in sides)
+        titles = shown.page.eval_on_selector_all("#words .tk", "all => all.map(one => one.title)")[1:]
+        assert [float(re.search(r"loss ([\d.]+)", title)[1]) for title in titles] == pytest.approx(
+            before.tolist(), abs=0.0051
+        )
+        changes = [re.search(r"change ([+−]?[\d.]+)", title) for title in titles]
+        assert [float(one[1].replace("−", "-")) if one else 0.0 for one in changes] == pytest.approx(
+            (after - before).tolist(), abs=0.0051
+        )
+        assert (after - before).abs().max() > 0.05
+        worse = int((after - before > 0.5).sum())
+        assert f"; {worse} of {len(before)} predictions got worse" in shown.text("#sentence")
+
+    def test_of_the_next_token(self, opened: Opened, logits: tuple[Any, Tensor, Tensor, Tensor]) -> None:
+        shown, (tokenizer, _, *sides) = self.opened(opened), logits
+        before, after = (side[-1].softmax(-1) for side in sides)
+        rows = shown.at("#answer tbody tr").all()[:-1]
+        assert len(rows) >= 10
+        for row in rows:
+            token = re.sub("[“”\u2068\u2069]", "", row.locator("th").inner_text()).strip()
+            id_ = tokenizer.convert_tokens_to_ids(token)
+            cells = row.locator("td").all_inner_texts()
+            assert percent(cells[1]) == pytest.approx(float(before[id_]), abs=0.0051)
+            assert percent(cells[2]) == pytest.approx(float(after[id_]), abs=0.0051)
+        divergence = float((before * (before / after).log()).sum())
+        assert shown.text("#divergence") == f"KL(before ‖ after) {divergence:.2f} nats"
+        best = before.argmax()
+        said = re.search(r"with (\S+ %) instead of (\S+ %)", shown.text("#sentence"))
+        assert said is not None
+        assert [percent(each) for each in said.groups()] == pytest.approx(
+            [float(after[best]), float(before[best])], abs=0.0051
+        )
+
+
 class TestTheText:
     def test_each_token_has_its_loss_and_the_change_of_it(self, opened: Opened) -> None:
         shown = opened()
-        text = shown.api("text", text=shown.model["text"])
+        text = shown.api("text", text=shown.given)
         titles = shown.page.eval_on_selector_all("#words .tk", "all => all.map(one => one.title)")
         assert len(titles) == len(text["tokens"])
         assert "loss" not in titles[0]
@@ -201,27 +312,27 @@ class TestTheText:
     def test_it_is_edited_in_place(self, opened: Opened) -> None:
         shown = opened()
         shown.page.keyboard.press("e")
-        assert shown.at("#typed").input_value() == shown.model["text"]
-        shown.at("#typed").fill("The sea was grey and no ship came.")
+        assert shown.at("#typed").input_value() == shown.given
+        shown.at("#typed").fill("nobody saw the key before it")
         shown.page.keyboard.press("Control+Enter")
         shown.settle()
         assert shown.at("#editing").is_hidden()
-        assert shown.place["text"] == "The sea was grey and no ship came."
-        assert shown.text("#words").replace("\n", " ").startswith("The sea was grey")
+        assert shown.place["text"] == "nobody saw the key before it"
+        assert shown.text("#words").replace("\n", " ").startswith("nobody saw the key")
         shown.at("#edit").click()
-        shown.at("#typed").fill("Another one.")
+        shown.at("#typed").fill("it is a key")
         shown.page.keyboard.press("Escape")
-        assert shown.place["text"] == "The sea was grey and no ship came."
+        assert shown.place["text"] == "nobody saw the key before it"
         shown.at("#edit").click()
-        shown.at("#typed").fill("The harbour was dark.")
+        shown.at("#typed").fill("the door is it")
         shown.at("#foot").click()
-        shown.page.wait_for_function("() => location.hash.includes('harbour')")
+        shown.page.wait_for_function("() => location.hash.includes('the+door')")
         shown.settle()
 
     def test_a_text_that_the_server_refuses_leaves_the_last_state(self, opened: Opened) -> None:
         shown = opened()
         before = shown.text("#sentence"), shown.place
-        shown.apply("sea " * 2 * shown.model["most_tokens"])
+        shown.apply("key " * 2 * shown.api("model")["most_tokens"])
         assert shown.at("#gone").is_visible()
         assert shown.text("#gone").count(".") >= 1
         assert (shown.text("#sentence"), shown.place) == before
@@ -233,9 +344,10 @@ class TestTheText:
         shown.complaints.clear()  # Chromium logs every status of 400
 
     def test_a_hostile_text_is_only_text(self, opened: Opened) -> None:
-        shown = opened()
-        shown.apply(f"The {IMAGE} sea.")
-        assert shown.at("#words img, #sentence img, #answer img").count() == 0
+        shown = opened("encoder")
+        shown.apply(f"the key {IMAGE}\n{IMAGE}\na door")
+        assert IMAGE in shown.text("#answer ol")
+        assert shown.at("main img").count() == 0
         assert shown.page.evaluate("() => window.broken === undefined")
 
 
@@ -244,24 +356,23 @@ class TestTheGrid:
         shown = opened()
         shown.switch(1, 2)
         assert shown.off == ["1.2"]
-        assert "off" in (shown.cell(1, 2).get_attribute("class") or "").split()
-        assert shown.cell(1, 2).get_attribute("aria-pressed") == "true"
+        assert "off" in (shown.cell_of(1, 2).get_attribute("class") or "").split()
+        assert shown.cell_of(1, 2).get_attribute("aria-pressed") == "true"
         shown.switch(1, 2)
         assert shown.off == []
         assert shown.text("#sentence").startswith("The model expects")
 
     def test_shift_and_a_click_switches_a_layer(self, opened: Opened) -> None:
         shown = opened()
-        heads = shown.model["heads"] // shown.model["layers"]
         shown.switch(1, 0, modifiers=["Shift"])
-        assert shown.off == [f"1.{head}" for head in range(heads)]
+        assert shown.off == [f"1.{head}" for head in range(HEADS)]
         shown.at("#grid .ax.l").nth(1).click()
         shown.settle()
         assert shown.off == []
 
     def test_the_keyboard_alone_is_enough(self, opened: Opened) -> None:
         shown = opened()
-        shown.cell(0, 0).focus()
+        shown.cell_of(0, 0).focus()
         shown.press("ArrowRight", "ArrowDown", "Enter")
         assert shown.off == ["1.1"]
         shown.press("ArrowLeft", " ")
@@ -269,7 +380,7 @@ class TestTheGrid:
         shown.press("Control+z")
         assert shown.off == ["1.1"]
         shown.press("Shift+Enter")
-        assert len(shown.off) == shown.model["heads"] // shown.model["layers"]
+        assert len(shown.off) == HEADS
         shown.press("x")
         assert shown.off == []
         shown.press("Control+z", "Control+z", "Control+z")
@@ -293,17 +404,20 @@ class TestTheGrid:
         shown.switch(1, 2)
         asked: list[str] = []
         shown.page.on("request", lambda request: asked.append(request.url))
-        shown.page.evaluate(
-            "() => { const it = document.getElementById('factor'); it.value = 0.5; it.dispatchEvent(new Event('input')); }"
-        )
-        assert shown.text("#scaled") == "Output of L1 H2 × 0.50"
+        box = shown.at("#factor").bounding_box()
+        assert box is not None
+        shown.page.mouse.move(box["x"] + 8, box["y"] + box["height"] / 2)
+        shown.page.mouse.down()
+        shown.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 2, steps=4)
+        factor = float(shown.text("#scaled").removeprefix("Output of L1 H2 × "))
+        assert 0.3 < factor < 0.7
         assert asked == []
-        shown.page.evaluate("() => document.getElementById('factor').dispatchEvent(new Event('change'))")
+        shown.page.mouse.up()
         shown.settle()
-        assert shown.off == ["1.2:0.5"]
-        assert shown.text("#grid .scaled") == "0.5"
-        assert shown.text("#sentence").startswith("With L1 H2 scaled by 0.5 it expects")
-        assert shown.text("#foot").endswith("multiplied by 0.5")
+        assert shown.off == [f"1.2:{factor:g}"]
+        assert float(shown.text("#grid .scaled")) == pytest.approx(factor, abs=0.051)
+        assert shown.text("#sentence").startswith(f"With L1 H2 scaled by {factor:g} it expects")
+        assert shown.text("#foot").endswith(f"multiplied by {factor:g}")
 
     def test_the_colours_show_how_much_maps_changed(self, opened: Opened) -> None:
         shown = opened()
@@ -313,27 +427,27 @@ class TestTheGrid:
         assert shown.page.eval_on_selector("#grid .cell", "one => one.style.background") == ""
         for layer, head, distance in shown.change("1.2")["changed"]:
             assert distances[layer][head] == pytest.approx(distance)
-            assert shown.cell(layer, head).evaluate("one => one.style.background") != ""
+            assert shown.cell_of(layer, head).evaluate("one => one.style.background") != ""
 
     def test_the_foot_says_what_ran(self, opened: Opened) -> None:
         shown = opened()
         shown.switch(1, 2)
         ran = shown.change("1.2")
         what = "the whole model ran" if ran["whole"] else f"layers {ran['layers'][0]} to {ran['layers'][1]} ran again"
-        dtype = shown.model["dtype"]
+        dtype = shown.api("model")["dtype"]
         assert re.fullmatch(rf"[\d.]+ s; {what}.*; {dtype}; replaced by zero", shown.text("#foot"))
 
 
 class TestTheButtons:
     def test_the_strongest_induction_heads_are_switched_off(self, opened: Opened) -> None:
         shown = opened()
-        found = shown.api("text", text=shown.model["text"])["kinds"]["induction"][:3]
+        found = shown.api("text", text=shown.given)["kinds"]["repeated_induction"][:3]
         shown.click("#strongest")
         assert shown.off == [f"{layer}.{head}" for layer, head in found]
 
     def test_the_random_heads_are_of_the_same_layers_and_the_same_each_time(self, opened: Opened) -> None:
         shown = opened()
-        induction = shown.api("text", text=shown.model["text"])["kinds"]["induction"]
+        induction = shown.api("text", text=shown.given)["kinds"]["repeated_induction"]
         shown.click("#random")
         first = shown.off
         assert sorted(each.split(".")[0] for each in first) == sorted(str(layer) for layer, _ in induction[:3])
@@ -346,6 +460,7 @@ class TestTheButtons:
 
     def test_the_effects_of_all_heads_arrive_layer_by_layer(self, opened: Opened) -> None:
         shown = opened()
+        shown.server.delay = 0.1
         shown.at("#sweep").click()
         shown.page.wait_for_function("() => /^\\d+ of \\d+ layers/.test(document.getElementById('swept').textContent)")
         assert shown.text("#sweep") == "Stop"
@@ -364,7 +479,7 @@ class TestTheButtons:
         assert shown.text("#swept") == ""
 
 
-def hold(shown: Trial, name: str) -> None:
+def hold(shown: TrialPage, name: str) -> None:
     """Leave the first request for an answer without one, as a slow server does."""
     held: list[Route] = []
 
@@ -382,9 +497,9 @@ def test_a_newer_request_cancels_the_older(opened: Opened) -> None:
     failed: list[str] = []
     shown.page.on("requestfailed", lambda request: failed.append(request.url))
     hold(shown, "change")
-    shown.cell(1, 2).click()
+    shown.cell_of(1, 2).click()
     shown.page.wait_for_function("() => document.documentElement.dataset.busy === 'true'")
-    assert "off" in (shown.cell(1, 2).get_attribute("class") or "").split()
+    assert "off" in (shown.cell_of(1, 2).get_attribute("class") or "").split()
     shown.switch(1, 1)
     assert [urllib.parse.parse_qs(url.split("?")[1])["heads"] for url in failed if "api/change" in url] == [["1.2"]]
     assert shown.off == ["1.2", "1.1"]
@@ -416,7 +531,8 @@ def test_the_continuations_stand_side_by_side_and_differing_words_are_marked(ope
     shown.click("#strongest")
     shown.at("#further").scroll_into_view_if_needed()
     shown.page.wait_for_function("() => document.querySelectorAll('#after mark').length > 0")
-    words = {side: shown.text(f"#{side}").split() for side in ("before", "after")}
+    given = len(shown.text("#before span").split())
+    words = {side: shown.text(f"#{side}").split()[given:] for side in ("before", "after")}
     marked = {side: shown.texts(f"#{side} mark") for side in ("before", "after")}
     kept = {side: [word for word in words[side] if word not in marked[side]] for side in words}
     assert words["before"] != words["after"]
@@ -428,10 +544,8 @@ def test_the_continuations_stand_side_by_side_and_differing_words_are_marked(ope
 
 class TestTheAddress:
     def test_it_restores_the_text_the_heads_and_the_place(self, opened: Opened) -> None:
-        shown = opened(
-            place="#" + urllib.parse.urlencode({"text": "The sea was grey.", "heads": "1.2:0.5,0.1", "at": 1})
-        )
-        assert shown.place == {"text": "The sea was grey.", "heads": "1.2:0.5,0.1", "at": "1"}
+        shown = opened(place="#" + urllib.parse.urlencode({"text": "nobody saw it", "heads": "1.2:0.5,0.1", "at": 1}))
+        assert shown.place == {"text": "nobody saw it", "heads": "1.2:0.5,0.1", "at": "1"}
         assert shown.text("#grid .scaled") == "0.5"
         assert shown.at("#grid .off").count() == 1
         assert shown.at("#words .tk.on").get_attribute("data-p") == "1"
@@ -440,7 +554,7 @@ class TestTheAddress:
         shown = opened(place="#heads=999.0,x,1.2,1&at=9999")
         assert shown.off == ["1.2"]
         assert "at" not in shown.place
-        assert shown.place["text"] == shown.model["text"]
+        assert shown.place["text"] == shown.given
 
     def test_the_other_language_shows_the_same_state(self, opened: Opened) -> None:
         shown = opened()
@@ -457,7 +571,7 @@ class TestTheAddress:
         shown = opened(permissions=["clipboard-read", "clipboard-write"])
         shown.switch(1, 2)
         shown.at("#link").click()
-        assert shown.text("#link") == "Copied"
+        shown.page.wait_for_function("() => document.getElementById('link').textContent === 'Copied'")
         assert shown.page.evaluate("navigator.clipboard.readText()") == shown.page.url
 
 
@@ -466,7 +580,7 @@ class TestAnEncoder:
         shown = opened("encoder")
         assert shown.text("#sentence").startswith("Sentences ")
         shown.switch(1, 2)
-        text, change = shown.api("text", text=shown.model["text"]), shown.change("1.2")
+        text, change = shown.api("text", text=shown.given), shown.change("1.2")
         pairs = [(a, b) for a in range(len(text["sentences"])) for b in range(len(text["sentences"])) if a != b]
         tables = shown.at("#answer table").all()
         assert len(tables) == 3
@@ -475,7 +589,7 @@ class TestAnEncoder:
         expected.append([after[a][b] - before[a][b] for a, b in pairs])
         for table, values in zip(tables, expected, strict=True):
             cells = [each for each in table.locator("tbody td").all_inner_texts() if each]
-            assert [float(each.replace("−", "-")) for each in cells] == pytest.approx(values, abs=0.0051)
+            assert [float(each.replace("−", "-")) for each in cells] == pytest.approx(values, abs=0.00051)
         assert "similarity of sentences" in shown.text("#sentence")
         assert shown.at("#further").is_hidden()
 
@@ -508,11 +622,10 @@ class TestEveryReader:
 
     @pytest.mark.parametrize("kind", ["language", "encoder"])
     @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_axe_finds_nothing(self, opened: Opened, kind: str, scheme: str) -> None:
+    def test_axe_finds_nothing_serious(self, opened: Opened, kind: str, scheme: str) -> None:
         shown = opened(kind, color_scheme=scheme, bypass_csp=True)
         shown.switch(0, 2)
-        found = Axe().run(shown.page).response["violations"]
-        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+        assert serious(shown.page) == []
 
     def test_the_keys_and_words_are_listed(self, opened: Opened) -> None:
         shown = opened()
@@ -524,9 +637,9 @@ class TestEveryReader:
 def test_a_server_that_is_gone_is_named_with_the_command_that_starts_it(opened: Opened) -> None:
     shown = opened()
     shown.page.route(re.compile("/api/"), lambda route: route.abort())
-    shown.cell(1, 2).click()
+    shown.cell_of(1, 2).click()
     shown.page.wait_for_selector("#gone code")
-    assert shown.text("#gone code") == f"multihead try {shown.model['name']}"
+    assert shown.text("#gone code") == f"multihead try {shown.api('model')['name']}"
     assert shown.text("#sentence").startswith("The model expects")
     shown.page.unroute(re.compile("/api/"))
     shown.complaints.clear()  # Chromium logs every request that fails

@@ -172,8 +172,9 @@ class TestALanguageModel:
         with mh.ablate(model, ["L1H2", "L0H1"]):
             expected["after"] = model.generate(**inputs, **options)
         for side, ids in expected.items():
-            new = ids[0, inputs.input_ids.shape[1] :].tolist()
-            assert said[side] == [trial.loaded.tokenizer.decode([each]) for each in new]
+            given, whole = (trial.loaded.tokenizer.decode(each[0]) for each in (inputs.input_ids, ids))
+            assert "".join(said[side]) == whole.removeprefix(given)  # with the spaces between words
+            assert len(said[side]) == ids.shape[1] - inputs.input_ids.shape[1]
 
     def test_heads_are_grouped_by_kind_the_strongest_first(self, language: tuple[Trial, Served]) -> None:
         trial, served = language

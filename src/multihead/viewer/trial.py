@@ -353,7 +353,7 @@ class Trial:
         self, run: TextRun, factors: Factors, write: Callable[[list[str]], None], cancelled: Cancelled
     ) -> list[str]:
         """Generate tokens greedily, write each as soon as it is known, and return them."""
-        streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"].shape[1], write, cancelled)
+        streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"][0].tolist(), write, cancelled)
         most = min(CONTINUATION, (self.loaded.max_tokens or MOST_TOKENS) - run.rows[0].ids.shape[1])
         if most < 1:
             return []
@@ -515,14 +515,19 @@ class _Sentences:
 class _TokenWriter:
     """A streamer of transformers that writes tokens as text, and stops the generation where nobody waits any more.
 
+    Tokens are decoded after the text before them, because many tokenizers leave out the space before a single token.
+
     Attributes:
-        tokens: the tokens so far.
+        tokens: the pieces of text that the tokens added so far.
     """
 
-    def __init__(self, tokenizer: Any, prompt: int, write: Callable[[list[str]], None], cancelled: Cancelled) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: list[int], write: Callable[[list[str]], None], cancelled: Cancelled
+    ) -> None:
         self.tokens: list[str] = []
         self._tokenizer, self._write, self._cancelled = tokenizer, write, cancelled
-        self._is_prompt = prompt > 0
+        self._ids, self._text = prompt, self._decode(prompt)
+        self._is_prompt = True
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt, and then each token."""
@@ -531,12 +536,24 @@ class _TokenWriter:
             return
         if self._cancelled():
             raise CancelledError
-        new = [visible(self._tokenizer.decode([id_])) for id_ in value.flatten().tolist()]
-        self.tokens += new
-        self._write(new)
+        self._ids = [*self._ids, *value.flatten().tolist()]
+        if not self._decode(self._ids).endswith("\ufffd"):  # a part of a character waits for the others
+            self._write_new()
 
     def end(self) -> None:
         """Receive the end of the generation."""
+        self._write_new()
+
+    def _write_new(self) -> None:
+        text = self._decode(self._ids)
+        new, self._text = visible(text[len(self._text) :]), text
+        if new:
+            self.tokens.append(new)
+            self._write([new])
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
 
 
 def load_for_trial(

@@ -4,6 +4,7 @@ import { lines } from '../view/api.js';
 import { changeNamed } from './sentence.js';
 import { found, query, state } from './state.js';
 
+const LAST = 4;  // words
 let control = null, near = false, wanted = '', begun = '';
 
 export function stopContinuation() {
@@ -26,10 +27,13 @@ function differing(a, b) {
   return only;
 }
 
+// The last words of the text, which the continuation follows.
+const ending = () => '… ' + wordsOf(state.text).slice(-LAST).join('').trim();
+
 function show(before, after, whole) {
   const sides = [before, after].map(tokens => wordsOf(tokens.join('')));
   const only = whole && state.heads.size ? differing(...sides) : [new Set(), new Set()];
-  ['before', 'after'].forEach((id, side) => $(id).replaceChildren(...sides[side].flatMap((word, n) => only[side].has(n) ? [/^\s*/.exec(word)[0], el('mark', { textContent: word.trim() })] : [word])));
+  ['before', 'after'].forEach((id, side) => $(id).replaceChildren(el('span', { textContent: ending() }), ...sides[side].flatMap((word, n) => only[side].has(n) ? [/^\s*/.exec(word)[0], el('mark', { textContent: word.trim() })] : [word])));
   $('further').querySelector('.both').classList.toggle('alone', !state.heads.size);
 }
 

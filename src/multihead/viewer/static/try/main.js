@@ -3,7 +3,7 @@ import { dark, palette } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { helpButton } from '../shared/help.js';
 import { frame, pressed } from '../shared/host.js';
-import { keys } from '../shared/keys.js';
+import { count } from '../shared/numbers.js';
 import { json, server } from '../view/api.js';
 import { entitle, place, resized, size } from '../view/host.js';
 import { linkButton } from '../view/link.js';
@@ -14,7 +14,7 @@ import { drawMaps, repaintMaps } from './maps.js';
 import { drawNext } from './next.js';
 import { randomHeads, strongestHeads } from './presets.js';
 import { sentence } from './sentence.js';
-import { chosen, commonFactor, copy, found, nameOf, query, read, save, state, steps } from './state.js';
+import { chosen, commonFactor, copy, found, nameOf, placeAsked, query, read, save, state, steps } from './state.js';
 import { forgetEffects, stopSweep, sweep, sweepButton, sweeping } from './sweep.js';
 import { drawWords, editing, focusToken } from './words.js';
 
@@ -51,7 +51,7 @@ async function go(change, { step = true } = {}) {
     }
     const heads = new Map([...state.heads].filter(([name]) => { const [l, h] = name.split('.').map(Number); return record.has(l, h); })), at = state.at < words.tokens.length - 1 ? state.at : -1;
     Object.assign(state, { heads, at });
-    const answer = await json(`api/change?${query({ at: at < 0 ? words.tokens.length - 1 : at })}`, signal);
+    const answer = await json(`api/change?${query({ lang, ...placeAsked(at < 0 ? words.tokens.length - 1 : at) })}`, signal);
     const other = found.record !== record || good && good.at !== at;
     Object.assign(found, { words, record, change: answer });
     asked = state.text;
@@ -82,7 +82,10 @@ function draw() {
   const grids = drawn !== found.record;
   drawn = found.record;
   sentence();
+  $('facts').textContent = [found.model.title, translate('layers and heads', { layers: count(found.record.layers.length), heads: count(found.record.heads.length) })].join(translate('join.facts'));
+  const reads = $('words').contains(document.activeElement);
   drawWords(choose);
+  if (reads) focusToken(chosen());
   drawNext();
   if (grids) drawGrid(); else paintGrid();
   buttons();
@@ -101,7 +104,7 @@ function undo() {
   if (before) go(before, { step: false });
 }
 function choose(p) {
-  go({ at: p === found.words.tokens.length - 1 ? -1 : p }).then(answered => { if (answered && keys.used) focusToken(p); });
+  go({ at: p === found.words.tokens.length - 1 ? -1 : p });
 }
 
 function buttons() {
@@ -125,7 +128,7 @@ function foot() {
 
 function keyboard() {
   pressed(event => {
-    if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.altKey || !found.record) return;
+    if (event.target.matches('textarea, select, input:not([type=range])') || event.altKey || !found.record) return;
     const control = event.ctrlKey || event.metaKey, does = control ? { z: undo }[event.key] : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
     if (!does) return;
     event.preventDefault();
@@ -142,9 +145,15 @@ function listenAll() {
   $('undo').onclick = undo;
   $('allon').onclick = allOn;
   $('strongest').onclick = () => setHeads(offMap(strongestHeads()));
-  // Again for the next draw; each is the same for everybody.
-  $('random').onclick = () => { const next = random + 1; setHeads(offMap(randomHeads(next))); random = next; };
-  $('sweep').onclick = () => sweep(() => { begin(); busy(false); }, error => { if (!server.gone) complain(error.message); }).then(drawContinuation);
+  // Again for the next draw that differs; each is the same for everybody.
+  $('random').onclick = () => {
+    const shown = String([...state.heads.keys()]), drawn = n => offMap(randomHeads(n));
+    let next = random + 1;
+    while (next < random + 20 && String([...drawn(next).keys()]) === shown) next++;
+    setHeads(drawn(next));
+    random = next;
+  };
+  $('sweep').onclick = () => sweep(stopContinuation, error => { if (!server.gone) complain(error.message); }).then(drawContinuation);
   linkButton(save);
   $('home').onclick = event => { event.preventDefault(); allOn(); };
   $('skip').onclick = event => { event.preventDefault(); focusGrid(); };
@@ -169,7 +178,7 @@ async function start() {
   view.lang = lang;
   view.runs = [{ name: model.name, title: model.title, keep: 'all' }];
   entitle(model.title + ' · multihead');
-  $('facts').textContent = [model.title, translate('layers and heads', { layers: model.layers, heads: model.heads })].join(translate('join.facts'));
+  $('facts').textContent = model.title;
   keyboard();
   listenAll();
   watchContinuation();

@@ -27,7 +27,7 @@ function row([layer, head, distance]) {
 function paint() {
   const rows = [...$('changes').querySelectorAll('.change:not(.heading)')], single = found.words.tokens.length <= SIDE, end = rootEnd(largest(kept, one => one.before), single), apart = rootEnd(largest(kept, one => one.apart), false);
   kept.forEach((map, n) => {
-    const { rows: high, cols } = map, [before, after, difference] = rows[n].querySelectorAll('.place'), show = (box, values, lut) => box.replaceChildren(mapPicture({ rows: high, cols, values }, SIDE, lut === 'ink' ? 'root' : 'linear', lut === 'ink' ? end : apart, lut));
+    const { rows: high, cols } = map, [before, after, difference] = rows[n].querySelectorAll('.place'), show = (box, values, lut) => box.replaceChildren(mapPicture({ rows: high, cols, values }, SIDE, 'root', lut === 'ink' ? end : apart, lut));
     show(before, map.before, 'ink');
     show(after, map.after, 'ink');
     show(difference, map.apart, 'apart');

@@ -4,13 +4,14 @@ import { $, el, translate } from '../shared/dom.js';
 import { short, signed } from '../shared/numbers.js';
 import { quoted } from './sentence.js';
 import { chosen, found, state } from './state.js';
+import { labelOf } from './words.js';
 
 const cell = (tag, className, textContent, more = {}) => el(tag, { className, textContent, ...more });
-const two = value => value.toFixed(2).replace('-', '−');
+const three = value => value.toFixed(3).replace('-', '−');
 
 export function drawNext() {
   const { model, change, words } = found, encoder = model.kind === 'encoder', touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
-  $('hn').textContent = encoder ? translate('similarity') : last ? translate('next token') : translate('token after', { token: quoted(words.tokens[chosen()].text.trim()) });
+  $('hn').textContent = encoder ? translate('similarity') : last ? translate('next token') : translate('token after', { token: quoted(labelOf(chosen())) });
   $('divergence').textContent = !encoder && touched ? translate('divergence of next', { value: change.kl.toFixed(2) }) : '';
   $('answer').replaceChildren(...(encoder ? similarities() : [tokens()]));
 }
@@ -26,7 +27,7 @@ function tokens() {
     el('tbody', {}, ...next.map(one => row(quoted(one.token), one, '')), row(translate('all others'), others, 'others')));
 }
 
-// The cosine similarity of each two sentences before, after, and the change.
+// The cosine similarity of each pair of sentences before, after, and the change.
 function similarities() {
   const { words: { sentences, similarity: before }, change: { similarity: after } } = found, touched = state.heads.size > 0;
   const all = after.map((row, a) => row.map((value, b) => value - before[a][b])), end = Math.max(.05, ...all.flat().map(Math.abs));
@@ -35,5 +36,5 @@ function similarities() {
     el('tbody', {}, ...values.map((row, a) => el('tr', {}, cell('th', '', a + 1, { scope: 'row' }), ...row.map((value, b) => { const made = cell('td', '', a === b ? '' : write(value)); if (a !== b) colour(made, value); return made; })))));
   const share = (made, value) => paint(made, tone('linear', value, 1)), apart = (made, value) => paint(made, .5 + value / end / 2, 'apart');
   const list = el('ol', { className: 'sentences' }, ...sentences.map(sentence => el('li', {}, el('bdi', { textContent: sentence }))));
-  return [el('div', { className: 'matrices' }, matrix('before', before, two, share), ...(touched ? [matrix('after', after, two, share), matrix('difference', all, value => signed(value, 2), apart)] : [])), list];
+  return [el('div', { className: 'matrices' }, matrix('before', before, three, share), ...(touched ? [matrix('after', after, three, share), matrix('difference', all, value => signed(value, 3) || '0', apart)] : [])), list];
 }

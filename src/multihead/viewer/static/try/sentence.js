@@ -2,6 +2,7 @@
 import { $, translate } from '../shared/dom.js';
 import { short } from '../shared/numbers.js';
 import { changedHeads, chosen, commonFactor, found, state } from './state.js';
+import { labelOf } from './words.js';
 
 // A token in quotation marks; its direction does not leave them.
 export const quoted = token => translate('quoted', { token: `\u2068${token}\u2069` });
@@ -25,16 +26,16 @@ function pairs(before, after) {
 
 export function sentence() {
   const { words, change, model } = found, touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
-  const two = value => value.toFixed(2).replace('-', '−');
+  const three = value => value.toFixed(3).replace('-', '−');
   let line;
   if (model.kind === 'encoder') {
     if (words.sentences.length < 2) line = translate('one sentence');
     else {
       const { alike, changed } = pairs(words.similarity, change.similarity);
-      line = touched ? translate('similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: two(changed.before), after: two(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: two(alike.before) });
+      line = touched ? translate('similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: three(changed.before), after: three(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
     }
   } else {
-    const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(words.tokens[chosen()].text.trim()) });
+    const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
     if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
     else {
       const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });

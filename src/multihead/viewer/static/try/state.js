@@ -17,6 +17,8 @@ export const commonFactor = () => { const factors = new Set(state.heads.values()
 const written = heads => [...heads].map(([name, factor]) => factor === 0 ? name : `${name}:${factor}`).join(',');
 // The part of an address after "?" that asks about the state; more: other parameters.
 export const query = (more = {}) => new URLSearchParams({ text: state.text, heads: written(state.heads), ...more });
+// The place of a token as the server is asked about it; an encoder compares whole sentences.
+export const placeAsked = at => found.model.kind === 'encoder' ? {} : { at };
 export const chosen = () => state.at < 0 ? found.words.tokens.length - 1 : state.at;
 
 export function read(hash) {

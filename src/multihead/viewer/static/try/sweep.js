@@ -3,7 +3,7 @@ import { $, translate } from '../shared/dom.js';
 import { count, signed } from '../shared/numbers.js';
 import { lines } from '../view/api.js';
 import { colourBy, effects, paintGrid } from './heads.js';
-import { chosen, found, query } from './state.js';
+import { chosen, found, placeAsked, query } from './state.js';
 
 const STRONGEST = 4;
 let control = null;
@@ -30,7 +30,7 @@ function strongest() {
   return order.map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`).join(translate('join.comma'));
 }
 
-// begin(): stops what else is computed; failed(error): shows why it ended.
+// begin(): stops what else may be computed; failed(error): shows why it ended.
 export async function sweep(begin, failed) {
   if (control) { stopSweep(); sweepButton(); return; }
   begin();
@@ -40,7 +40,7 @@ export async function sweep(begin, failed) {
   sweepButton();
   let last = null, whole = null;
   try {
-    await lines(`api/sweep?${query({ heads: '', at: chosen() })}`, mine.signal, line => {
+    await lines(`api/sweep?${query({ heads: '', ...placeAsked(chosen()) })}`, mine.signal, line => {
       if (mine !== control) return;
       if (line.effects) {
         line.effects.forEach((value, h) => effects.set(record.index(line.layer, h), value));

@@ -13,21 +13,24 @@ export function roundedUp(value) {
 }
 const LEAST = .5;  // nats, the end of the scale of changes where all are smaller
 
-let layout = { shown: [] }, spans = [];
+let layout = null, spans = [];
 
-// Lay the tokens out as the server wrote them: spaces before a token are the gap before it.
+// Lay out the tokens of several sentences, each on its own line.
 function laidOut(tokens) {
-  const parts = tokens.map(({ text }, p) => /^(\s*)([\s\S]*)$/.exec(text).slice(1).map((part, n) => n || p && tokens[p - 1].sentence === tokens[p].sentence ? part : ''));
-  const breaks = p => p > 0 && tokens[p].sentence !== tokens[p - 1].sentence;
-  return {
-    gaps: parts.map(([gap, rest], p) => breaks(p) ? '\n' : rest ? gap : ''), shown: parts.map(([gap, rest]) => rest || gap), tail: '',
-    flags: tokens.map(one => one.special ? SPECIAL : 0), labels: tokens.map(one => one.text.trim() || one.text),
-  };
+  const starts = p => p > 0 && tokens[p].sentence !== tokens[p - 1].sentence;
+  return { gaps: tokens.map((one, p) => starts(p) ? '\n' : one.gap), shown: tokens.map(one => one.text), labels: tokens.map(one => one.text), flags: tokens.map(one => one.special ? SPECIAL : 0), tail: '' };
 }
 
+// The layout of the text that is shown: of a language model the viewer's, of an encoder one over all sentences.
+function layoutOf({ model, words: { tokens }, record }) {
+  if (layout?.tokens !== tokens) layout = { tokens, ...(model.kind !== 'encoder' && record.texts[0] ? record.texts[0] : laidOut(tokens)) };
+  return layout;
+}
+export const labelOf = p => layoutOf(found).labels[p];
+
 export function drawWords(choose) {
-  const { words, change, model, record } = found, { tokens } = words, box = $('words'), own = record.texts[0];
-  layout = model.kind !== 'encoder' && own?.shown.length === tokens.length ? own : laidOut(tokens);
+  const { words, change } = found, { tokens } = words, box = $('words');
+  layoutOf(found);
   spans = setText(box, layout, 0, tokens.length);
   const losses = tokens.map(one => one.loss).filter(known), top = roundedUp(Math.max(LEAST, ...losses));
   const moved = tokens.map((one, p) => known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null), end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
@@ -39,6 +42,9 @@ export function drawWords(choose) {
     span.style.setProperty('--change', moved[p] && state.heads.size ? rgb('apart', .5 - moved[p] / end / 2) : 'transparent');
     span.title = labels[p];
   });
+  // Of a long text, the chosen place is in sight.
+  const at = spans[chosen()], from = at.offsetTop - box.offsetTop;
+  if (from < box.scrollTop || from > box.scrollTop + box.clientHeight - 40) box.scrollTop = from - box.clientHeight / 2;
   $('length').textContent = translate('tokens n', { n: count(tokens.length) });
   $('losses').hidden = !losses.length;
   const nats = value => value + ' ' + translate('nats'), legend = (name, ramp) => el('div', { className: 'measure' }, el('span', { textContent: translate(name) }), ramp);
