@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from multihead.cli import main, progress
+from multihead.cli import main, progress, serving
 from multihead.cli.progress import Steps
-from multihead.viewer import server
+from multihead.viewer.routes import Viewer
 from multihead_lab import run as lab_run
 from tests.lab.few import few_answers
 from tests.viewer.watching import watch
@@ -161,11 +161,11 @@ def test_view_reports_that_it_opens_records_and_computes_coarse_levels(
 ) -> None:
     watch(5).save(file := str(tmp_path / "run.safetensors"))
 
-    def serve(*_: object, progress: Callable[[float, int], None], **__: object) -> None:
+    def serve(site: Viewer, **_: object) -> None:
         for done, total in ((0, 4), (2.5, 4), (4, 4), (4, 4), (5, 8), (8, 8)):  # a second text is opened at the end
-            progress(done, total)
+            site.builder._progress(done, total)
 
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(serving, "serve", serve)
     result = CliRunner().invoke(main, ["view", file, "--no-browser"])
     assert result.exit_code == 0, result.output
     assert [line.split(" (")[0] for line in result.stderr.splitlines()] == [

@@ -120,10 +120,8 @@ def test_the_browser_is_opened_unless_it_should_not_be(file: Path, monkeypatch: 
         modes = (place.stat().st_mode & 0o777, place.parent.stat().st_mode & 0o777)
         opened.append((address, place.read_text(encoding="utf-8"), *modes))
 
-    monkeypatch.setattr(view.webbrowser, "open", open_page)
-    monkeypatch.setattr(
-        "multihead.viewer.server.serve", lambda runs, *, ready, **options: ready("http://127.0.0.1:1/t/")
-    )
+    monkeypatch.setattr("webbrowser.open", open_page)
+    monkeypatch.setattr("multihead.cli.serving.serve", lambda site, *, ready, **options: ready("http://127.0.0.1:1/t/"))
     result = run(str(file))
     assert result.exit_code == 0, result.output
     # The token of the address is on no command line: the browser is given a file that only this user can read.
@@ -235,7 +233,7 @@ def test_the_browsers_file_is_removed_where_the_command_is_terminated(file: Path
 
 
 def test_a_files_name_cannot_act_on_the_terminal(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multihead.viewer.server.serve", lambda runs, *, ready, **options: ready("http://host/"))
+    monkeypatch.setattr("multihead.cli.serving.serve", lambda site, *, ready, **options: ready("http://host/"))
     target = tmp_path / "\x1b[2J[red]\u202erun"
     target.write_bytes(file.read_bytes())
     assert run(str(target), "--no-browser").stdout.startswith("Showing \\x1b[2J[red]\\u202erun at\n")
@@ -245,7 +243,7 @@ def test_a_files_name_cannot_act_on_the_terminal(file: Path, tmp_path: Path, mon
 def test_the_files_of_ranks_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, quoted: bool) -> None:
     """Also where the shell has expanded the pattern."""
     shown: list[object] = []
-    monkeypatch.setattr("multihead.viewer.server.serve", lambda runs, **options: shown.extend(runs))
+    monkeypatch.setattr("multihead.cli.serving.serve", lambda site, **options: shown.extend(site.runs))
     files = [tmp_path / f"run.{rank}.safetensors" for rank in (0, 1)]
     for rank, file in enumerate(files):
         of_heads(2 * rank).save(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fuzz import calls, changes, drop_ins, files, graphs, layers, measures, models, ranks, records, ways
+from tests.fuzz import calls, changes, drop_ins, files, graphs, heads, layers, measures, models, ranks, records, ways
 from tests.fuzz.draw import Draw
 
 
@@ -33,11 +33,13 @@ ENTRIES = {
     "statistics": Entry(measures.statistics, 14, 120),
     "layer": Entry(layers.layer, 14, 60),
     "texts": Entry(layers.texts, 8, 100),
+    "heads off": Entry(heads.heads_off, 6, 100),
     "observed": Entry(records.observed, 8, 60),
     "nn.MultiheadAttention": Entry(drop_ins.torch_nn, 6, 80),
     "tutorials": Entry(drop_ins.tutorials, 2, 40),
     "hugging face": Entry(models.hugging_face, 3, 12, seconds=5.0),
     "changed models": Entry(models.changed_models, 1.5, 6, seconds=5.0),
+    "heads of models off": Entry(heads.heads_of_models_off, 1.5, 8, seconds=5.0),
     "overlapping": Entry(models.overlapping, 1, 3, seconds=5.0),
     "ways": Entry(ways.ways, 8, 100),
     "compiled": Entry(graphs.compiled, 2, 2, seconds=10.0),

@@ -27,21 +27,23 @@ class ChangedEager:
     def __init__(self, changes: Mapping[int, Change]) -> None:
         self.changes, self.calls = changes, 0
         self.outputs: list[Tensor] = []  # of the newest forward pass, before the change
+        self.weights: list[Tensor] = []  # the same
 
     def begin_pass(self, start: int, *_: object) -> None:
         self.calls = start
-        del self.outputs[start:]
+        del self.outputs[start:], self.weights[start:]
 
-    def change(self, output: Tensor) -> Tensor:
+    def change(self, output: Tensor, weights: Tensor) -> Tensor:
         number, self.calls = self.calls, self.calls + 1
         self.outputs.append(output.detach())
+        self.weights.append(weights.detach())
         return self.changes[number](output) if number in self.changes else output
 
 
 def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     family: Any = sys.modules[type(module).__module__]
     output, weights = family.eager_attention_forward(module, *args, **kwargs)
-    return _changes[-1].change(output), weights
+    return _changes[-1].change(output, weights), weights
 
 
 AttentionInterface.register(NAME, _attend)

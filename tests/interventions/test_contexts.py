@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
+from multihead.compat import torch_nn
 from multihead.errors import ArgumentError, ModelError
 from multihead.kernels import head_changes
 from multihead.tensors import tracing
@@ -132,3 +135,102 @@ def test_a_trace_or_an_export_inside_is_an_error() -> None:
     with pytest.raises(Exception, match="is being traced"), mh.ablate(layer, "L0 H1"):
         torch.export.export(layer, (x,), strict=False)
     assert head_changes.active == ()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled_by", ["the context", "a part", "the module", "before"])
+def test_whatever_is_compiled_runs_with_the_heads_off_inside_and_with_all_after(compiled_by: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), mh.MultiHeadAttention(8, num_heads=2), nn.Linear(8, 8))
+    x = torch.randn(1, 3, 8)
+    before = model(x)
+    with mh.ablate(model, "L0 H1"):
+        expected = model(x)
+    run: Any = model
+    if compiled_by == "a part":
+        model[1] = torch.compile(model[1], backend="eager")
+    elif compiled_by == "the module":
+        model.compile(backend="eager")
+    elif compiled_by == "before":
+        run = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(run(x), before)
+    with mh.ablate(model, "L0 H1"):
+        if compiled_by == "the context":
+            run = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(run(x), expected)
+    torch.testing.assert_close(run(x), before)
+
+
+def test_a_program_that_was_exported_before_is_not_reached_which_is_an_error() -> None:
+    layer, x = mh.MultiHeadAttention(8, num_heads=2).eval(), torch.randn(1, 3, 8)
+    program = torch.export.export(layer, (x,)).module()
+    with pytest.raises(ModelError, match=re.escape("L0 H1 was never reached inside the context.")):  # noqa: SIM117
+        with mh.ablate(layer, "L0 H1"):
+            program(x)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "own", "torch"])
+def test_outputs_before_and_after_are_equal_to_the_bit(name: str) -> None:
+    if name in ("own", "torch"):
+        kind = mh.MultiHeadAttention if name == "own" else torch_nn.MultiheadAttention
+        model: Any = kind(8, num_heads=2).eval()
+        x = torch.randn(2, 5, 8)
+        inputs = {"x": x} if name == "own" else dict.fromkeys(("query", "key", "value"), x)
+    else:
+        model, inputs = family(name), batch_of(name, padding="left")
+
+    def run() -> list[Tensor]:
+        found = model(**inputs)
+        found = [found if isinstance(found, Tensor) else found[0]]
+        return found if name != "llama" else [*found, model.generate(**inputs, max_new_tokens=3, do_sample=False)]
+
+    with torch.no_grad():
+        before = run()
+        means = mh.head_means(model, [inputs])
+        for options in ({}, {"by": "mean", "reference": means}, {"positions": slice(1, None)}, {"samples": [1]}):
+            with mh.ablate(model, "L0 H1", **options):
+                changed = run()
+            assert not torch.equal(changed[0], before[0])
+            assert all(map(torch.equal, run(), before))
+        with mh.scale_heads(model, {"L0 H0": 1.0}), mh.ablate(model, "L0 H1"):
+            run()
+        assert all(map(torch.equal, run(), before))
+    assert head_changes.active == ()
+
+
+def test_a_factor_of_one_changes_nothing() -> None:
+    model, inputs = family("llama"), batch_of("llama", padding="left")
+    with mh.use(model):
+        before = logits(model, inputs)
+        with mh.scale_heads(model, {"L0": 1, "L1 H2": 1}):
+            assert torch.equal(logits(model, inputs), before)
+
+
+def test_a_context_that_cannot_begin_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = family("llama"), batch_of("llama")
+    before, hooked = logits(model, inputs), hooks(model)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("multihead.interventions.ablate.guard_caches", "multihead.interventions.followed.changing"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, interrupt)
+            intervention = mh.ablate(model, "L0 H1")
+            with pytest.raises(KeyboardInterrupt):
+                intervention.__enter__()
+        assert (head_changes.active, hooks(model)) == ((), hooked)
+        assert torch.equal(logits(model, inputs), before)
+        with intervention:  # it may be entered after all
+            assert not torch.equal(logits(model, inputs), before)
+
+
+def test_another_thread_has_all_heads() -> None:
+    model, inputs = family("llama"), batch_of("llama", padding="left")
+    with mh.use(model):
+        before = logits(model, inputs)
+        with mh.ablate(model, "L0 H1", positions=0), ThreadPoolExecutor(1) as pool:
+            assert torch.equal(pool.submit(logits, model, inputs).result(), before)
+            assert not torch.equal(logits(model, inputs), before)
+        with pytest.raises(ModelError, match=r"L0 H1 was never reached"):  # noqa: SIM117
+            with mh.ablate(model, "L0 H1"), ThreadPoolExecutor(1) as pool:
+                pool.submit(logits, model, inputs).result()

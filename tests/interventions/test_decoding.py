@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import multihead as mh
 from multihead import masks
@@ -103,6 +103,58 @@ def test_means_while_decoding_are_those_of_the_whole_text(padding: str, monkeypa
         with mh.ablate(model, "L1 H2", by="mean", reference=means):
             found = in_steps(model, inputs, DynamicCache(config=model.config))
         equal(found[real], whole[real])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_positions_in_cross_attention_while_decoding_are_those_of_the_whole_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = double(name, monkeypatch), batch(name)
+    ids = inputs["decoder_input_ids"]
+    changed = mh.ablate(model, ["L3 H1", "L5 H2"], positions=[0, 3, 4])
+    with changed:
+        whole = model(**inputs).logits
+        encoded = model.get_encoder()(inputs["input_ids"] if name != "whisper" else inputs["input_features"])
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        for start, stop in ((0, 3), (3, 4), (4, 7)):
+            step = model(encoder_outputs=encoded, decoder_input_ids=ids[:, start:stop], past_key_values=cache)
+            equal(step.logits, whole[:, start:stop])
+    assert not torch.allclose(model(**inputs).logits, whole)
+
+
+class Decoder(nn.Module):
+    """Self-attention with a cache, and cross-attention, with a cache or without, of this library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = (mh.MultiHeadAttention(8, num_heads=2).double() for _ in range(2))
+
+    def forward(self, x: Tensor, memory: Tensor, own: Any = None, cross: Any = None, **padding: Any) -> Tensor:
+        x = x + self.own(x, mask=masks.Causal(), cache=own, **padding)
+        output: Tensor = x + self.cross(x, memory, cache=cross, **padding)
+        return output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [False, True])
+def test_queries_of_cross_attention_of_this_library_are_counted_through_a_cache(*, cached: bool) -> None:
+    model = Decoder()
+    x, memory = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(2, 4, 8, dtype=torch.float64)
+    hidden = x + model.own(x, mask=masks.Causal())
+    expected = hidden + model.cross(hidden, memory)
+    with mh.ablate(model.cross, "L0 H1"):
+        chosen = [1, 4]
+        expected[:, chosen] = hidden[:, chosen] + model.cross(hidden, memory)[:, chosen]
+    caches = {"own": mh.KeyValueCache(), "cross": mh.KeyValueCache() if cached else None}
+    with mh.ablate(model, "L1 H1", positions=chosen):
+        steps = [model(x[:, part], memory, **caches) for part in (slice(0, 3), slice(3, 4), slice(4, 6))]
+        equal(model(x, memory), expected)
+    equal(torch.cat(steps, 1), expected)
+    for side, columns in (("left", slice(3, 6)), ("right", slice(0, 3))):
+        with mh.ablate(model, "L1 H1", positions=1):
+            padded = model(x, memory, lengths=(6, 3), padding_side=side)
+            equal(padded[1:, columns], model(x[1:, columns], memory[1:]))
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -102,3 +102,26 @@ def test_without_padding_in_any_layer(name: str, padding: str, monkeypatch: pyte
         with mh.ablate(model, "L1 H0", by="mean", reference=means), mh.ablate(model, "L0 H1"):
             found = run(model, inputs)
     assert_equal(found, expected, name, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "padding", "packed"),
+    [(*case, False) for case in CASES if case[0] not in IMAGES]
+    + [(name, side, True) for name in PACKED for side in ("right", "left")],
+)
+def test_positions_and_samples(name: str, padding: str, monkeypatch: pytest.MonkeyPatch, *, packed: bool) -> None:
+    model, inputs = double(name, monkeypatch), batch(name, padding=padding)
+    with changed_eager(model, {}) as plain:
+        run(model, inputs)
+    changes, calls = {}, {"L0 H1": 0.0, f"L{len(plain.outputs) - 1} H2": -2.0}  # the last of a decoder is crossing
+    for (_, factor), call in zip(calls.items(), (0, len(plain.outputs) - 1), strict=True):
+        real = real_queries(name, inputs, call, plain.outputs[call])
+        position = real.cumsum(1) - 1
+        where = real & ((position == 0) | (position == 3)) & torch.tensor([[False], [True]])
+        changes[call] = scaled({1 if call == 0 else 2: factor}, where)
+    with changed_eager(model, changes):
+        expected = run(model, inputs)
+    with mh.use(model, packed=packed), mh.scale_heads(model, calls, positions=[0, 3], samples=[1]):
+        found = run(model, inputs)
+    assert not torch.allclose(expected, run(model, inputs))
+    assert_equal(found, expected, name, inputs)

@@ -78,10 +78,15 @@ class Served:
             yield
 
 
+def viewer_of(*runs: RecordedRun, lang: str = "en", progress: Any = lambda done, total: None) -> Viewer:
+    """Make the pages of some records."""
+    return Viewer(runs, lang=lang, progress=progress)
+
+
 @contextmanager
-def serving(*runs: RecordedRun, lang: str = "en", progress: Any = lambda done, total: None) -> Iterator[Served]:
+def serving(*runs: RecordedRun, **options: Any) -> Iterator[Served]:
     """Serve records until the block ends."""
-    with serving_site(Viewer(runs, lang=lang, progress=progress)) as served:
+    with serving_site(viewer_of(*runs, **options)) as served:
         yield served
 
 

@@ -11,7 +11,7 @@ import pytest
 from multihead.errors import InputError
 from multihead.viewer import server
 from multihead.viewer.payload import RecordedRun
-from tests.viewer.serving import TOKEN, serving
+from tests.viewer.serving import TOKEN, serving, viewer_of
 from tests.viewer.watching import watch
 
 
@@ -21,7 +21,7 @@ def test_it_says_its_address_once_it_takes_requests(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(server, "_CancellingServer", lambda *given: made.append(plain(*given)) or made[0])
     addresses: list[str] = []
     options = {"token": "abc", "ready": addresses.append}
-    thread = threading.Thread(target=server.serve, args=([RecordedRun("a", watch(5))],), kwargs=options)
+    thread = threading.Thread(target=server.serve, args=(viewer_of(RecordedRun("a", watch(5))),), kwargs=options)
     thread.start()
     while not made or not made[0].started:
         thread.join(0.01)
@@ -42,7 +42,7 @@ def test_the_address_without_its_last_slash_leads_to_the_page() -> None:
 
 def test_a_port_that_is_taken_is_refused_in_words() -> None:
     with serving(RecordedRun("a", watch(5))) as served, pytest.raises(InputError) as refused:
-        server.serve([], token="x", port=served.port)
+        server.serve(viewer_of(), token="x", port=served.port)
     assert str(refused.value) == (
         f"Port {served.port} is already in use. Give another --port, or leave it out to use a free one."
     )

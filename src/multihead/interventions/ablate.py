@@ -45,7 +45,8 @@ def ablate(
     The heads run as usual, so their attention maps stay those of the model's inputs; only what they write is replaced.
     Of grouped heads a query head is switched off, and its key/value head stays for the others. A Hugging Face model
     calls this library's attention inside the context, compiled models run eagerly, and `observe` may be active at the
-    same time: `output_norm` and `contribution` are then those of the replaced output. Contexts may be nested.
+    same time: `output_norm` and `contribution` are then those of the replaced output. Contexts may be nested. As with
+    `observe`, calls in other threads are not changed.
 
     Args:
         model: a module with attention layers of this library or its drop-ins, or a Hugging Face model.
@@ -267,7 +268,11 @@ class _Run:
         for key, factor in self.intervention.heads.items():
             if key.layer in (call.number, call.name):
                 keys.append(key)
-                chosen |= dict.fromkeys(range(count) if key.head is None else [key.head], factor)
+                for head in range(count) if key.head is None else [key.head]:
+                    if chosen.setdefault(head, factor) != factor:
+                        raise ArgumentError(
+                            f"{HeadKey(call.number, head)} has the factors {chosen[head]} and {factor}.", "Give it one."
+                        )
         if not chosen:
             return None
         origin = call.request.origin
@@ -359,9 +364,7 @@ def _checked_positions(positions: Any) -> tuple[int, ...] | slice | None:
         if any(not isinstance(each, int) or each < 0 for each in numbers) or positions.step == 0:
             raise ArgumentError(f"positions is {positions!r}.", "Give a slice from 0, such as slice(1, None).")
         return positions
-    found = [positions] if isinstance(positions, int) else list(positions)
-    for each in found:
-        check_integer("positions", each, least=0)
+    found = _as_list("positions", positions)
     if not found:
         raise ArgumentError("positions is empty.", "Give the index of at least one token, or None for all.")
     return tuple(sorted(set(found)))
@@ -371,9 +374,15 @@ def _checked_samples(samples: Any) -> tuple[int, ...] | None:
     """Return the indices of samples as sorted ints."""
     if samples is None:
         return None
-    found = [samples] if isinstance(samples, int) else list(samples)
-    for each in found:
-        check_integer("samples", each, least=0)
+    found = _as_list("samples", samples)
     if not found:
         raise ArgumentError("samples is empty.", "Give the index of at least one sample, or None for all.")
     return tuple(sorted(set(found)))
+
+
+def _as_list(name: str, given: Any) -> list[int]:
+    """Return one or more indices as a list; reject what are none."""
+    found = list(given) if isinstance(given, Iterable) else [given]
+    for each in found:
+        check_integer(name, each, least=0)
+    return found

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from multihead.interventions.tokens import QueryTokens, TokenFinder
-from multihead.kernels.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest, CallOrigin
 from multihead.kernels.head_changes import changing
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
@@ -54,23 +54,26 @@ class _CallFollower:
     inputs: InputTracker
     names: dict[int, str]
     state: object = None
+    _newest: CallOrigin | None = None  # the origin of the newest call
 
     def __post_init__(self) -> None:
         self.namer, self.finder = LayerNamer(self.names, self.inputs), TokenFinder(self.inputs)
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or a part of it."""
-        return id(module) in self.names
+        """Whether a module is the model, or a part of it, and runs in the thread whose inputs are known."""
+        return id(module) in self.names and (self.inputs.receives or is_in_backward_pass())
 
     def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pass a call to the function, and return what the function returns."""
         assert request.origin is not None
-        module = request.origin.layer
-        if is_in_backward_pass():
+        module, again = request.origin.layer, request.origin is self._newest
+        self._newest = request.origin
+        if again or is_in_backward_pass():  # `again`: with dropout, listeners receive a call of their own before
             name = self.namer.name_recomputed_call(module)
         else:
             self.namer.begins_pass()
             name = self.namer.name_call(request, module)
+        self.finder.follow(request, name.partition("#")[0])
         call = FollowedCall(name, self.namer.numbers[name], request, self.inputs.passes, self.finder)
         return self.function(call, output)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 from torch import nn
 
 from multihead.errors import ArgumentError, ModelError
-from multihead.models.coverage import uses_attention_interface
+from multihead.models.coverage import require_attention_interface, uses_attention_interface
 from multihead.models.pretrained import pretrained_models
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_layer", "h")
@@ -75,7 +75,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """Return the attention layers of a model: layers of this library, its drop-ins, and Hugging Face layers.
 
     Raises:
-        ModelError: the model has none.
+        ModelError: the model has none, or is of an unsupported family.
     """
     inside = any(True for _ in pretrained_models(model))
     found: list[AttentionLayer] = []
@@ -86,6 +86,8 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
         if (ours and heads is not None) or torch_layer or (inside and uses_attention_interface(type(module))):
             found.append(AttentionLayer(len(found), name or type(module).__name__, module, heads))
     if not found:
+        if inside:
+            require_attention_interface(model)  # raises for an unsupported family
         raise ModelError(
             f"{type(model).__name__} has no attention layer of this library or of a Hugging Face model.",
             "Call multihead.compat.torch_nn.replace(model, inplace=True) for layers of torch.nn, or build the model "

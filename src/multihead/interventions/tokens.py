@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead.kernels.call import AttentionRequest
+from multihead.layer import MultiHeadAttention
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, is_cross_attention_call
 
@@ -26,6 +27,29 @@ class QueryTokens(NamedTuple):
     position: Tensor
 
 
+class _Call(NamedTuple):
+    """An attention call of a module.
+
+    Attributes:
+        request: the call.
+        name: qualified name of its module.
+        place: where its keys are, if a Hugging Face model makes it.
+    """
+
+    request: AttentionRequest
+    name: str
+    place: huggingface.KeyOffsetAndPadding | None
+
+    @property
+    def crosses(self) -> bool | None:
+        """Whether it is cross-attention; None if unknown, as for a drop-in with other keys than queries."""
+        origin = self.request.origin
+        assert origin is not None
+        if is_cross_attention_call(origin, self.name):
+            return True
+        return None if self.place is None and origin.crosses is None else False
+
+
 @dataclass(eq=False)
 class TokenFinder:
     """Finds the tokens that are the queries of a model's attention calls.
@@ -34,16 +58,23 @@ class TokenFinder:
     """
 
     inputs: InputTracker
-    _newest: Tensor | None = None  # the positions of the newest self-attention call with the same queries
+    _newest: _Call | None = None  # the newest self-attention in this forward pass
     _pass: int = -1
+
+    def follow(self, request: AttentionRequest, name: str) -> None:
+        """Remember a self-attention call for the cross-attention after it; `name` is that of its module."""
+        assert request.origin is not None
+        if self.inputs.passes != self._pass:
+            self._pass, self._newest = self.inputs.passes, None
+        call = _Call(request, name, huggingface.call_key_positions.get())
+        if call.crosses is False:
+            self._newest = call
 
     def find(self, request: AttentionRequest, name: str) -> QueryTokens:
         """Return the queries of a call; `name` is the qualified name of its module."""
         shape, origin, device = request.shape, request.origin, request.shape.device
         assert origin is not None
         batch, queries = shape.batch, shape.query_length
-        if self.inputs.passes != self._pass:
-            self._pass, self._newest = self.inputs.passes, None
         text = torch.arange(batch, device=device)[:, None].expand(batch, queries)
         if (packed := request.packed_lengths) is not None:
             lengths = packed.to(device)
@@ -51,13 +82,13 @@ class TokenFinder:
             starts = lengths.cumsum(0) - lengths
             position = torch.arange(queries, device=device) - starts[text]
             return QueryTokens(text[None], position[None])
-        if request.continued is not None:
-            position = self._positions_in_cache(request)
-        elif is_cross_attention_call(origin, name):
-            position = self._positions_in_cross_attention(request)
+        call = _Call(request, name, huggingface.call_key_positions.get())
+        crosses = call.crosses
+        if crosses is False:
+            position = self._positions_in_self_attention(call)
         else:
-            position = self._positions_in_self_attention(request, name)
-            self._newest = position
+            counted = torch.arange(queries, device=device).expand(batch, -1) if crosses else self._counted(request)
+            position = self._positions_in_cross_attention(request, counted)
         windows = 1 if request.continued is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
@@ -67,7 +98,7 @@ class TokenFinder:
         """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
         place, shape = request.continued, request.shape
         assert place is not None
-        start = torch.as_tensor(request.query_start) + torch.as_tensor(place.key_start)
+        start = _first_position(request) + torch.as_tensor(place.key_start)
         if place.first_query is not None:  # cross-attention counts its queries
             start = torch.as_tensor(place.first_query)
         index = torch.arange(shape.query_length, device=shape.device)
@@ -76,21 +107,30 @@ class TokenFinder:
             return position
         return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
 
-    def _positions_in_cross_attention(self, request: AttentionRequest) -> Tensor:
-        """Return the positions of the queries of a cross-attention without a cache: (batch, queries) int64."""
+    def _positions_in_cross_attention(self, request: AttentionRequest, counted: Tensor) -> Tensor:
+        """Return the positions of the queries of a cross-attention, `counted` if unknown: (batch, queries) int64."""
         shape, newest = request.shape, self._newest
-        if newest is not None and newest.shape == (shape.batch, shape.query_length):
-            return newest
-        return self._counted(request)
+        assert request.origin is not None
+        if request.continued is not None:
+            return self._positions_in_cache(request)
+        if request.origin.unpadded_queries is not None:
+            return _count_tokens(request.origin.unpadded_queries)
+        if newest is not None and _keeps_columns(newest.request):
+            same = newest.request.shape
+            if (same.batch, same.query_length) == (shape.batch, shape.query_length):
+                return self._positions_in_self_attention(newest)
+        return counted
 
-    def _positions_in_self_attention(self, request: AttentionRequest, name: str) -> Tensor:
+    def _positions_in_self_attention(self, call: _Call) -> Tensor:
         """Return the positions of the queries of a self-attention: (batch, queries) int64."""
-        place, queries = huggingface.call_key_positions.get(), request.shape.query_length
+        request, place = call.request, call.place
+        if request.continued is not None:
+            return self._positions_in_cache(request)
         offset = 0 if place is None else place.key_offset
         if place is not None:
-            tokens = self.inputs.tokens_until_query(name, request, offset)
+            tokens = self.inputs.tokens_until_query(call.name, request, offset)
             if tokens is not None:
-                return _count_tokens(tokens)[:, tokens.shape[1] - queries :]
+                return _count_tokens(tokens)[:, tokens.shape[1] - request.shape.query_length :]
         return self._counted(request, offset)
 
     @staticmethod
@@ -99,8 +139,28 @@ class TokenFinder:
         shape, unpadded = request.shape, None if request.origin is None else request.origin.unpadded_queries
         if unpadded is not None:
             return _count_tokens(unpadded)
-        start = torch.as_tensor(request.query_start).to(shape.device).view(-1, 1) + offset
+        start = _first_position(request).to(shape.device).view(-1, 1) + offset
         return (start + torch.arange(shape.query_length, device=shape.device)).expand(shape.batch, -1)
+
+
+def _first_position(request: AttentionRequest) -> Tensor:
+    """Return the position of the first query, () or (batch,) int64; added keys come first, and are no tokens."""
+    origin = request.origin
+    assert origin is not None
+    layer, added = origin.layer, 0
+    if isinstance(layer, MultiHeadAttention):
+        added = int(layer.bias_k is not None)
+    elif isinstance(layer, nn.MultiheadAttention):
+        added = (layer.bias_k is not None) + layer.add_zero_attn
+    return torch.as_tensor(request.query_start) - added
+
+
+def _keeps_columns(request: AttentionRequest) -> bool:
+    """Whether each query is in its column of the batch; our own layers move padding to the right, or drop it."""
+    origin = request.origin
+    assert origin is not None
+    moved = origin.unpadded_queries is not None and not isinstance(origin.layer, nn.MultiheadAttention)
+    return not moved and request.packed_lengths is None
 
 
 def _count_tokens(real: Tensor) -> Tensor:

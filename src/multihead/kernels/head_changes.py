@@ -2,7 +2,8 @@
 
 Every kernel's output passes `change_output` before listeners receive it. Calls without an active change only read one
 global variable. The variable is no ContextVar, because backward passes, in which activation checkpointing recomputes a
-layer, run in other threads. What a change is made of is decided in `interventions/`.
+layer, run in other threads; forward passes in other threads are not changed. What a change is made of is decided in
+`interventions/`.
 
 A recomputed layer must be changed as in its forward pass. Each change saves an empty tensor for the backward pass whose
 shape says which change it is (`mark`). Non-reentrant checkpointing compares the shapes of all saved tensors, and raises
@@ -41,7 +42,7 @@ class HeadChange(Protocol):
         ...
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or a part of it."""
+        """Whether a module is the model, or a part of it, and its calls in this thread are changed."""
         ...
 
     def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:

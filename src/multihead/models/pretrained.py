@@ -128,6 +128,11 @@ class InputTracker:
         """Whether a forward pass of the outermost model is running."""
         return self._depth > 0
 
+    @property
+    def receives(self) -> bool:
+        """Whether forward passes in this thread and context are recorded."""
+        return self in _receiving.get()
+
     def inputs_of_queries(self, name: str) -> TokenInputs:
         """Return the inputs from which the queries of a layer are computed.
 
@@ -194,7 +199,7 @@ class InputTracker:
         self, model: _TrackedModel, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Forward pre-hook that stores a model's token inputs; torch may call it without `kwargs` as it is added."""
-        if self not in _receiving.get():
+        if not self.receives:
             return  # another thread runs the model; its attention calls are not recorded here either
         self.passes += self._depth == 0
         self._depth += 1
@@ -203,7 +208,7 @@ class InputTracker:
 
     def end_pass(self, *_: object) -> None:
         """Forward hook that marks the end of a model's forward pass."""
-        if self in _receiving.get():
+        if self.receives:
             self._depth = max(self._depth - 1, 0)
 
 
@@ -252,7 +257,8 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
     # Hugging Face models, which have `main_input_name`, have the batch in the first axis; others may not.
     main = getattr(model.module, "main_input_name", None)
-    lengths = {key: len(each) for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
+    given = {key: each for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
+    lengths = {key: each.size(0) for key, each in given.items()}  # a nested tensor has no len
     batches = (
         () if main is None or not lengths else (lengths.get(main, next(iter(lengths.values()))), *lengths.values())
     )

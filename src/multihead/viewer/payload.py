@@ -467,6 +467,6 @@ def _statistic_per_head(values: Sequence[Mapping[str, Tensor]], heads: Sequence[
     return found
 
 
-def finite_numbers_or_none(values: Tensor) -> list[float | None]:
-    """Return the values for JSON, rounded to six significant digits; None where a value is not finite."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+def finite_numbers_or_none(values: Tensor, digits: int = 6) -> list[float | None]:
+    """Return the values for JSON, rounded to some significant digits; None where a value is not finite."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]

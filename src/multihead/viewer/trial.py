@@ -631,7 +631,7 @@ def _padded_batch(loaded: LoadedModel, rows: Sequence[EncodedText]) -> dict[str,
 
 def _losses(run: TextRun, logits: Tensor) -> list[float | None]:
     """Return the loss of each token, nats; None for the first one."""
-    return [None, *finite_numbers_or_none(token_losses(logits, run.batch["input_ids"])[0])]
+    return [None, *finite_numbers_or_none(token_losses(logits, run.batch["input_ids"])[0], digits=9)]
 
 
 def _similarities(vectors: Tensor) -> Tensor:

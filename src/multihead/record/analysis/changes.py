@@ -57,8 +57,8 @@ class ChangedHead(OneLine):
     name: str
     divergence: float
     queries: int
-    before: dict[str, float]
-    after: dict[str, float]
+    before: dict[str, float] = field(hash=False)
+    after: dict[str, float] = field(hash=False)
     kinds_before: tuple[str, ...]
     kinds_after: tuple[str, ...]
     statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)

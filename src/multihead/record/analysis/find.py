@@ -42,7 +42,7 @@ class FoundHead(OneLine):
     layer: int
     head: int
     name: str
-    values: dict[str, float]
+    values: dict[str, float] = field(hash=False)
     statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
