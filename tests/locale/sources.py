@@ -26,10 +26,10 @@ USERS = {
     "findings": ("record/analysis/highlights.py",),
     "look": ("cli/look*.py", "viewer/looking.py"),
     "progress": ("cli/progress.py",),
-    "view": ("cli/view.py",),
+    "view": ("cli/view.py", "cli/serving.py"),
     "compare": ("cli/compare.py",),
     "ablate": ("cli/ablate.py",),
-    "try": ("viewer/static/try/*.js", "viewer/static/try/*.html"),
+    "try": ("viewer/trial.py", "viewer/static/try/*.js", "viewer/static/try/*.html"),
     "census": ("cli/census.py",),
     "census page": (
         "viewer/census_page.py",

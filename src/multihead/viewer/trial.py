@@ -276,7 +276,7 @@ class Trial:
             "seconds": perf_counter() - begun,
             "layers": None if first is None else [layers[0].number if whole else first, layers[-1].number],
             "whole": whole,
-            "why_whole": locale("try.whole", lang) if whole else None,
+            "why_whole": locale("try.why whole", lang) if whole else None,
         }
 
     def maps(self, run: TextRun, factors: Factors, layer: int, head: int, row: int, cancelled: Cancelled) -> Array:

@@ -89,7 +89,7 @@ export function paintGrid() {
   const { record } = found, values = record.heads.map((_, i) => valueOf(i)), end = roundedUp(Math.max(shown.colour === 'effect' ? .1 : .01, ...values.filter(known).map(Math.abs)));
   record.heads.forEach((head, i) => {
     const cell = cells[i], factor = factorOf(head), value = values[i], off = factor === 0;
-    cell.className = ['cell', shown.colour, off ? 'off' : factor !== 1 || state.heads.has(nameOf(head)) ? 'scaled' : '', shown.kind && !record.allKinds[i].includes(shown.kind) ? 'dim' : ''].join(' ').trim();
+    cell.className = ['cell', shown.colour, off ? 'off' : factor !== 1 || state.heads.has(nameOf(head)) ? 'scaled' : '', shown.colour !== 'kind' && !known(value) ? 'none' : '', shown.kind && !record.allKinds[i].includes(shown.kind) ? 'dim' : ''].filter(Boolean).join(' ');
     cell.style.background = cell.style.color = '';
     if (!off && known(value)) { if (shown.colour === 'effect') paint(cell, .5 + value / end / 2, 'apart'); else paint(cell, tone('linear', value, end)); }
     cell.replaceChildren(...(off ? [] : factor !== 1 || state.heads.has(nameOf(head)) ? [factorText(factor)] : shown.colour === 'kind' ? [glyph(record.kinds[i])] : []));
