@@ -1,4 +1,4 @@
-"""What each of two processes does in the distributed tests; test_distributed.py sends it to them."""
+"""What each of two processes does in the distributed tests, for test_distributed.py."""
 
 from __future__ import annotations
 

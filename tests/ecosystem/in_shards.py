@@ -1,4 +1,4 @@
-"""What each of two processes computes of layers whose heads are split over them; test_distributed.py sends it to them."""
+"""What each of two processes computes of layers whose heads are split over them, for test_distributed.py."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def headings(notebook: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def executed() -> dict[Path, Any]:
-    """Run all notebooks in one kernel, which forgets the names of each before the next: imports take most of the time."""
+    """Run all notebooks in one kernel, which imports packages once and forgets the names of each before the next."""
     joined = read(ENGLISH[0])
     notebook_of = {path: read(path) for path in ENGLISH}
     joined.cells = [cell for each in notebook_of.values() for cell in (new_code_cell("%reset -f"), *each.cells)]
