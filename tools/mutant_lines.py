@@ -126,7 +126,7 @@ MUTANTS = (
            ("tests/kernels/plan/test_bounds.py",)),
     Mutant("dense masks", "a window is a key wider", "masks/distance.py",
            "keys >= queries - before", "keys >= queries - before - 1",
-           ("tests/masks/test_tile.py",)),
+           ("tests/masks/test_check.py", "-k", "picture_has")),
     Mutant("dense masks", "positions after all documents see everything", "masks/documents.py",
            " & (of_query >= 0)", "", ("tests/masks/test_tile.py",)),
     Mutant("packing", "padding is restored as 1", "layer/packing.py",
