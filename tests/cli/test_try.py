@@ -75,6 +75,16 @@ def test_it_serves_the_model_with_the_text_and_says_where(
         ("llama", ["--prompt", "key"], "The text has 1 token, and the first token is not predicted. Give a longer"),
         ("llama", ["--text", "none.txt"], "There is no file 'none.txt'. Check its name."),
         ("bert", ["--prompt", "the key"], "There is 1 sentence, and an encoder compares at least 3. Write each"),
+        (
+            "llama",
+            ["--prompt", "the key " * 1100],
+            "The text is 2,200 tokens long, and llama accepts 2,048. Shorten it to 2,048 tokens",
+        ),
+        (
+            "bert",
+            ["--prompt", "a\n" * 2 + "the " * 600],
+            "The text is 600 tokens long, and bert accepts 512. Shorten it",
+        ),
         ("t5", [], "t5 is of the family t5, which is neither a language model nor an encoder of texts. Give a"),
         ("headless", [], "headless was saved without weights of LlamaForCausalLM: lm_head.weight. Give a model that"),
         ("none", [], '"none" is neither a folder nor an installed package'),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -53,9 +54,9 @@ class Started:
         self.patience.start()
         assert self.process.stdout is not None
         self.lines = [self.process.stdout.readline() for _ in range(3)]
-        found = re.search(r"http://127\.0\.0\.1:(\d+)(/[\w-]{20,}/)(\S*)", self.lines[1])
+        found = re.search(r"http://127\.0\.0\.1:(\d+)(/[\w-]{20,}/)", self.lines[1])
         assert found is not None, self.lines
-        self.port, self.path, self.rest = int(found[1]), found[2], found[3]
+        self.port, self.path = int(found[1]), found[2]
 
     def get(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -102,14 +103,21 @@ def test_it_ends_at_once_in_the_middle_of_a_long_computation(file: Path) -> None
         assert time.monotonic() - began < 20
 
 
-def test_the_sample_to_open_stands_in_the_address_and_the_words_are_chinese(tmp_path: Path) -> None:
+def test_the_sample_to_open_stands_in_the_address_and_the_words_are_chinese(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+
+    def serve(runs: object, *, ready: Callable[[str], None], lang: str, **_: object) -> None:
+        served.append(lang)
+        ready("http://host/")
+
+    monkeypatch.setattr("multihead.viewer.server.serve", serve)
     target = tmp_path / "两.safetensors"
     watch(20, lengths=(20, 7)).save(target)
-    started = Started(str(target), "--no-browser", "--sample", "1", "--lang", "zh")
-    assert started.lines[0] == "正在显示 两.safetensors：\n"
-    assert started.rest == "#t=1"
-    assert json.loads(started.get("api/view")[1])["lang"] == "zh"
-    assert started.end()[0] == 0
+    result = run(str(target), "--no-browser", "--sample", "1", "--lang", "zh")
+    assert (result.exit_code, served) == (0, ["zh"])
+    assert result.stdout.startswith("正在显示 两.safetensors：\n  http://host/#t=1\n")
 
 
 def test_the_browser_is_opened_unless_it_should_not_be(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of 60 texts."""
     return jsonl(tmp_path_factory.mktemp("census") / "texts.jsonl", random_texts(60))
+
+
+@pytest.fixture(scope="session")
+def damaged(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A compressed file of the corpus whose end is missing."""
+    file: Path = tmp_path_factory.mktemp("census") / "texts.txt.gz"
+    file.write_bytes(gzip.compress(Path(corpus).read_bytes())[:-20])
+    return str(file)
 
 
 @pytest.fixture(scope="session")

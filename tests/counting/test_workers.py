@@ -98,8 +98,9 @@ def test_processes_that_end_while_they_load_the_model_are_replaced_a_few_times(r
 
 
 def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
-    model: str, corpus: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, corpus: str, damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No process ends because a file is damaged."""
     workers: list[ProcessWorker] = []
     seen: list[Progress] = []
 
@@ -114,12 +115,14 @@ def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
         seen.append(replace(progress))
 
     monkeypatch.setattr("multihead.counting.run.ProcessWorker", Kept)
-    options: dict[str, Any] = {"out": tmp_path / "out", "shard_bytes": 1000, "threads": 1}
-    found = mh.census(model, corpus, **options, workers=2, progress=kill_first)
-    assert (found.missing, found.problems) == ([], [])
+    files, options = [corpus, damaged], {"shard_bytes": 1000, "threads": 1}
+    alone = mh.census(model, files, out=tmp_path / "alone", **options)
+    found = mh.census(model, files, out=tmp_path / "out", **options, workers=2, progress=kill_first)
+    assert (found.missing, found.problems) == (alone.missing, alone.problems)
+    assert len(found.problems) == 1
     assert workers[0]._context.processes[0].exitcode == -signal.SIGKILL
     assert (seen[0].processes, seen[-1].processes) == (0, 0)
     assert 1 <= max(each.processes for each in seen) <= 2
     assert seen[-1].texts >= 60
     for name in (HEADS, SHARDS):
-        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()

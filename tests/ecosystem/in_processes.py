@@ -1,16 +1,15 @@
-"""What each of two processes does in the distributed tests; started by test_distributed.py."""
+"""What each of two processes does in the distributed tests, for test_distributed.py."""
 
 from __future__ import annotations
 
 import copy
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -74,67 +73,55 @@ def mine(rank: int) -> tuple[Tensor, ...]:
     return tuple(each[2 * rank : 2 * rank + 2] for each in batch())
 
 
-def by_ddp(rank: int) -> dict[str, Tensor]:
+def by_ddp(group: Any, rank: int) -> dict[str, Tensor]:
     """Train with DistributedDataParallel, which averages gradients: the loss counts twice."""
-    found = steps(DistributedDataParallel(model()), mine(rank), share=PROCESSES)
+    found = steps(DistributedDataParallel(model(), process_group=group), mine(rank), share=PROCESSES)
     return {name.replace("module.", ""): each for name, each in found.items()}
 
 
-def by_ddp_watched(rank: int) -> dict[str, Tensor]:
+def by_ddp_watched(group: Any, rank: int) -> dict[str, Tensor]:
     """The same while it is watched: only the samples of this process are seen."""
-    training = DistributedDataParallel(model())
+    training = DistributedDataParallel(model(), process_group=group)
     with mh.observe(training) as seen:
         found = steps(training, mine(rank), share=PROCESSES)
     found = {name.replace("module.", ""): each for name, each in found.items()}
     return found | {"samples seen": torch.tensor([each.num_samples for each in seen.layers])}
 
 
-def by_fsdp(rank: int) -> dict[str, Tensor]:
+def by_fsdp(group: Any, rank: int) -> dict[str, Tensor]:
     """Train with every layer's parameters sharded over the processes."""
     training = copy.deepcopy(model())
-    mesh = dist.init_device_mesh("cpu", (PROCESSES,))
+    mesh = DeviceMesh.from_group(group, "cpu")
     for each in (training.within, training.across, training):
         fully_shard(each, mesh=mesh)
     assert all(isinstance(each, DTensor) for each in training.parameters())
     return steps(training, mine(rank), share=PROCESSES)
 
 
-def used(rank: int | None, implementation: str) -> dict[str, Tensor]:
+def used(group: Any, rank: int | None, implementation: str) -> dict[str, Tensor]:
     """Return the gradients of a Hugging Face model: by DistributedDataParallel, or in one process without a rank."""
     training: nn.Module = family("llama").double()
     training.set_attn_implementation(implementation)
     batch = batch_of("llama", padding="right")
     batch["labels"] = batch["input_ids"]
     if rank is not None:
-        training, batch = DistributedDataParallel(training), {name: each[rank:][:1] for name, each in batch.items()}
+        training = DistributedDataParallel(training, process_group=group)
+        batch = {name: each[rank:][:1] for name, each in batch.items()}
     training(**batch).loss.backward()
     return {name.replace("module.", ""): whole(each.grad) for name, each in training.named_parameters()}
 
 
-WAYS: dict[str, Callable[[int], dict[str, Tensor]]] = {
+WAYS: dict[str, Callable[[Any, int], dict[str, Tensor]]] = {
     "DDP": by_ddp,
     "DDP, watched": by_ddp_watched,
     "FSDP2": by_fsdp,
 }
 
 
-def run(rank: int, folder: Path) -> None:
+def run(group: Any, rank: int, folder: Path) -> None:
     """Train in every way, and write what came out."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), PROCESSES)  # a port could be taken
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     for way, train in WAYS.items():
-        torch.save(train(rank), folder / f"{way}, {rank}.pt")
+        torch.save(train(group, rank), folder / f"{way}, {rank}.pt")
     mh.use()
-    torch.save(used(rank, "multihead"), folder / f"used, {rank}.pt")
-    torch.save(in_shards.everything(rank), folder / f"heads, {rank}.pt")
-    _leave_together(rank, folder)
-
-
-def _leave_together(rank: int, folder: Path) -> None:
-    """End the process when all are ready, and at once: gloo's threads now and then abort one that is taken down."""
-    (folder / f"ready {rank}").touch()
-    behind = time.monotonic() + 60
-    while len(list(folder.glob("ready *"))) < PROCESSES and time.monotonic() < behind:
-        time.sleep(0.01)
-    os._exit(0)
+    torch.save(used(group, rank, "multihead"), folder / f"used, {rank}.pt")
+    torch.save(in_shards.everything(group, rank), folder / f"heads, {rank}.pt")

@@ -1,4 +1,4 @@
-"""What each of two processes computes of layers whose heads are split over them; started by test_distributed.py."""
+"""What each of two processes computes of layers whose heads are split over them, for test_distributed.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -244,9 +243,9 @@ def refusal(case: Case, mesh: DeviceMesh) -> str:
     return "nothing"
 
 
-def everything(rank: int) -> dict[str, Any]:
+def everything(group: Any, rank: int) -> dict[str, Any]:
     """Compute all cases; return what came out of each."""
-    mesh = dist.init_device_mesh("cpu", (PROCESSES,))
+    mesh = DeviceMesh.from_group(group, "cpu")
     found: dict[str, Any] = {}
     for name, case in EQUAL.items():
         layer = case.layer()

@@ -7,24 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed
-import torch.multiprocessing
 from torch import Tensor
 
 import multihead as mh
 from tests.ecosystem import in_processes, in_shards
-
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this build of PyTorch has no gloo",
-)
+from tests.parallel.processes import Processes
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Start the two processes once; each computes everything and leaves what came out in a folder."""
+def folder(four: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Let two processes compute everything once; each leaves what came out in a folder."""
     folder: Path = tmp_path_factory.mktemp("trained")
-    torch.multiprocessing.spawn(in_processes.run, args=(folder,), nprocs=in_processes.PROCESSES)
+    four.results(in_processes.run, folder, ranks=in_processes.PROCESSES)
     return folder
 
 
@@ -57,7 +51,7 @@ def test_gradients_and_parameters_are_those_of_one_process_with_the_whole_batch(
 
 @pytest.mark.parametrize("rank", range(in_processes.PROCESSES))
 def test_a_hugging_face_model_on_our_kernels_learns_what_it_learns_in_one_process(folder: Path, rank: int) -> None:
-    expected = in_processes.used(None, "sdpa")
+    expected = in_processes.used(None, None, "sdpa")
     torch.testing.assert_close(torch.load(folder / f"used, {rank}.pt"), expected, rtol=1e-9, atol=1e-9)
 
 

@@ -129,17 +129,26 @@ def test_a_program_and_a_trace_are_loaded_in_a_new_process(tmp_path: Path) -> No
     traced: Any = torch.jit.trace(lambda x: attention(x, x, x), (x[:, None],), check_trace=False)
     torch.jit.save(traced, str(tmp_path / "trace.pt"))
     torch.save((x, lengths, model(x, lengths)), tmp_path / "call.pt")
-    for imports in ("import multihead, torch", "import torch, multihead", "import multihead.masks"):
-        code = f"""
-            {imports}
-            import torch
-            x, lengths, expected = torch.load("call.pt")
-            assert (torch.export.load("program.pt2").module()(x, lengths) - expected).abs().max() < 1e-6
-            print(torch.jit.load("trace.pt")(x[:, None]).shape)
-        """
-        command = [sys.executable, "-W", "ignore", "-c", dedent(code)]
-        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert found.stdout.strip() == f"torch.Size({[2, 1, 7, EMBED]})", (imports, found.stderr)
+    code = """
+        import multihead, torch
+        x, lengths, expected = torch.load("call.pt")
+        assert (torch.export.load("program.pt2").module()(x, lengths) - expected).abs().max() < 1e-6
+        print(torch.jit.load("trace.pt")(x[:, None]).shape)
+    """
+    assert in_a_new_process(dedent(code), tmp_path) == f"torch.Size({[2, 1, 7, EMBED]})\n"
+
+
+@pytest.mark.parametrize("imports", ["import torch, multihead", "import multihead.masks, torch"])
+def test_operators_are_registered_in_every_order_of_imports(imports: str, tmp_path: Path) -> None:
+    found = in_a_new_process(f"{imports}\nprint(torch.ops.multihead.attention)", tmp_path)
+    assert found == "multihead.attention\n"
+
+
+def in_a_new_process(code: str, folder: Path) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
 
 
 KEPT = torch.rand(7, 7) > 0.3
@@ -156,8 +165,10 @@ GIVEN: dict[str, masks.Mask] = {
 }
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
-@pytest.mark.parametrize("name", GIVEN)
+# A strict export reads masks as torch.compile does, under which test_compile.py calls those of the package.
+@pytest.mark.parametrize(
+    ("name", "strict"), [*((name, False) for name in GIVEN), ("own and", True), ("and tensor", True)]
+)
 def test_a_mask_is_an_argument_of_a_program(name: str, strict: bool) -> None:
     attend, mask, x = layer(), GIVEN[name], torch.randn(3, 7, EMBED)
     program = torch.export.export(attend, (x,), {"mask": mask}, strict=strict).module()

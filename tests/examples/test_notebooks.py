@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nbformat.v4 import new_code_cell
 
 from tools.notebooks import clean, code_cells, notebooks, printed, read, run, same_text, take_outputs
 from tools.translations import translation
@@ -33,12 +34,24 @@ def headings(notebook: Any) -> list[list[int]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def executed() -> dict[Path, Any]:
+    """Run all notebooks in one kernel, which imports packages once and forgets the names of each before the next."""
+    joined = read(ENGLISH[0])
+    notebook_of = {path: read(path) for path in ENGLISH}
+    joined.cells = [cell for each in notebook_of.values() for cell in (new_code_cell("%reset -f"), *each.cells)]
+    cells = iter(run(joined).cells)
+    for each in notebook_of.values():
+        next(cells)
+        each.cells = [next(cells) for _ in each.cells]
+    return notebook_of
+
+
 @pytest.mark.parametrize("path", ENGLISH, ids=name)
-def test_a_notebook_runs_and_prints_what_it_holds(path: Path) -> None:
+def test_a_notebook_runs_and_prints_what_it_holds(path: Path, executed: dict[Path, Any]) -> None:
     """A translation has the same code and, as the next test checks, the same outputs."""
-    stored = read(path)
-    executed = clean(run(stored))
-    for number, (ours, ran) in enumerate(zip(code_cells(stored), code_cells(executed), strict=True)):
+    pairs = zip(code_cells(read(path)), code_cells(clean(executed[path])), strict=True)
+    for number, (ours, ran) in enumerate(pairs):
         assert same_text(printed(ours), printed(ran)), (
             f"{path.name}: code cell {number} holds\n{printed(ours)}and prints\n{printed(ran)}"
             f"Run python -m tools.notebooks examples/{path.name}, and read what changed."

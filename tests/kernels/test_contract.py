@@ -71,6 +71,7 @@ def test_a_query_that_sees_no_key_returns_zero(kernel: str, sinks: Tensor | None
         q, k, v = inputs(dtype)
         found = run(q, k, v, mask=mask, sinks=sinks, kernel=kernel)
         assert bool((found["output"][rows] == 0).all())
+        assert bool((attention(q, k, v, mask=mask, sinks=sinks, kernel=kernel)[rows] == 0).all())  # without gradients
         assert bool((found["logsumexp"][rows] == -torch.inf).all())
         assert bool((attention_weights(q, k, mask=mask, sinks=sinks)[rows] == 0).all())
         assert bool((found["gradient of q"][rows] == 0).all())

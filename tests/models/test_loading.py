@@ -358,7 +358,7 @@ class TestRefusals:
             encode(minilm, "word " * 2000)
         assert str(caught.value) == (
             f"The text is 2,002 tokens long, and {MINILM} accepts 512. "
-            "Truncate it with --tokens 512 (in Python tokens=512), or use a model that reads longer texts."
+            "Shorten it to 512 tokens (--tokens, or tokens= in Python), or use a model that reads longer texts."
         )
 
     @pytest.mark.parametrize("tokens", [-1, 0, 2])

@@ -135,6 +135,7 @@ class TestALanguageModel:
             with mh.ablate(model, "L0H1"), mh.observe(model) as after:
                 model(ids)
         weights = [[layer.sample(0).weights().double() for layer in each.layers] for each in (before, after)]
+        assert [each["layer"] for each in changed["distances"]] == [1, 2]  # later layers only
         for layer in (1, 2):
             distance = ((weights[0][layer] - weights[1][layer]).abs().sum(-1) / 2).mean(-1)
             (found,) = (each["heads"] for each in changed["distances"] if each["layer"] == layer)

@@ -364,7 +364,7 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
     if most is not None and len(ids) > most:
         raise InputError(
             f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
-            f"Truncate it with --tokens {most} (in Python tokens={most}), or use a model that reads longer texts.",
+            f"Shorten it to {most:,} tokens (--tokens, or tokens= in Python), or use a model that reads longer texts.",
         )
     special = [bool(each) for each in encoding["special_tokens_mask"]]
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
