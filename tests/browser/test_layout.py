@@ -144,8 +144,9 @@ def test_paper_shows_every_row_and_column_of_the_viewer(opened: Opened) -> None:
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= 1440
     document = pypdfium2.PdfDocument(shown.page.pdf(format="A4", prefer_css_page_size=True))
     text = " ".join(sheet.get_textpage().get_text_bounded() for sheet in document)
+    text = text.replace("\u00a0", " ")  # some fonts have one glyph for both spaces
     assert all(word in text for label in labels for word in label.split())
-    assert all(f"L{layer}\u00a0H{head}" in text for layer in range(2) for head in range(2))
+    assert all(f"L{layer} H{head}" in text for layer in range(2) for head in range(2))
 
 
 def test_no_focus_ring_is_shown_before_a_key_is_pressed(opened: Opened) -> None:
