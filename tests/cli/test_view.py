@@ -24,6 +24,7 @@ from multihead import masks
 from multihead.cli import main, view
 from multihead.observation.record import Record
 from multihead.viewer.payload import RecordedRun
+from multihead.viewer.routes import Viewer
 from tests.record.test_merging import of_heads
 from tests.viewer.watching import watch
 
@@ -108,11 +109,11 @@ def test_the_sample_to_open_stands_in_the_address_and_the_words_are_chinese(
 ) -> None:
     served: list[str] = []
 
-    def serve(runs: object, *, ready: Callable[[str], None], lang: str, **_: object) -> None:
-        served.append(lang)
+    def serve(site: Viewer, *, ready: Callable[[str], None], **_: object) -> None:
+        served.append(site.lang)
         ready("http://host/")
 
-    monkeypatch.setattr("multihead.viewer.server.serve", serve)
+    monkeypatch.setattr("multihead.cli.serving.serve", serve)
     target = tmp_path / "两.safetensors"
     watch(20, lengths=(20, 7)).save(target)
     result = run(str(target), "--no-browser", "--sample", "1", "--lang", "zh")

@@ -110,6 +110,8 @@ class TestALanguageModel:
         assert set(shown) == {*p.topk(10).indices.tolist(), *q.topk(10).indices.tolist()}
         for id_, pair in shown.items():
             assert pair == (pytest.approx(float(p[id_]), abs=1e-6), pytest.approx(float(q[id_]), abs=1e-6))
+        words = {trial.loaded.tokenizer.decode([each["id"]]): each["token"] for each in changed["next"]}
+        assert all(token == f" {word}" for word, token in words.items())  # with the space that the text would have
         assert changed["others"]["after"] == pytest.approx(1 - sum(after for _, after in shown.values()), abs=1e-9)
         assert (changed["layers"], changed["whole"], changed["why_whole"]) == (layers, False, None)
 

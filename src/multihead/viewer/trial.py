@@ -64,6 +64,7 @@ CONTINUATION = 40
 """Tokens of a greedy continuation."""
 
 _TEXTS_KEPT = 2
+_TOKENS_BEFORE = 8  # decoded before a next token, because many tokenizers leave out the space of a single one
 _SWEEP_BYTES = 1 << 28  # predictions of all copies of a batch in a sweep: 256 MiB
 
 Cancelled = Callable[[], bool]
@@ -135,9 +136,12 @@ class TextRun:
     changed: tuple[str, Record] | None = None
     continuation: list[str] | None = None
 
-    def decode(self, id_: int) -> str:
-        """Return a token of the vocabulary as text that a page can show."""
-        return visible(self.loaded.tokenizer.decode([id_]))
+    def decode_next(self, id_: int, place: int) -> str:
+        """Return the text that a token adds after token `place`; of a part of a character the token alone."""
+        tokenizer = self.loaded.tokenizer
+        before = self.batch["input_ids"][0, max(place - _TOKENS_BEFORE, 0) : place + 1].tolist()
+        added = _decode(tokenizer, [*before, id_])[len(_decode(tokenizer, before)) :]
+        return visible(added or _decode(tokenizer, [id_]))
 
 
 class Trial:
@@ -443,7 +447,7 @@ class _NextTokens:
             "at": place,
             "kl": divergence,
             "next": [
-                {"id": id_, "token": run.decode(id_), "before": p, "after": q}
+                {"id": id_, "token": run.decode_next(id_, place), "before": p, "after": q}
                 for id_, p, q in zip(ids[order].tolist(), *both[:, order].tolist(), strict=True)
             ],
             "others": dict(zip(("before", "after"), (1 - both.sum(1)).clamp(min=0).tolist(), strict=True)),
@@ -526,7 +530,7 @@ class _TokenWriter:
     ) -> None:
         self.tokens: list[str] = []
         self._tokenizer, self._write, self._cancelled = tokenizer, write, cancelled
-        self._ids, self._text = prompt, self._decode(prompt)
+        self._ids, self._text = prompt, _decode(tokenizer, prompt)
         self._is_prompt = True
 
     def put(self, value: Tensor) -> None:
@@ -537,7 +541,7 @@ class _TokenWriter:
         if self._cancelled():
             raise CancelledError
         self._ids = [*self._ids, *value.flatten().tolist()]
-        if not self._decode(self._ids).endswith("\ufffd"):  # a part of a character waits for the others
+        if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):  # a part of a character waits for the others
             self._write_new()
 
     def end(self) -> None:
@@ -545,15 +549,11 @@ class _TokenWriter:
         self._write_new()
 
     def _write_new(self) -> None:
-        text = self._decode(self._ids)
+        text = _decode(self._tokenizer, self._ids)
         new, self._text = visible(text[len(self._text) :]), text
         if new:
             self.tokens.append(new)
             self._write([new])
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        return text
 
 
 def load_for_trial(
@@ -613,6 +613,11 @@ def parse_factors(given: str) -> dict[tuple[int, int], float]:
             raise ArgumentError(f"heads has {part[:40]!r}.", "Give layer.head or layer.head:factor, such as 18.6:0.5.")
         found[int(match[1]), int(match[2])] = float(match[3] or 0)
     return found
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return text
 
 
 def _key_of_factors(factors: Factors) -> str:
