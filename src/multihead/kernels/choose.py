@@ -1,7 +1,7 @@
 """Choose the fastest kernel that supports a request; the choice is cached for equal calls.
 
 PyTorch's fused kernel is chosen where it was measured to be faster than the native one. The measurements are in
-`measured.json`, which `python -m benchmarks.rules` writes.
+`measured.json`, which `python -m benchmarks.native.kernel_choice` writes.
 
 `plan_call` finds the plan of the mask and the kernel in one cache. Its key consists of the mask, the sizes and a few
 flags, which determine both for a plain call on the CPU. Calls with a bias, sinks, dropout, tensors in the mask, a
