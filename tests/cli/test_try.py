@@ -25,6 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_word_models(made, words=64)
     hf.LlamaModel(hf.LlamaConfig(**DECODER, **TEXT)).save_pretrained(made / "headless")
     hf.AutoTokenizer.from_pretrained(made / "llama").save_pretrained(made / "headless")
+    sizes = {"block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 8}
+    hf.FunnelModel(hf.FunnelConfig(vocab_size=80, **sizes)).save_pretrained(made / "funnel")
+    hf.AutoTokenizer.from_pretrained(made / "llama").save_pretrained(made / "funnel")
     hf.T5Model(hf.T5Config(vocab_size=80, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).save_pretrained(
         made / "t5"
     )
@@ -86,6 +89,7 @@ def test_it_serves_the_model_with_the_text_and_says_where(
             "The text is 600 tokens long, and bert accepts 512. Shorten it",
         ),
         ("t5", [], "t5 is of the family t5, which is neither a language model nor an encoder of texts. Give a"),
+        ("funnel", [], "FunnelModel computes attention where it cannot be replaced: encoder.blocks.0.0.attention"),
         ("headless", [], "headless was saved without weights of LlamaForCausalLM: lm_head.weight. Give a model that"),
         ("none", [], '"none" is neither a folder nor an installed package'),
     ],

@@ -30,7 +30,7 @@ on the Hugging Face hub. `multihead ablate` prints the same numbers as a table, 
     "try", epilog=EXAMPLES, context_settings={"allow_extra_args": True}
 )  # rejected with the option they lack
 @click.argument("model")
-@click.option("--prompt", metavar="TEXT", help="The text to begin with.  [default: one with a name that repeats]")
+@click.option("--prompt", metavar="TEXT", help="The text to begin with.  [default: one that suits the model]")
 @click.option("--text", "text_file", metavar="FILE", help="Begin with this text file (UTF-8); - reads standard input.")
 @device_options
 @server_options
