@@ -231,7 +231,7 @@ class LayerSums(RunningSummary):
         self.strongest.add(flat.view(values.shape), batch, batch.drop_padding(measured[LARGEST_KEY.name].values))
 
     def _chance_per_token(self, measured: Measured, *, like: Tensor) -> Tensor:
-        """Return the chance of a statistic at each token: (heads, tokens), NaN where it is unknown."""
+        """Return a statistic's level of chance at each token: (heads, tokens), NaN where it is unknown."""
         if measured.chance is None:
             return torch.full_like(like, torch.nan)
         return self.reading.batch.drop_padding(measured.chance).expand_as(like)

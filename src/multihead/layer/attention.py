@@ -290,8 +290,8 @@ class MultiHeadAttention(nn.Module):
                 output = apply_gates(output, call.head_gates)
         # (batch, queries, heads * value_head_dim), or (batch, queries, value_head_dim)
         merged = output.transpose(1, 2).flatten(2) if self.merge == "concat" else output.mean(1)
-        if call.padding.right_padded_queries is not None:
-            merged = call.padding.right_padded_queries.pack(merged)  # (1, tokens, width): no padding is projected
+        if call.padding.right_padded_query_packing is not None:
+            merged = call.padding.right_padded_query_packing.pack(merged)  # (1, tokens, width): no padding is projected
         output = merged if self._modules.get("out_proj") is None else self._project(call, "out_proj", merged)
         output = call.padding.restore(output)  # (batch, queries, output_dim)
         return output if call.batched else output[0]

@@ -202,9 +202,9 @@ class Padding(NamedTuple):
         keys: number of keys per sample, including padding.
         documents: the mask that separates the samples if attention is computed on one packed row; else None.
         input_is_packed: whether the input is packed, so that the output stays packed.
-        right_padded_queries: `query_packing` for a right-padded batch, on which attention is computed; None if
+        right_padded_query_packing: `query_packing` for a right-padded batch, on which attention is computed; None if
             attention is computed on one packed row.
-        right_padded_keys: `key_packing` for a right-padded batch, or None.
+        right_padded_key_packing: `key_packing` for a right-padded batch, or None.
         padding_of_rank: if the sequence is split over ranks, which tokens of this rank are padding, (batch, tokens, 1)
             bool. Padding is set to 0 and not removed, because all ranks need the same number of tokens.
         mask_of_all_ranks: if the sequence is split over ranks, the mask that hides the padding of all ranks.
@@ -216,8 +216,8 @@ class Padding(NamedTuple):
     keys: int
     documents: Documents | None = None
     input_is_packed: bool = False
-    right_padded_queries: Packing | None = None
-    right_padded_keys: Packing | None = None
+    right_padded_query_packing: Packing | None = None
+    right_padded_key_packing: Packing | None = None
     padding_of_rank: Tensor | None = None
     mask_of_all_ranks: Lengths | None = None
 
@@ -322,10 +322,10 @@ class Padding(NamedTuple):
             raise _token_count_error("q_proj", x, q)
         if fresh and self.key_packing is not None and k.shape[1] != memory.shape[1]:
             raise _token_count_error("k_proj", memory, k)
-        q = q if self.right_padded_queries is None else self.right_padded_queries.unpack(q)
-        if not fresh or self.right_padded_keys is None:
+        q = q if self.right_padded_query_packing is None else self.right_padded_query_packing.unpack(q)
+        if not fresh or self.right_padded_key_packing is None:
             return q, k, v
-        return q, self.right_padded_keys.unpack(k), self.right_padded_keys.unpack(v)
+        return q, self.right_padded_key_packing.unpack(k), self.right_padded_key_packing.unpack(v)
 
     def hide_in_mask(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
         """Combine a mask with the padding: padded keys are hidden, and padded queries see no key.
@@ -376,7 +376,7 @@ def _packing_of_lengths(name: str, lengths: Sequence[int] | Tensor, x: Tensor, s
 
 
 def _add_right_padded_packings(padding: Padding) -> Padding:
-    """Set `right_padded_queries` and `right_padded_keys`, unless attention is computed on one packed row."""
+    """Set the packings of right-padded queries and keys, unless attention is computed on one packed row."""
     if padding.documents is not None:
         return padding
     rows = None if padding.query_packing is None else padding.query_packing.align_right()
@@ -384,7 +384,7 @@ def _add_right_padded_packings(padding: Padding) -> Padding:
         columns = rows
     else:
         columns = None if padding.key_packing is None else padding.key_packing.align_right()
-    return padding._replace(right_padded_queries=rows, right_padded_keys=columns)
+    return padding._replace(right_padded_query_packing=rows, right_padded_key_packing=columns)
 
 
 def _token_count_error(name: str, x: Tensor, projected: Tensor) -> ShapeError:

@@ -97,7 +97,7 @@ class Used:
         Returns:
             qualified name of a layer -> the kernel that runs its first call, why others cannot, and what is skipped.
         """
-        found = _Explanations({id(module): name for name, module in self.model.named_modules()}, {})
+        found = _FirstCallExplainer({id(module): name for name, module in self.model.named_modules()}, {})
         with torch.no_grad(), listen(found):
             self.model(*args, **kwargs)
         return found.by_name
@@ -116,7 +116,7 @@ class Used:
 
 
 @dataclass(frozen=True, eq=False)
-class _Explanations:
+class _FirstCallExplainer:
     """A listener that explains the first attention call of each layer of a model.
 
     Attributes:

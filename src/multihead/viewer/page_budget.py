@@ -100,7 +100,7 @@ class _Room:
         self.arrays[name] = described
 
     def part(self) -> _Room:
-        """Return the same room without arrays, to try some that may not fit."""
+        """Return an empty room with the bytes that are left here, for arrays that may not fit; `take` adds them."""
         return _Room(self.left)
 
     def take(self, part: _Room) -> None:

@@ -53,7 +53,7 @@ class ReportSummary:
         num_bytes: its size.
         mode: which weights it stores: "whole" (all), "largest" (of each query), "pooled" (only maps of means) or
             "none".
-        bits: bits per stored weight, 0 if no single weight is stored.
+        bits: bits per stored attention weight; 0 if the page stores pooled maps or statistics alone.
         largest_per_query: weights stored per query if only the largest are stored, else 0.
         rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
         left_out: a sentence on what the page leaves out and why; empty if it leaves out nothing.

@@ -103,7 +103,7 @@ def _cover_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
 def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
     """Split the queries of one sample into groups whose intervals [start, stop), (queries,) each, follow one rule."""
     queries = start.shape[0]
-    steps = _rules_between_rows(start, stop)
+    steps = _changes_between_queries(start, stop)
     changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), queries - 1]
     rules, first_keys, stops = steps.tolist(), start.tolist(), stop.tolist()
     groups: list[_RowGroup] = []
@@ -124,7 +124,7 @@ def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
     return groups
 
 
-def _rules_between_rows(start: Tensor, stop: Tensor) -> Tensor:
+def _changes_between_queries(start: Tensor, stop: Tensor) -> Tensor:
     """Return how the interval changes from each query to the next, a code such as _STAY: (queries - 1,)."""
     start_step, stop_step = start.diff(), stop.diff()
     steps = torch.full_like(start_step, _JUMP)

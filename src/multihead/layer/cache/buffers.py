@@ -56,8 +56,8 @@ def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, is_token: Tensor 
 def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots: int) -> Tensor:
     """Copy the slots [first, stop) of a buffer to the beginning of a new one, and fill the remaining slots with 0.
 
-    `first` and `stop` are ints, or (batch,). Both buffers are (batch, kv_heads, slots + 1, dim), with a last slot for
-    padding.
+    `first` and `stop` are ints, or (batch,). `buffer` and the result are (batch, kv_heads, slots + 1, dim), each with
+    its own number of slots; the last slot is for padding.
 
     >>> buffer = torch.arange(4.0).view(1, 1, 4, 1)
     >>> copy_slots(buffer, 1, 3, slots=3).flatten()
