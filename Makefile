@@ -79,7 +79,7 @@ check: $(LIBRARY) $(CHECKS) $(ALL_SETS)  ## check lint rules, format, types, imp
 	$(BIN)/python -m tools.translations
 
 docs: $(LIBRARY) $(TESTS)  ## run the examples in the pages, check links and translations
-	$(BIN)/python -m pytest README.md README.zh.md docs
+	$(BIN)/python -m pytest README.md docs
 	$(BIN)/python -m tools.translations
 
 fuzz: $(LIBRARY) $(TESTS)  ## compare random calls of every entry point with float64; SECONDS=300 SEED=1 for a longer run
