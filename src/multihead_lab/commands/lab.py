@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 \b
 Examples:
-  multihead lab                          everything, in a minute or two; writes lab.html
+  multihead lab                          everything, in a few minutes; writes lab.html
   multihead lab --lang zh                the same in Chinese
   multihead lab --only parameters        what can be counted, in seconds
   multihead lab --quick --seeds 2        a first look at the training
