@@ -41,7 +41,6 @@ from pathlib import Path
 
 import torch
 import multihead as mh
-from multihead.cli.diagnosis import openmp_runtimes
 from multihead.kernels.native import library
 
 q, k, v = (torch.randn(2, 4, 100, 32) for _ in range(3))
@@ -52,7 +51,7 @@ explained = str(mh.explain(q, k, v, mask=mh.masks.Causal()))
 assert explained.split()[:2] == ["kernel", "native"], explained
 for path in (mh.__file__, library.path_of_library()):
     assert Path(path).is_relative_to(sys.prefix), path
-(runtime,) = openmp_runtimes()
+(runtime,) = library.openmp_runtimes()
 assert runtime.parent == Path(torch.__file__).resolve().parent / "lib", runtime
 print(f"{library.chosen_instruction_set().name} is used, with torch/lib/{runtime.name}")
 """

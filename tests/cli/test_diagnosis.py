@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from multihead.cli.diagnosis import diagnose, openmp_runtimes
+from multihead.cli.diagnosis import diagnose
 from multihead.kernels.choose import KERNELS
 from multihead.kernels.native import library
+from multihead.kernels.native.library import openmp_runtimes
 
 MEMORY_MAP = """\
 55d0c0000000-55d0c0001000 r--p 00000000 08:01 131 /usr/bin/python3.11

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from multihead.functional import request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.choose import KERNELS
 from multihead.kernels.native import library
-from multihead.kernels.native.library import InstructionSet
+from multihead.kernels.native.library import InstructionSet, openmp_runtimes
 from multihead.kernels.plan.bounds import bounds_of
 
 # CPU capabilities, by torch's names, that make an attention kernel faster.
@@ -25,8 +24,6 @@ CPU_FEATURES = (
     *("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_bf16"),
     *("neon", "sve", "bf16"),  # Arm
 )
-
-MEMORY_MAP = Path("/proc/self/maps")  # on Linux, lists every file that this process has loaded
 
 
 @dataclass(frozen=True)
@@ -129,21 +126,6 @@ def diagnose() -> Diagnosis:
         runtimes=openmp_runtimes(),
         kernels=tuple(_diagnose_kernel(name) for name in KERNELS),
     )
-
-
-def openmp_runtimes(maps: Path = MEMORY_MAP) -> tuple[Path, ...] | None:
-    """Return the OpenMP runtimes that this process has loaded; None where the operating system does not list them.
-
-    Args:
-        maps: file with the memory map of the process, in the format of Linux.
-    """
-    try:
-        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    # Address, permissions, offset, device and inode come before the path, which may contain spaces.
-    loaded = {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
-    return tuple(sorted(Path(path) for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", path)))
 
 
 def _cpu_capabilities() -> dict[str, object]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 NAME = "libmultihead_native.so"
 ENVIRONMENT = "MULTIHEAD_CPU"
+MEMORY_MAP = Path("/proc/self/maps")  # on Linux, lists every file that this process has loaded
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,21 @@ def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     finally:
         _forced.reset(token)
         choose(-1 if before is None else before.index)
+
+
+def openmp_runtimes(maps: Path = MEMORY_MAP) -> tuple[Path, ...] | None:
+    """Return the OpenMP runtimes that this process has loaded; None where the operating system does not list them.
+
+    Args:
+        maps: file with the memory map of the process, in the format of Linux.
+    """
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    # Address, permissions, offset, device and inode come before the path, which may contain spaces.
+    loaded = {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
+    return tuple(sorted(Path(path) for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", path)))
 
 
 def add_to_histograms(
