@@ -26,9 +26,8 @@ on the Hugging Face hub. `multihead ablate` prints the same numbers as a table, 
 """
 
 
-@click.command(
-    "try", epilog=EXAMPLES, context_settings={"allow_extra_args": True}
-)  # rejected with the option they lack
+# What follows MODEL without an option is rejected by `check_no_surplus`, which names the option.
+@click.command("try", epilog=EXAMPLES, context_settings={"allow_extra_args": True})
 @click.argument("model")
 @click.option("--prompt", metavar="TEXT", help="The text to begin with.  [default: one that suits the model]")
 @click.option("--text", "text_file", metavar="FILE", help="Begin with this text file (UTF-8); - reads standard input.")

@@ -80,7 +80,7 @@ class Replay:
         with Undo() as undo:
             for index, block in enumerate(self.blocks[:first]):
                 # Of the outputs only that of the last block reaches a block that runs.
-                _replace_forward(undo, block, _repeated(self.outputs[index], copies if index == first - 1 else 1))
+                _replace_forward(undo, block, repeat_batch(self.outputs[index], copies if index == first - 1 else 1))
             yield
 
     def check(self, forward: Forward, expected: Tensor) -> bool:
@@ -100,14 +100,12 @@ class Replay:
 
 
 def repeat_batch(value: Any, copies: int) -> Any:
-    """Repeat the batch of all tensors in a value, (batch, ...) -> (copies * batch, ...)."""
+    """Repeat the batch of all tensors in a value, (batch, ...) -> (copies * batch, ...); one copy is the value."""
+    if copies == 1:
+        return value
     return tree_map(
         lambda each: each.repeat(copies, *[1] * (each.dim() - 1)) if isinstance(each, Tensor) else each, value
     )
-
-
-def _repeated(output: Any, copies: int) -> Any:
-    return output if copies == 1 else repeat_batch(output, copies)
 
 
 def _replace_forward(undo: Undo, block: nn.Module, output: Any) -> None:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePath
 from time import perf_counter
 from typing import Any, Protocol
@@ -135,6 +136,16 @@ class TextRun:
     seconds: float
     changed: tuple[str, Record] | None = None
     continuation: list[str] | None = None
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Number of each layer -> its qualified name."""
+        return {layer.number: layer.name for layer in self.record.layers}
+
+    @cached_property
+    def losses(self) -> Tensor:
+        """The loss of each token but the first of a language model with all heads on, nats: (tokens - 1,) float64."""
+        return token_losses(self.before, self.batch["input_ids"])[0]
 
     def decode_next(self, id_: int, place: int) -> str:
         """Return the text that a token adds after token `place`; of a part of a character the token alone."""
@@ -261,9 +272,8 @@ class Trial:
             after, distances, first = run.before, [], None
             run.changed = ("", run.record)
         else:
-            names = {layer.number: layer.name for layer in layers}
             first = min(layer for layer, _ in factors)
-            block = min(run.replay.block_of(names[layer]) for layer, _ in factors) if run.replay.works else 0
+            block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.works else 0
             with ExitStack() as stack:
                 stack.enter_context(self._running(run.replay, cancelled))
                 seen = stack.enter_context(observe(self.loaded.model, probes=()))
@@ -373,9 +383,8 @@ class Trial:
 
     def _changed(self, run: TextRun, factors: Factors) -> Any:
         """Return the context in which heads are changed; they are named by module, as blocks may be left out."""
-        names = {layer.number: layer.name for layer in run.record.layers}
         return scale_heads(
-            self.loaded.model, {(names[layer], head): factor for (layer, head), factor in factors.items()}
+            self.loaded.model, {(run.names[layer], head): factor for (layer, head), factor in factors.items()}
         )
 
     def _check_heads(self, run: TextRun, factors: Factors) -> None:
@@ -428,11 +437,12 @@ class _NextTokens:
 
     def describe(self, run: TextRun) -> dict[str, Any]:
         """Describe the loss of each token, see `Task.describe`."""
-        return {"losses": _losses(run, run.before)}
+        return {"losses": _losses_of_page(run.losses)}
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
         """Compare losses and next tokens, see `Task.compare`."""
-        before, losses = _losses(run, run.before), _losses(run, after)
+        before = _losses_of_page(run.losses)
+        losses = _losses_of_page(token_losses(after, run.batch["input_ids"])[0])
         pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
         place = after.shape[1] - 1 if at is None else at
         rows = [logits[0, place] for logits in (run.before, after)]
@@ -465,10 +475,9 @@ class _NextTokens:
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe the effect on the place, and on the mean loss of the text, see `Task.describe_sweep`."""
-        before = token_losses(run.before, run.batch["input_ids"]).cpu()
         return {
             "effects": finite_numbers_or_none(measured[:, 0]),
-            "losses": finite_numbers_or_none(measured[:, 1:].mean(1) - before.mean()),
+            "losses": finite_numbers_or_none(measured[:, 1:].mean(1) - run.losses.mean().cpu()),
         }
 
 
@@ -481,7 +490,7 @@ class _Sentences:
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
         """Encode each line of a text as a sentence, see `Task.encode`."""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = _lines(text)
         if len(lines) < self.least:
             raise InputError(
                 f"There {'is' if len(lines) == 1 else 'are'} {len(lines)} sentence{'s' * (len(lines) != 1)}, and an "
@@ -497,8 +506,7 @@ class _Sentences:
 
     def describe(self, run: TextRun) -> dict[str, Any]:
         """Describe the similarities, see `Task.describe`."""
-        lines = [line.strip() for line in run.text.splitlines() if line.strip()]
-        return {"sentences": lines, "similarity": _similarities(run.before).tolist()}
+        return {"sentences": _lines(run.text), "similarity": _similarities(run.before).tolist()}
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
         """Compare the similarities, see `Task.compare`."""
@@ -634,9 +642,14 @@ def _padded_batch(loaded: LoadedModel, rows: Sequence[EncodedText]) -> dict[str,
     }
 
 
-def _losses(run: TextRun, logits: Tensor) -> list[float | None]:
-    """Return the loss of each token, nats; None for the first one."""
-    return [None, *finite_numbers_or_none(token_losses(logits, run.batch["input_ids"])[0], digits=9)]
+def _losses_of_page(losses: Tensor) -> list[float | None]:
+    """Return the losses of all tokens but the first, (tokens - 1,), with None for the first one."""
+    return [None, *finite_numbers_or_none(losses, digits=9)]
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text that are not empty."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _similarities(vectors: Tensor) -> Tensor:
