@@ -32,9 +32,7 @@ _SERVER = (
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --port and --browser to a command."""
-    for option in reversed(_SERVER):
-        command = option(command)
-    return command
+    return _add_options(command, _SERVER)
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +42,12 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --device and --dtype to a command."""
-    for option in reversed(_DEVICE_AND_DTYPE):
+    return _add_options(command, _DEVICE_AND_DTYPE)
+
+
+def _add_options(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Add options to a command, which `--help` lists in their order."""
+    for option in reversed(options):
         command = option(command)
     return command
 

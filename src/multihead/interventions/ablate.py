@@ -165,7 +165,7 @@ class Intervention:
     ) -> None:
         self.model, self.heads, self.replacement, self.allow_mixed = model, heads, replacement, allow_mixed
         self.positions = _checked_positions(positions)
-        self.samples = _checked_samples(samples)
+        self.samples = _checked_indices("samples", samples, "sample")
         self._running: _Run | None = None
 
     @property
@@ -357,32 +357,21 @@ def _check_some_heads_stay(model: nn.Module, keys: list[HeadKey]) -> None:
 
 def _checked_positions(positions: Any) -> tuple[int, ...] | slice | None:
     """Return positions as sorted ints or a slice; reject negative ones, because the end of a text may be unknown."""
-    if positions is None:
-        return None
     if isinstance(positions, slice):
         numbers = [each for each in (positions.start, positions.stop, positions.step) if each is not None]
         if any(not isinstance(each, int) or each < 0 for each in numbers) or positions.step == 0:
             raise ArgumentError(f"positions is {positions!r}.", "Give a slice from 0, such as slice(1, None).")
         return positions
-    found = _as_list("positions", positions)
-    if not found:
-        raise ArgumentError("positions is empty.", "Give the index of at least one token, or None for all.")
-    return tuple(sorted(set(found)))
+    return _checked_indices("positions", positions, "token")
 
 
-def _checked_samples(samples: Any) -> tuple[int, ...] | None:
-    """Return the indices of samples as sorted ints."""
-    if samples is None:
+def _checked_indices(name: str, given: Any, item: str) -> tuple[int, ...] | None:
+    """Return one or more indices of items, such as tokens, as sorted ints; None for all."""
+    if given is None:
         return None
-    found = _as_list("samples", samples)
-    if not found:
-        raise ArgumentError("samples is empty.", "Give the index of at least one sample, or None for all.")
-    return tuple(sorted(set(found)))
-
-
-def _as_list(name: str, given: Any) -> list[int]:
-    """Return one or more indices as a list; reject what are none."""
     found = list(given) if isinstance(given, Iterable) else [given]
     for each in found:
         check_integer(name, each, least=0)
-    return found
+    if not found:
+        raise ArgumentError(f"{name} is empty.", f"Give the index of at least one {item}, or None for all.")
+    return tuple(sorted(set(found)))
