@@ -34,6 +34,7 @@ Examples:
   make fuzz SECONDS=300 SEED=1                     longer, with other cases
   python -m tests.fuzz --seconds 60 --only layer   one entry point, or all whose names contain a word
   python -m tests.fuzz --only attention --case 17  one case again, as a failure prints it
+  python -m tests.fuzz --device cuda               on a GPU, the entry points that can run there
   python -m tests.fuzz --list                      the entry points
 """
 
@@ -44,6 +45,7 @@ Examples:
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, help="Processes, one thread each.")
 @click.option("--only", metavar="NAME", help="The entry points whose names contain this word.")
 @click.option("--budget", default=1.0, show_default=True, help="Factor of every error budget.")
+@click.option("--device", metavar="DEVICE", help="Where the calls run, such as cuda; results are judged on the CPU.")
 @click.option("--case", metavar="SEED", type=int, help="Run this case of the entry point --only again.")
 @click.option("--without", metavar="FEATURES", default="", help="With --case: features to leave out, with commas.")
 @click.option("--most", type=int, help="With --case: the largest size.")
@@ -54,6 +56,7 @@ def main(
     jobs: int,
     only: str | None,
     budget: float,
+    device: str | None,
     case: int | None,
     without: str,
     most: int | None,
@@ -66,6 +69,9 @@ def main(
     """
     os.environ["MULTIHEAD_FUZZ_BUDGET"] = str(budget)  # before the processes that compare are started
     entries = entries_of(only)
+    if device is not None:
+        os.environ["MULTIHEAD_FUZZ_DEVICE"] = device
+        entries = {name: entry for name, entry in entries.items() if entry.moves}
     if not entries:
         raise click.UsageError(f"No entry point contains {only!r}. There are: {', '.join(ENTRIES)}.")
     if listed:

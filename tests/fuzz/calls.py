@@ -19,10 +19,13 @@ from tests.fuzz.draw import Draw, Mismatch
 from tests.fuzz.judge import Call, compare, judge, masked_cotangents, outside, sentence
 from tests.fuzz.masks import drawn_mask, drawn_start
 from tests.fuzz.memory import laid_out
+from tests.fuzz.on_device import ELSEWHERE, there
 
 SMALL = (1, 2, 3, 4, 5, 5, 6, 7, 8, 9)
 EDGES = (11, 12, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97)
 FAR_EDGES = (127, 128, 129, 255, 256, 257, 300)
+HEAD_DIMS = (1, 2, 3, 4, 4, 8, 8, 16, 17)
+ELSEWHERE_DIMS = (8, 16, 16, 17, 24, 32, 64)  # compiled flex_attention takes those from 16 on
 MOST_CELLS = 120_000
 SINGLE = torch.float32
 HALVES = (torch.bfloat16, torch.float16)
@@ -35,7 +38,7 @@ def drawn_size(draw: Draw) -> Sizes:
     queries, keys = (drawn_length(draw, name) for name in ("queries", "keys"))
     if draw.has("square", 0.45):
         queries = keys
-    head_dim = draw.size("head_dim", 1, 2, 3, 4, 4, 8, 8, 16, 17)
+    head_dim = draw.size("head_dim", *(ELSEWHERE_DIMS if ELSEWHERE else HEAD_DIMS))
     if draw.has("wide heads", 0.06):
         head_dim = draw.size("wide head_dim", 31, 32, 33, 64, 65, 96, 128)
     batch = draw.size("batch", 1, 1, 1, 2, 2, 3)
@@ -225,7 +228,7 @@ def with_kernel(draw: Draw, options: dict[str, Any]) -> dict[str, Any]:
 def run(draw: Draw, function: Any, *args: Any, **options: Any) -> Any:
     """Call a function; a kernel that was named may refuse."""
     try:
-        return function(*args, **options)
+        return there(function)(*args, **options)
     except MultiheadError:
         if "kernel" in options:
             return None
@@ -306,7 +309,7 @@ def weights(draw: Draw) -> None:
             place[0] = random.randrange(size.heads)
         draw.notes["tile"] = place
         options |= {"heads": place[0], "queries": place[1], "keys": place[2]}
-    found = mh.attention_weights(call.q, call.k, **options)
+    found = there(mh.attention_weights)(call.q, call.k, **options)
     if isinstance(place[0], int):
         place[0] = slice(place[0], place[0] + 1)
     cut = (slice(None), *place)

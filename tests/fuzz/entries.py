@@ -19,32 +19,34 @@ class Entry:
         sample: how many cases `make test` runs.
         seconds: how long the first case takes, with its imports; those of a second and more are the slow ones, which
             run in a process of their own.
+        moves: whether its calls run on the device that `--device` names.
     """
 
     check: Callable[[Draw], None]
     share: float
     sample: int
     seconds: float = 0.01
+    moves: bool = False
 
 
 ENTRIES = {
-    "attention": Entry(calls.attention, 30, 400),
+    "attention": Entry(calls.attention, 30, 400, moves=True),
     "changed": Entry(changes.changed, 6, 100),
-    "statistics": Entry(measures.statistics, 14, 120),
-    "layer": Entry(layers.layer, 14, 60),
-    "texts": Entry(layers.texts, 8, 100),
-    "heads off": Entry(heads.heads_off, 6, 100),
+    "statistics": Entry(measures.statistics, 14, 120, moves=True),
+    "layer": Entry(layers.layer, 14, 60, moves=True),
+    "texts": Entry(layers.texts, 8, 100, moves=True),
+    "heads off": Entry(heads.heads_off, 6, 100, moves=True),
     "observed": Entry(records.observed, 8, 60),
-    "nn.MultiheadAttention": Entry(drop_ins.torch_nn, 6, 80),
+    "nn.MultiheadAttention": Entry(drop_ins.torch_nn, 6, 80, moves=True),
     "tutorials": Entry(drop_ins.tutorials, 2, 40),
-    "hugging face": Entry(models.hugging_face, 3, 12, seconds=5.0),
+    "hugging face": Entry(models.hugging_face, 3, 12, seconds=5.0, moves=True),
     "changed models": Entry(models.changed_models, 1.5, 6, seconds=5.0),
-    "heads of models off": Entry(heads.heads_of_models_off, 1.5, 8, seconds=5.0),
+    "heads of models off": Entry(heads.heads_of_models_off, 1.5, 8, seconds=5.0, moves=True),
     "overlapping": Entry(models.overlapping, 1, 3, seconds=5.0),
     "ways": Entry(ways.ways, 8, 100),
     "compiled": Entry(graphs.compiled, 2, 2, seconds=10.0),
     "exported": Entry(graphs.exported, 1.5, 1, seconds=10.0),
     "ranks": Entry(ranks.ranks, 2, 8, seconds=5.0),
     "damaged census": Entry(files.damaged_census, 1, 4, seconds=5.0),
-    "weights": Entry(calls.weights, 6, 150),
+    "weights": Entry(calls.weights, 6, 150, moves=True),
 }

@@ -17,6 +17,7 @@ from tests import oracle
 from tests.fuzz.draw import Draw, Mismatch, check_error
 from tests.fuzz.layers import CACHES, Texts, called
 from tests.fuzz.models import _batch, _compare, _ours, sharp_model
+from tests.fuzz.on_device import on_device
 
 BEYOND = 40  # larger than any text
 
@@ -125,6 +126,7 @@ def heads_off(draw: Draw) -> None:
     with torch.no_grad():
         try:
             with ExitStack() as stack:
+                stack.enter_context(on_device(texts.layer))
                 if draw.has("observed", 0.15):
                     stack.enter_context(mh.observe(texts.layer, probes=("output_norm",)))
                 stack.enter_context(chosen.intervention(texts))
@@ -189,7 +191,7 @@ def heads_of_models_off(draw: Draw) -> None:
     right = right if bool(right[0].isfinite().all()) else near
     heads = {(call, head): factor for call, given in factors.items() for head, factor in given.items()}
     try:
-        with mh.scale_heads(model, heads, positions=positions, samples=samples):
+        with on_device(model), mh.scale_heads(model, heads, positions=positions, samples=samples):
             found, _ = _ours(draw, model, batch, way)
     except ModelError:
         if way == "packed":  # not every family can

@@ -16,6 +16,7 @@ from tests.agreeing import SLACK
 from tests.drawing import Every
 from tests.fuzz.draw import BUDGET, Draw, Mismatch, check_error
 from tests.fuzz.masks import Before
+from tests.fuzz.on_device import moved, on_device
 from tests.layer.layer_drawing import WAYS, LayerCase, built, layer_cases
 from tests.layer.layer_ways import LAYER_SLACK, MEASURED, assert_statistics_agree, by_the_book, by_the_layer
 
@@ -31,11 +32,13 @@ def layer(draw: Draw) -> None:
     draw.notes["case"] = case
     made = built(case)
     if draw.has("observed", 0.15):
-        with mh.observe(made, probes=MEASURED) as seen:
+        with on_device(made), mh.observe(made, probes=MEASURED) as seen:
             by_the_layer(case, made)
         wholes = by_the_book(case, made, torch.float64)[1], by_the_book(case, made, case.dtype)[1]
         assert_statistics_agree(case, seen, wholes, BUDGET * ALLOWED)
-    compare_results(case.dtype, by_the_layer(case, made), lambda dtype: by_the_book(case, made, dtype)[0])
+    with on_device(made):
+        found = moved(by_the_layer(case, made), torch.device("cpu"))
+    compare_results(case.dtype, found, lambda dtype: by_the_book(case, made, dtype)[0])
 
 
 def compare_results(dtype: torch.dtype, found: dict[str, Tensor], book: Any) -> None:
@@ -71,7 +74,7 @@ class Absolute(nn.Module):
     ) -> Tensor:
         first = query_start if isinstance(query_start, Tensor) else torch.tensor([query_start])
         last = self.weight.shape[1] - 1
-        rows = (first[:, None] + torch.arange(queries)).clamp(0, last)  # (batch or 1, queries)
+        rows = (first[:, None] + torch.arange(queries, device=first.device)).clamp(0, last)  # (batch or 1, queries)
         columns = torch.arange(keys).clamp(max=last)
         found = self.weight[:, rows[:, :, None], columns[None, None]].transpose(0, 1)
         return found.to(device=device, dtype=dtype)  # (batch or 1, heads, queries, keys)
@@ -238,7 +241,8 @@ def texts(draw: Draw) -> None:
     draw.notes["way"] = way
     with torch.no_grad():
         try:
-            found = called(made, way)
+            with on_device(made.layer):
+                found = called(made, way)
         except MultiheadError:
             of_positions = "own position bias" in draw.used or "table" in draw.used
             if of_positions and made.drops_keys:  # such a bias needs the first keys, too

@@ -12,6 +12,7 @@ from tests import oracle
 from tests.fuzz.calls import Drawn
 from tests.fuzz.draw import Draw, Mismatch
 from tests.fuzz.judge import Call, Judged, Rows, dense_of, finite, judge, outside, sentence, wide
+from tests.fuzz.on_device import there
 from tests.probes import definitions
 
 MADE = {
@@ -39,7 +40,7 @@ def statistics(draw: Draw) -> None:
         draw.notes["probes"] = [getattr(each, "name", each) for each in options["probes"]]
     if which != "default":
         options |= {"context": context, "v": call.v}
-    found = mh.statistics(call.q, call.k, **options)
+    found = there(mh.statistics)(call.q, call.k, **options)
     if not call.seen.numel():
         _compare_empty(found)
         return

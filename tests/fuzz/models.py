@@ -14,6 +14,7 @@ import multihead as mh
 from multihead.errors import ModelError
 from tests import oracle
 from tests.fuzz.draw import Draw, Mismatch, check_error
+from tests.fuzz.on_device import on_device
 
 SLACK = 16  # eager attention in float32 rounds as much, at other places; some of the models amplify it
 
@@ -32,7 +33,8 @@ def hugging_face(draw: Draw) -> None:
     plain = _eager(model, batch)
     exact = _exact(model, batch, plain)
     try:
-        found, seen = _ours(draw, model, batch, way)
+        with on_device(model):
+            found, seen = _ours(draw, model, batch, way)
     except ModelError:
         if way == "packed":  # not every family can
             return

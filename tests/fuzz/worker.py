@@ -73,6 +73,7 @@ def outcome(case: Case, connection: Connection | None = None) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", "PyTorch could not compile")
             ENTRIES[case.entry].check(draw)
     except Mismatch as error:
         result.failure = f"Mismatch: {error}"
@@ -88,7 +89,11 @@ def serve(connection: Connection) -> None:
     """Run each case that is sent, and send how it ended."""
     import torch
 
+    from tests.fuzz.on_device import ELSEWHERE
+
     torch.set_num_threads(1)
+    if ELSEWHERE:  # every case is another kind of call
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 100_000
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

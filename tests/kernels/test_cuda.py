@@ -1,0 +1,231 @@
+"""What users do on a GPU: the layer, its training, caches, graphs, models and their statistics. Skipped without one.
+
+`python -m tests.fuzz --device cuda` compares random calls, masks and values with float64; these are the ways to call.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+import multihead as mh
+from multihead import masks, scores
+from multihead.compat.torch_nn import from_torch
+from tests import oracle
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+MASKS = {
+    "full": masks.Full(),
+    "causal": masks.Causal(),
+    "window": masks.Window(100, after=3),
+    "documents": masks.Documents((90, 130, 80)) & masks.Causal(),
+    "lengths": masks.Lengths((300, 130)) & masks.Causal(),
+    "no interval": masks.Window(64) | masks.Prefix(8),
+}
+ERRORS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of values of about 1, by their roundings
+
+
+def drawn(queries: int, keys: int, *, dim: int, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
+    sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+    return [torch.randn(2, *size, dim, device=CUDA).to(dtype).requires_grad_() for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("name", MASKS)
+def test_flex_attention_computes_output_logsumexp_and_gradients_of_every_kind_of_mask(
+    name: str, dtype: torch.dtype
+) -> None:
+    dim = {torch.float32: 32, torch.bfloat16: 128, torch.float16: 64}[dtype]
+    given = drawn(300, 300, dim=dim, dtype=dtype)
+    assert mh.explain(*given, mask=MASKS[name]).kernel == "flex"
+    with mh.strict():
+        found = mh.attention_with_logsumexp(*given, mask=MASKS[name])
+    doubled = [each.detach().double().cpu().requires_grad_() for each in given]
+    dense = oracle.attend(*doubled, oracle.shown(MASKS[name], (2, 4, 300, 300)))
+    of_output, of_logsumexp = torch.randn(2, 4, 300, dim), torch.randn(2, 4, 300)
+    exact = torch.autograd.grad((dense.output, dense.logsumexp), doubled, (of_output.double(), of_logsumexp.double()))
+    grads = torch.autograd.grad(found, given, (of_output.to(CUDA, dtype), of_logsumexp.to(CUDA)))
+    expected = (dense.output.detach(), dense.logsumexp.detach(), *exact)
+    for value, right in zip((*found, *grads), expected, strict=True):
+        largest = float(right[right.isfinite()].abs().max())
+        assert oracle.difference(value.detach().cpu(), right) <= ERRORS[dtype] * max(1.0, largest)
+
+
+@pytest.mark.parametrize("kind", ["softcap", "bias", "relative bias", "sinks", "one query"])
+def test_the_terms_of_a_call_reach_flex_attention(kind: str) -> None:
+    queries = 1 if kind == "one query" else 200
+    q, k, v = (each.detach() for each in drawn(queries, 200, dim=64, dtype=torch.float32))
+    options: dict[str, Any] = {"mask": masks.Causal(), "query_start": 200 - queries}
+    dense: dict[str, Any] = {}
+    if kind == "softcap":
+        options["softcap"] = dense["softcap"] = 2.0
+    elif kind == "bias":
+        bias = torch.randn(1, 4, queries, 200)
+        options["bias"], dense["bias"] = bias.to(CUDA), bias.double()
+    elif kind == "relative bias":
+        of_position = scores.ALiBi(4)
+        options["bias"] = of_position.to(CUDA)(queries, 200, device=CUDA, dtype=torch.float32)
+        values = of_position.to(CPU)(queries, 200, dtype=torch.float64).values
+        place = torch.arange(200) - torch.arange(queries)[:, None] + queries - 1
+        dense["bias"] = values[:, :, place]
+    elif kind == "sinks":
+        sinks = torch.randn(4)
+        options["sinks"], dense["sinks"] = sinks.to(CUDA), sinks.double()
+    found = mh.attention(q, k, v, **options)
+    seen = oracle.shown(masks.Causal(), (2, 4, queries, 200), 200 - queries)
+    exact = oracle.attend(*(each.double().cpu() for each in (q, k, v)), seen, **dense).output
+    assert oracle.difference(found.cpu(), exact) <= 2e-5
+
+
+def test_a_call_waits_for_no_value_of_the_gpu() -> None:
+    q, k, v = (each.detach() for each in drawn(256, 256, dim=64, dtype=torch.bfloat16))
+    lengths = torch.tensor([256, 100], device=CUDA)
+    mask = masks.Causal() & masks.Lengths(lengths)
+    mh.attention(q, k, v, mask=mask)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mh.attention(q, k, v, mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def layers() -> tuple[mh.MultiHeadAttention, mh.MultiHeadAttention]:
+    torch.manual_seed(0)
+    layer = mh.MultiHeadAttention(128, 4, num_kv_heads=2, rotary=mh.Rotary(), qk_norm=mh.QKNorm())
+    return layer, copy.deepcopy(layer).to(CUDA)
+
+
+def test_a_layer_gives_the_outputs_and_gradients_that_it_gives_on_the_cpu() -> None:
+    layer, there = layers()
+    x = torch.randn(3, 50, 128)
+    left: dict[str, Any] = {"lengths": [5, 0, 50], "padding_side": "left"}
+    for options in ({}, {"mask": masks.Causal()}, {"lengths": [50, 20, 1]}, left):
+        results = []
+        for module, device in ((layer, CPU), (there, CUDA)):
+            module.zero_grad()
+            output = module(x.to(device), **options)
+            output.square().sum().backward()
+            results.append([output.detach().cpu(), *(each.grad.cpu() for each in module.parameters())])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-4)
+
+
+@pytest.mark.parametrize("cache", [{}, {"capacity": 64}, {"window": 16}])
+def test_a_cache_on_the_gpu_gives_what_a_call_of_all_tokens_gives(cache: dict[str, int]) -> None:
+    _, there = layers()
+    x = torch.randn(2, 40, 128, device=CUDA)
+    mask = masks.Causal() & masks.Window(16) if "window" in cache else masks.Causal()
+    with torch.no_grad():
+        whole = there(x, mask=mask)
+        kept = mh.KeyValueCache(**cache)
+        steps = [there(x[:, n : n + (20 if n == 0 else 1)], mask=mask, cache=kept) for n in (0, *range(20, 40))]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=2e-5, rtol=1e-4)
+
+
+def test_a_compiled_layer_gives_what_it_gives_uncompiled() -> None:
+    _, there = layers()
+    x = torch.randn(2, 64, 128, device=CUDA)
+    compiled = torch.compile(there, fullgraph=True)
+    for mask in (masks.Causal(), masks.Window(7)):
+        torch.testing.assert_close(compiled(x, mask=mask), there(x, mask=mask), atol=2e-5, rtol=1e-4)
+
+
+def test_under_autocast_a_layer_computes_in_bfloat16() -> None:
+    _, there = layers()
+    x = torch.randn(2, 64, 128, device=CUDA)
+    with torch.autocast("cuda", torch.bfloat16):
+        output = there(x, mask=masks.Causal())
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), there(x, mask=masks.Causal()), atol=5e-2, rtol=5e-2)
+
+
+def test_packed_texts_give_what_padded_ones_give() -> None:
+    _, there = layers()
+    x, lengths = torch.randn(3, 50, 128, device=CUDA), [50, 7, 31]
+    tokens, packing = mh.pack(x, lengths)
+    padded, packed = there(x, lengths=lengths), mh.unpack(there(tokens, packing=packing), packing)
+    torch.testing.assert_close(packed, padded, atol=2e-5, rtol=1e-4)
+
+
+def test_second_derivatives_are_those_of_the_reference_kernel() -> None:
+    given = [each.requires_grad_() for each in drawn(20, 20, dim=16, dtype=torch.float32)]
+
+    def twice(kernel: str) -> tuple[Tensor, ...]:
+        output = mh.attention(*given, mask=masks.Causal(), kernel=kernel)
+        first = torch.autograd.grad(output.square().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), given)
+
+    for one, other in zip(twice("flex"), twice("reference"), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_a_mask_of_100_000_tokens_takes_memory_linear_in_them() -> None:
+    q, k, v = (torch.randn(1, 2, 100_000, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(3))
+    mask = masks.Causal() & masks.Window(512)
+    mh.attention(q, k, v, mask=mask)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mh.attention(q, k, v, mask=mask)
+    assert torch.cuda.max_memory_allocated() - before < 200 << 20
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = hf.LlamaConfig(**sizes, head_dim=32, intermediate_size=64, vocab_size=100, initializer_range=0.3)
+    return hf.LlamaForCausalLM(config).eval()
+
+
+def test_a_model_on_the_gpu_gives_what_it_gives_on_the_cpu() -> None:
+    model = llama()
+    there = copy.deepcopy(model).to(CUDA)
+    ids = torch.randint(0, 100, (2, 60))
+    with torch.no_grad(), mh.strict():
+        expected = model(ids).logits
+        with mh.use(there) as used:
+            found = there(ids.to(CUDA)).logits.cpu()
+            written = there.generate(ids.to(CUDA), max_new_tokens=8, do_sample=False)
+        assert "flex" in str(used.explain(input_ids=ids.to(CUDA)))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    assert torch.equal(written.cpu(), model.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize("keep", ["cpu", "device", "statistics", "summary"])
+def test_every_head_of_a_model_is_measured_as_on_the_cpu(keep: Any) -> None:
+    model = llama()
+    ids = torch.randint(0, 100, (2, 60))
+    tables = []
+    for device in (CPU, CUDA):
+        there = copy.deepcopy(model).to(device)
+        with torch.no_grad(), mh.observe(there, keep=keep) as seen:
+            there(ids.to(device))
+        tables.append([layer.means() for layer in seen.layers])
+    for one, other in zip(*tables, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(other[name].cpu(), value.cpu(), atol=1e-3, rtol=1e-3, equal_nan=True, msg=name)
+
+
+def test_a_head_that_is_switched_off_changes_a_model_as_on_the_cpu() -> None:
+    model = llama()
+    ids = torch.randint(0, 100, (2, 60))
+    results = []
+    for device in (CPU, CUDA):
+        there = copy.deepcopy(model).to(device)
+        with torch.no_grad(), mh.ablate(there, ["L0 H1", (1, 2)]):
+            results.append(there(ids.to(device)).logits.cpu())
+    torch.testing.assert_close(*results, atol=2e-3, rtol=1e-3)
+
+
+def test_a_drop_in_gives_what_the_layer_of_torch_gives() -> None:
+    theirs = torch.nn.MultiheadAttention(128, 4, batch_first=True, device=CUDA).eval()
+    ours = from_torch(theirs)
+    x = torch.randn(2, 50, 128, device=CUDA)
+    torch.testing.assert_close(ours(x), theirs(x, x, x, need_weights=False)[0], atol=2e-5, rtol=1e-4)
