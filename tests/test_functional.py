@@ -168,7 +168,7 @@ def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
     assert lines[:4] == [
         "kernel   reference",
         "refused  native: it computes float32, bfloat16 and float16, and the tensors are float64",
-        "refused  sdpa: PyTorch's fused CPU kernel has no dropout",
+        "refused  sdpa: PyTorch's fused kernels are called without dropout",
         "refused  flex: it needs CUDA, and the tensors are on cpu",
     ]
     insisted = explain(Q, K, V, kernel="reference", dropout=0.1)
@@ -176,7 +176,7 @@ def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
     with pytest.raises(ArgumentError) as refusal:
         explain(Q, K, V, kernel="sdpa", dropout=0.1)
     assert str(refusal.value) == (
-        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to use "
+        "Kernel 'sdpa' refuses: PyTorch's fused kernels are called without dropout. Leave kernel out to use "
         "the fastest kernel that supports the call."
     )
 

@@ -62,9 +62,9 @@ def test_the_refusals_of_every_kernel_are_reported() -> None:
     assert found["reference"] == {}
     assert found["flex"] == {"every call": "it needs CUDA, and the tensors are on cpu"}
     assert found["sdpa"] == {
-        "bias with gradient": "PyTorch's fused CPU kernel has no gradient for a bias",
+        "bias with gradient": "PyTorch's fused kernels have no gradient for a bias",
         "softcap": "PyTorch's fused kernels have no softcap",
-        "dropout": "PyTorch's fused CPU kernel has no dropout",
+        "dropout": "PyTorch's fused kernels are called without dropout",
     }
 
 

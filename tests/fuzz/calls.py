@@ -115,7 +115,8 @@ class Drawn:
         for name, shape in shapes.items():
             numbers = draw.normal(name, *shape) * (sharp if name in "qk" else 1.0)
             numbers = numbers.to(self.dtype)
-            if draw.has(f"special {name}", 0.07):
+            unread = ELSEWHERE and self.mask.translation_invariant  # there NaN is only kept from padding
+            if not unread and draw.has(f"special {name}", 0.07):
                 self._place(name, numbers, hidden)
             found[name] = laid_out(draw, name, numbers)
         sinks = None

@@ -14,7 +14,7 @@ from multihead.compat.torch_nn import MultiheadAttention, from_torch
 from tests import oracle
 from tests.compat.originals import Book, Harvard, Tutorial
 from tests.fuzz.draw import Draw, Mismatch, check_error
-from tests.fuzz.on_device import moved, on_device
+from tests.fuzz.on_device import CPU, moved, on_device
 
 WIDTH = 12
 SLACK = 8
@@ -142,15 +142,15 @@ def _compare_torch(
         converted = {n: e.to(kind) if isinstance(e, Tensor) and e.is_floating_point() else e for n, e in call.items()}
         if module is not ours:
             converted["need_weights"] = True
-        with on_device(module) if module is ours else nullcontext():
-            output, weights = module(*turned, **converted)
-        output = output if batch_first else output.transpose(0, 1)
         every = bool(visible.all()) or bool(theirs.bias_k is not None) or theirs.add_zero_attn
         grads: tuple[Tensor, ...] = ()
-        if every and not draw.pick("without gradients", True, False, False):
-            of_output = draw.normal("gradient of output", *output.shape).to(output.dtype)
-            grads = torch.autograd.grad(output, [*leaves.values(), *module.parameters()], of_output)
-        results.append((output, weights, moved(grads, torch.device("cpu"))))
+        with on_device(module) if module is ours else nullcontext():
+            output, weights = module(*turned, **converted)
+            output = output if batch_first else output.transpose(0, 1)
+            if every and not draw.pick("without gradients", True, False, False):
+                of_output = draw.normal("gradient of output", *output.shape).to(output.dtype)
+                grads = torch.autograd.grad(output, [*leaves.values(), *module.parameters()], of_output)
+        results.append((output, weights, moved(grads, CPU)))
     (output, weights, grads), plain, exact = results
     compare("output", output, exact[0], plain[0])
     if call["need_weights"]:

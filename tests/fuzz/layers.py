@@ -16,7 +16,7 @@ from tests.agreeing import SLACK
 from tests.drawing import Every
 from tests.fuzz.draw import BUDGET, Draw, Mismatch, check_error
 from tests.fuzz.masks import Before
-from tests.fuzz.on_device import moved, on_device
+from tests.fuzz.on_device import CPU, moved, on_device
 from tests.layer.layer_drawing import WAYS, LayerCase, built, layer_cases
 from tests.layer.layer_ways import LAYER_SLACK, MEASURED, assert_statistics_agree, by_the_book, by_the_layer
 
@@ -37,7 +37,7 @@ def layer(draw: Draw) -> None:
         wholes = by_the_book(case, made, torch.float64)[1], by_the_book(case, made, case.dtype)[1]
         assert_statistics_agree(case, seen, wholes, BUDGET * ALLOWED)
     with on_device(made):
-        found = moved(by_the_layer(case, made), torch.device("cpu"))
+        found = moved(by_the_layer(case, made), CPU)
     compare_results(case.dtype, found, lambda dtype: by_the_book(case, made, dtype)[0])
 
 

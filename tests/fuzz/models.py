@@ -14,7 +14,7 @@ import multihead as mh
 from multihead.errors import ModelError
 from tests import oracle
 from tests.fuzz.draw import Draw, Mismatch, check_error
-from tests.fuzz.on_device import on_device
+from tests.fuzz.on_device import on_device, there
 
 SLACK = 16  # eager attention in float32 rounds as much, at other places; some of the models amplify it
 
@@ -93,17 +93,18 @@ def _exact(model: Any, batch: dict[str, Tensor], plain: Any) -> Any:
 
 
 def _ours(draw: Draw, model: Any, batch: dict[str, Tensor], way: str) -> tuple[Tensor, mh.Record | None]:
+    run = there(lambda **given: model(**given)[0])
     with torch.no_grad():
         if way == "observe":
             keep: Any = draw.pick("keep", "cpu", "device", "statistics", "summary")
             with mh.observe(model, keep=keep) as seen:
-                return model(**batch)[0], seen
+                return run(**batch), seen
         if way == "set_attn_implementation":
             mh.use()
             model.set_attn_implementation("multihead")
-            return model(**batch)[0], None
+            return run(**batch), None
         with mh.use(model, packed=way == "packed"):
-            return model(**batch)[0], None
+            return run(**batch), None
 
 
 def _compare(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:

@@ -16,6 +16,8 @@ from multihead.layer.packing import Packing
 from multihead.probes import ProbeContext
 from multihead.scores.bias import RelativeBias
 
+CPU = torch.device("cpu")
+RETURNED = (Tensor, tuple)
 ELSEWHERE = "MULTIHEAD_FUZZ_DEVICE" in os.environ
 DEVICE = torch.device(os.environ.get("MULTIHEAD_FUZZ_DEVICE", "cpu"))
 """Where calls run, `--device` of the command."""
@@ -43,28 +45,21 @@ def there(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs on the device: its arguments are moved there, and its results back."""
     if not ELSEWHERE:
         return function
-    return lambda *args, **options: moved(function(*moved(args), **moved(options)), torch.device("cpu"))
+    return lambda *args, **options: moved(function(*moved(args), **moved(options)), CPU)
 
 
 @contextmanager
 def on_device(module: nn.Module) -> Iterator[None]:
-    """Move a module to the device for the time of a block, with its inputs and outputs at each call."""
+    """Move a module to the device for the time of a block, and at each call its inputs, and the tensors it returns."""
     if not ELSEWHERE:
         yield
         return
     module.to(DEVICE)
     before = module.register_forward_pre_hook(lambda _, args, kwargs: (moved(args), moved(kwargs)), with_kwargs=True)
-    after = module.register_forward_hook(lambda *given: _back(given[-1]))
+    after = module.register_forward_hook(lambda *given: moved(given[-1], CPU) if type(given[-1]) in RETURNED else None)
     try:
         yield
     finally:
         before.remove()
         after.remove()
         module.to("cpu")
-
-
-def _back(output: Any) -> Any:
-    """Move an output to the CPU: tensors, a tuple of them, or the first tensor of a model's output."""
-    if isinstance(output, (Tensor, tuple, list)):
-        return moved(output, torch.device("cpu"))
-    return (output[0].cpu(),)

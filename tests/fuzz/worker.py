@@ -89,11 +89,7 @@ def serve(connection: Connection) -> None:
     """Run each case that is sent, and send how it ended."""
     import torch
 
-    from tests.fuzz.on_device import ELSEWHERE
-
     torch.set_num_threads(1)
-    if ELSEWHERE:  # every case is another kind of call
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 100_000
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

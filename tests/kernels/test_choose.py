@@ -64,7 +64,7 @@ def test_a_kernel_that_refuses_is_not_replaced_in_silence() -> None:
     with pytest.raises(ArgumentError) as refusal:
         choose_kernel(request_of(Q, Q, Q, dropout=0.5), BOUNDS, kernel="sdpa")
     assert str(refusal.value) == (
-        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to use "
+        "Kernel 'sdpa' refuses: PyTorch's fused kernels are called without dropout. Leave kernel out to use "
         "the fastest kernel that supports the call."
     )
 

@@ -240,23 +240,43 @@ def test_a_second_derivative_is_led_around_it_with_a_warning(
 def test_where_pytorch_cannot_compile_the_reference_kernel_runs_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._dynamo.exc import TorchDynamoException
 
     def failing(*_: object, **__: object) -> None:
-        raise FailOnRecompileLimitHit("8")
+        raise TorchDynamoException("no tile")
 
     monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: failing)
     with pytest.warns(SlowPathWarning) as warned:
         output = mh.attention(Q, Q, Q, kernel="flex")
     assert str(warned[0].message) == (
-        "PyTorch could not compile flex_attention for this call (FailOnRecompileLimitHit): the reference kernel "
-        "computes it, and holds queries x keys. If the recompile limit was hit, raise "
-        "torch.compiler.config.recompile_limit, or use fewer kinds of calls."
+        "PyTorch could not compile flex_attention for this call (TorchDynamoException): the reference kernel computes "
+        'it, and holds queries x keys. Report it with the call; kernel="reference" computes it without this warning.'
     )
     request = request_of(Q, Q, Q)
     assert torch.equal(output, reference.attend(request, bounds_of(request)).output)
     with strict(), pytest.raises(SlowPathError, match=r"^PyTorch could not compile flex_attention for this call"):
         mh.attention(Q, Q, Q, kernel="flex")
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_more_kinds_of_calls_are_compiled_than_pytorch_recompiles_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(flex._call_flex_attention, backend="eager", fullgraph=True)
+    monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: compiled)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for dim in (16, 24, 32):
+            q = torch.randn(1, 2, 4, dim)
+            output = mh.attention(q, q, q, mask=MASK.parts[0], kernel="flex")
+            torch.testing.assert_close(output, mh.attention(q, q, q, mask=MASK.parts[0], kernel="reference"))
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_block_mask_is_made_once_for_calls_with_equal_masks_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], flex.block_mask
+    monkeypatch.setattr(flex, "block_mask", lambda *given, **options: made.append(make(*given, **options)) or made[-1])
+    for keys in (6, 6, 7):
+        mh.attention(Q, torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 16), mask=masks.Prefix(3), kernel="flex")
+    assert len(made) == 2
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -26,9 +26,9 @@ def refusal(**options: Any) -> str | None:
 def test_its_refusals_are_one_sentence() -> None:
     bias = torch.zeros(1, 1, 4, 4, requires_grad=True)
     assert refusal() is None
-    assert refusal(dropout=0.1) == "PyTorch's fused CPU kernel has no dropout"
+    assert refusal(dropout=0.1) == "PyTorch's fused kernels are called without dropout"
     assert refusal(softcap=5.0) == "PyTorch's fused kernels have no softcap"
-    assert refusal(bias=bias) == "PyTorch's fused CPU kernel has no gradient for a bias"
+    assert refusal(bias=bias) == "PyTorch's fused kernels have no gradient for a bias"
     assert refusal(bias=bias.detach()) is None
     with torch.no_grad():
         assert refusal(bias=bias) is None
@@ -38,7 +38,10 @@ def test_it_refuses_tensors_of_another_device() -> None:
     q = torch.zeros(1, 2, 4, 8, device="meta")
     request = request_of(q, q, q)
     bounds = key_bounds(request.mask, queries=4, keys=4)
-    assert sdpa.refusal(request, bounds) == "it calls PyTorch's fused CPU kernel, and the tensors are on meta"
+    assert (
+        sdpa.refusal(request, bounds)
+        == "it calls PyTorch's fused kernels for the CPU and CUDA, and the tensors are on meta"
+    )
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -26,7 +26,7 @@ Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 
 def call_of(*, within: bool, start: int | torch.Tensor = 0, **arguments: Any) -> LayerCall:
     """Make a call of 2 samples of 3 tokens whose arguments are checked."""
-    call = LayerCall(torch.zeros(2, 3, 1), **arguments)
+    call = LayerCall(torch.zeros(2, 3, 1), **{"mask": masks.Full(), **arguments})
     call.is_self_attention, call.start = within, start
     return call
 

@@ -4,8 +4,8 @@ PyTorch's fused kernel is chosen where it was measured to be faster than the nat
 `measured.json`, which `python -m benchmarks.native.kernel_choice` writes.
 
 `plan_call` finds the plan of the mask and the kernel in one cache. Its key consists of the mask, the sizes and a few
-flags, which determine both for a plain call on the CPU. Calls with a bias, sinks, dropout, tensors in the mask, a
-tracer or another device are planned each time. So is a decoding step, whose sizes do not repeat. `strict()` and
+flags, which determine both for a plain call on the CPU or CUDA. Calls with a bias, sinks, dropout, tensors in the mask,
+a tracer or another device are planned each time. So is a decoding step, whose sizes do not repeat. `strict()` and
 listeners are not part of the key; they are handled in each call.
 """
 
@@ -74,9 +74,6 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-_CPU = torch.device("cpu")
-
-
 class KernelChoice(NamedTuple):
     """The name of the chosen kernel, and why each faster kernel refuses, one sentence each."""
 
@@ -122,7 +119,7 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     q, k, v = request.q, request.k, request.v
     if (
         is_intercepted()
-        or request.shape.device != _CPU
+        or request.shape.device.type not in ("cpu", "cuda")
         or request.shape.query_length
         == 1  # a decoding step: the number of keys is new in each call, so a cached plan would not be reused
         or request.bias is not None

@@ -1,16 +1,16 @@
-"""Kernel that calls PyTorch's flex_attention, compiled for CUDA, on blocks of keys. Not run on a GPU yet.
+"""Kernel that calls PyTorch's flex_attention, compiled for CUDA, on blocks of keys.
 
-The tests cover its arithmetic, with the eager flex_attention on the CPU, and its blocks, with the compiled one on the
-CPU, which computes no logsumexp and no gradient. The Triton kernels were read, not run.
+Without a GPU the tests cover its arithmetic, with the eager flex_attention on the CPU, and its blocks, with the
+compiled one on the CPU, which computes no logsumexp and no gradient; tests/kernels/test_cuda.py runs it on a GPU.
 
 The intervals of 128 queries each are rounded out to blocks of 128 keys. Full blocks need no mask, partial ones compare
 a key with the `[start, stop)` of its query and look up the remainder, and hidden ones are skipped; the lists are
-computed in closed form on the device, without waiting for a value. Softcap, tensor biases and `RelativeBias` modify the
-scores, scale and grouped heads are those of flex_attention, and sinks are a factor of the output. flex_attention is
-compiled once per kind of call. What PyTorch cannot compile, or more kinds than `torch.compiler.config.recompile_limit`,
-is computed by the reference kernel, with a warning. Second derivatives are computed by the reference kernel too. This
-kernel refuses float64, dropout, the gradient of a bias, heads of fewer than 16 or more than 256 columns, empty calls,
-transforms, export, `torch.jit.trace`, `make_fx` and `FakeTensorMode`, and machines without Triton.
+computed in closed form on the device, without waiting for a value, and kept for equal masks and sizes. Softcap, tensor
+biases and `RelativeBias` modify the scores, scale and grouped heads are those of flex_attention, and sinks are a factor
+of the output. flex_attention is compiled once per kind of call. What PyTorch cannot compile is computed by the
+reference kernel, with a warning. Second derivatives are computed by the reference kernel too. This kernel refuses
+float64, dropout, the gradient of a bias, heads of fewer than 16 or more than 256 columns, empty calls, transforms,
+export, `torch.jit.trace`, `make_fx` and `FakeTensorMode`, and machines without Triton.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,14 +33,17 @@ from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias, values_of
 from multihead.scores.terms import add_sinks
-from multihead.tensors.tracing import constant_in_graphs, is_traced, is_transformed
+from multihead.tensors.tracing import constant_in_graphs, is_intercepted, is_traced, is_transformed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 HANDLES_NONFINITE = False
 BLOCK = 128  # queries and keys per block, the block size of flex_attention's own kernels
+MOST_KINDS = 1 << 16  # of calls that are compiled; PyTorch stops at 8
 DIMS = (16, 256)  # Triton multiplies no matrices narrower than 16; wider than 256 they exceed a GPU's shared memory
+
+LARGEST = torch.finfo(torch.float32).max / 1.5  # score
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -97,8 +101,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
             warn_of_slow_path(
                 f"PyTorch could not compile flex_attention for this call ({type(failure).__name__}): the reference "
                 "kernel computes it, and holds queries x keys.",
-                "If the recompile limit was hit, raise torch.compiler.config.recompile_limit, or use fewer kinds of "
-                "calls.",
+                'Report it with the call; kernel="reference" computes it without this warning.',
             )
             return reference.attend(request, bounds)
     if request.sinks is not None:
@@ -225,9 +228,9 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
             score = float(softcap) * torch.tanh(score / float(softcap))
         if values is None:
             return score
-        return score + (
-            _value_at(values, b, h, i, j) if diagonal is None else _value_at(values, b, h, j - i + diagonal)
-        )
+        bias = _value_at(values, b, h, i, j) if diagonal is None else _value_at(values, b, h, j - i + diagonal)
+        # The kernel multiplies scores by log2(e): a bias of the lowest float would become -inf, which hides.
+        return torch.where(bias == -torch.inf, bias, (score + bias).clamp(-LARGEST, LARGEST))
 
     return modified_score
 
@@ -251,8 +254,12 @@ def _call_flex_attention(
     block_mask: BlockMask,
     scale: str,
     grouped: bool,
+    by_rows: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Call flex_attention for the output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries)."""
+    """Call flex_attention for the output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
+
+    PyTorch's kernel for few queries has no tile for more than a block of grouped queries: `by_rows` avoids it.
+    """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     output, aux = flex_attention(
@@ -263,6 +270,7 @@ def _call_flex_attention(
         block_mask=block_mask,
         scale=float(scale),
         enable_gqa=grouped,
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if by_rows else None,
         return_aux=AuxRequest(lse=True),
     )
     return output, cast(Tensor, aux.lse)
@@ -271,7 +279,28 @@ def _call_flex_attention(
 @cache
 def _compiled_flex_attention() -> Callable[..., tuple[Tensor, Tensor]]:
     # With fullgraph it raises instead of silently falling back to eager code that holds queries x keys.
-    return torch.compile(_call_flex_attention, fullgraph=True)
+    return torch.compile(_call_flex_attention, fullgraph=True, backend=_compile_without_donating)
+
+
+def _compile_without_donating(graph: Any, inputs: Any) -> Any:
+    """Compile by Inductor, with a backward pass that may run twice: by default it overwrites what it was given."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(donated_buffer=False):
+        return compile_fx(graph, inputs)
+
+
+def _run_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Run the compiled flex_attention; each kind of call is compiled, however many there are."""
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        return _compiled_flex_attention()(*tensors, **options)
+    except FailOnRecompileLimitHit:
+        with config.patch(recompile_limit=MOST_KINDS, accumulated_recompile_limit=MOST_KINDS):
+            return _compiled_flex_attention()(*tensors, **options)
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
@@ -289,20 +318,35 @@ def _output_and_logsumexp(
     return flex(
         *tensors,
         score_mod=score_mod(request),
-        block_mask=block_mask(request, bounds, backward=backward),
+        block_mask=_known_block_mask(request, bounds, backward=backward),
         scale=_float_as_text(request.scale),
         grouped=request.shape.group > 1,
+        by_rows=request.shape.query_length * request.shape.group > BLOCK // 2,
     )
+
+
+# Key bounds (compared by identity) -> `backward` -> block mask. Masks whose remainder is dense are not kept.
+_BLOCK_MASKS: WeakKeyDictionary[KeyBounds, dict[bool, BlockMask]] = WeakKeyDictionary()
+
+
+def _known_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool) -> BlockMask:
+    """Return the block mask of a request, computed once for bounds that are kept, as those of equal calls are."""
+    if bounds.remainder is not None or is_intercepted():
+        return block_mask(request, bounds, backward=backward)
+    known = _BLOCK_MASKS.setdefault(bounds, {})
+    if backward not in known:
+        known[backward] = block_mask(request, bounds, backward=backward)
+    return known[backward]
 
 
 def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
     """Compute flex_attention with second derivatives by the reference kernel."""
     q, k, v = request.q, request.k, request.v
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return _output_and_logsumexp(request, bounds, _compiled_flex_attention())
+        return _output_and_logsumexp(request, bounds, _run_compiled)
     entered: tuple[Tensor, Tensor, Tensor] = _InputsOfDoubleBackward.apply(q, k, v)  # type: ignore[no-untyped-call]
     inside = replace(request, q=entered[0], k=entered[1], v=entered[2])
-    output, logsumexp = _output_and_logsumexp(inside, bounds, _compiled_flex_attention())
+    output, logsumexp = _output_and_logsumexp(inside, bounds, _run_compiled)
     left: tuple[Tensor, Tensor] = _ResultsOfDoubleBackward.apply(  # type: ignore[no-untyped-call]
         output, logsumexp, q, k, v, without_qkv(request), bounds
     )

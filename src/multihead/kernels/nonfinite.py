@@ -7,6 +7,10 @@ may overflow are computed by the reference kernel, with a warning, since a kerne
 would get inf - inf. Otherwise keys with non-finite values are set to zero, and the output rows of queries that see such
 a key are set to NaN afterwards. An inf that a query sees counts as NaN, because 0 * inf and inf - inf turn most such
 rows into NaN anyway.
+
+On CUDA values are not read, and replacing them would take longer than attention itself at short lengths. So it is done
+there where a mask can hide padding: with lengths, documents or tensors. A mask that depends on distances alone hides
+nothing from all queries, and a NaN is then a result of the model.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     are always replaced.
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
+    if request.shape.device.type == "cuda" and request.mask.translation_invariant and bias is None:
+        return request, None
     numbers = None if bias is None else values_of(bias).detach()
     bad_numbers = None if numbers is None else _is_nan_or_positive_inf(numbers)
     bad_sinks = None if request.sinks is None else _is_nan_or_positive_inf(request.sinks.detach())  # (heads,)

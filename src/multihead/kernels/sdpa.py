@@ -1,4 +1,4 @@
-"""Kernel that calls PyTorch's fused CPU attention on rectangles that cover the visible keys.
+"""Kernel that calls PyTorch's fused attention, on the CPU and on CUDA, on rectangles that cover the visible keys.
 
 The rectangles are chosen in `plan/rectangles.py`. Rows (queries) with the same interval form one full rectangle. Rows
 whose interval grows by one key per row form a full rectangle and a causal triangle, merged by their logsumexp. A window
@@ -6,12 +6,17 @@ is divided into blocks of rows with a small mask each. The backward pass calls P
 rectangles: with the logsumexp of the whole row, the weights of each rectangle are those of the whole row. The gradient
 of the logsumexp is an attention whose values are the keys. Value dims that differ from head dims are padded with zeros,
 which change no score; sinks multiply the output by sigmoid(L - sink), where L is the logsumexp of the row.
+
+On CUDA the fused kernel is FlashAttention, in half precision and without masks. There the rectangles are computed on
+the CPU from a mask whose values are Python numbers, so that a call waits for no value of the device, and a mask that
+needs more than MOST_CALLS of them is computed by flex_attention.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +24,7 @@ from torch.nn.functional import pad
 
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.dense_tile import visibility_tensors, visible_cells, without_qkv, working_dtype
+from multihead.kernels.plan.bounds import key_bounds
 from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
@@ -27,23 +33,77 @@ from multihead.scores.terms import add_sinks
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+MOST_CALLS = 8  # rectangles on CUDA; each is a call of about 30 microseconds
+WIDEST = 256  # columns of a head that FlashAttention supports
+# Only these names of PyTorch return and take the logsumexp.
+_forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+_forward_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+_backward_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     """Return why this kernel refuses a request, in one sentence; None if it accepts the request."""
-    if request.shape.device.type != "cpu":
-        return f"it calls PyTorch's fused CPU kernel, and the tensors are on {request.shape.device}"
+    device = request.shape.device
+    if device.type not in ("cpu", "cuda"):
+        return f"it calls PyTorch's fused kernels for the CPU and CUDA, and the tensors are on {device}"
     if is_traced():
         return "it reads tensor values, which is impossible in a graph or a transform of torch.func"
     if request.dropout:
-        return "PyTorch's fused CPU kernel has no dropout"
+        return "PyTorch's fused kernels are called without dropout"
     if request.softcap is not None:
         return "PyTorch's fused kernels have no softcap"
     if request.bias is not None and values_of(request.bias).requires_grad and torch.is_grad_enabled():
-        return "PyTorch's fused CPU kernel has no gradient for a bias"
+        return "PyTorch's fused kernels have no gradient for a bias"
+    return _refusal_on_cuda(request) if device.type == "cuda" else None
+
+
+def _refusal_on_cuda(request: AttentionRequest) -> str | None:
+    """Return why FlashAttention does not compute a request, in one sentence, or None."""
+    shape = request.shape
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention computes float16 and bfloat16, and the tensors are {str(shape.dtype).split('.')[-1]}"
+    if max(shape.head_dim, shape.value_dim) > WIDEST:
+        return f"FlashAttention's heads have at most {WIDEST} columns"
+    if _capability(shape.device) < (8, 0):
+        return "FlashAttention needs a device of compute capability 8.0"
+    if request.bias is not None:
+        return "FlashAttention has no bias"
+    if 0 in (shape.batch, shape.query_length, shape.key_length):
+        return "FlashAttention needs at least one sample, query and key"
+    bounds = _bounds_on_cpu(request)
+    if bounds is None:
+        return "its rectangles depend on tensors in the mask or query_start, which are not read on CUDA"
+    pieces = () if bounds.remainder is not None else cover_with_rectangles(bounds)
+    if bounds.remainder is not None or any(piece.kind == "partial" for piece in pieces):
+        return "FlashAttention has no such mask"
+    if len(pieces) > MOST_CALLS:
+        return (
+            f"the mask takes {len(pieces)} calls of FlashAttention, and at most {MOST_CALLS} are faster than one kernel"
+        )
     return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _bounds_on_cpu(request: AttentionRequest) -> KeyBounds | None:
+    """Compute the bounds of a request on CUDA from Python numbers; None where the mask or query_start holds tensors."""
+    if isinstance(request.query_start, Tensor) or request.mask.cache_key() is None:
+        return None
+    shape = request.shape
+    return key_bounds(
+        request.mask, queries=shape.query_length, keys=shape.key_length, query_start=request.query_start, device="cpu"
+    )
+
+
+def _rectangles_of(request: AttentionRequest, bounds: KeyBounds) -> tuple[Rectangle, ...]:
+    """Return the rectangles that cover the bounds of a request."""
+    known = bounds if request.shape.device.type == "cpu" else _bounds_on_cpu(request)
+    assert known is not None  # such a request is refused
+    return cover_with_rectangles(known, biased=request.bias is not None)
 
 
 def reads_int8(request: AttentionRequest) -> bool:
@@ -56,21 +116,20 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     if request.scale <= 0:
         # The fused kernel adds -inf before it scales: -inf * 0 is NaN, and -inf * -1 would show only hidden keys.
         request = replace(request, q=request.q * request.scale, scale=1.0)
-    cover = _RectangleCover(request, bounds, cover_with_rectangles(bounds, biased=request.bias is not None))
-    q, k, v = request.q, request.k, request.v
-    # The fused kernel needs equal dims. Zeros appended to q and k change no score; zeros appended to v are cut off the
-    # output.
-    missing = request.shape.head_dim - request.shape.value_dim
-    if missing > 0:
-        v = pad(v, (0, missing))
-    elif missing < 0:
-        q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    q, k, v = (_with_supported_layout(tensor) for tensor in (q, k, v))
+    cover = _RectangleCover(request, bounds, _rectangles_of(request, bounds))
+    # The fused kernels need equal dims, on CUDA multiples of 8. Zeros appended to q and k change no score; zeros
+    # appended to v are cut off the output.
+    width = max(request.shape.head_dim, request.shape.value_dim)
+    width += -width % 8 if request.shape.device.type == "cuda" else 0
+    q, k, v = (
+        _with_supported_layout(tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1])))
+        for tensor in (request.q, request.k, request.v)
+    )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, logsumexp = _FusedRectangles.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
     else:
         output, logsumexp = _attend_rectangles(q, k, v, cover)
-    if missing > 0:
+    if width > request.shape.value_dim:
         output = output[..., : request.shape.value_dim]
     if request.sinks is not None:
         output, logsumexp = add_sinks(output, logsumexp, request.sinks)
@@ -81,16 +140,23 @@ def _with_supported_layout(tensor: Tensor) -> Tensor:
     """Return a tensor (batch, heads, length, dim), copied if the fused kernel would misread its strides.
 
     The fused kernel assumes a last stride of 1, also for tensors that it allocates with the strides of its inputs; with
-    a stride of 0 the order of their axes would be undefined.
+    a stride of 0 the order of their axes would be undefined. On CUDA it reads 16 bytes at a time.
     """
     tensor = tensor.resolve_neg()
-    return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
+    aligned = not tensor.is_cuda or all(
+        number * tensor.itemsize % 16 == 0 for number in (tensor.storage_offset(), *tensor.stride()[:-1])
+    )
+    return (
+        tensor
+        if aligned and tensor.stride(-1) == 1 and 0 not in tensor.stride()
+        else tensor.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the scores computed, and the memory of output, logsumexp and the largest mask."""
     shape = request.shape
-    pieces = cover_with_rectangles(bounds, biased=request.bias is not None)
+    pieces = _rectangles_of(request, bounds)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
     cells = sum(_count_computed_cells(piece) * heads_samples[piece.sample is None] for piece in pieces)
     masked = max((piece.cells for piece in pieces if piece.kind == "partial"), default=0)
@@ -133,6 +199,11 @@ class _RectangleCover:
         samples, rows, columns = self.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
         return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
 
+    def is_whole(self, piece: Rectangle) -> bool:
+        """Whether a rectangle consists of all queries and keys of all samples."""
+        shape = self.request.shape
+        return (piece.sample, piece.rows, piece.columns) == (None, (0, shape.query_length), (0, shape.key_length))
+
     def needs_mask(self, piece: Rectangle) -> bool:
         """Whether a rectangle needs a dense additive mask."""
         return piece.kind == "partial" or self.request.bias is not None
@@ -162,7 +233,7 @@ def _attend_rectangles(q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover) 
     if only is not None and only.sample is None and only.rows == (0, shape.query_length):
         return _attend_rectangle(q, k, v, cover, only)
     output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # in this layout, heads merge without a copy
-    logsumexp = torch.full(size, -torch.inf, dtype=working_dtype(q.dtype)).transpose(1, 2)
+    logsumexp = torch.full(size, -torch.inf, dtype=working_dtype(q.dtype), device=q.device).transpose(1, 2)
     written: tuple[int | None, int] = (None, 0)  # sample index, and one past the last row written in this sample
     for piece in cover.pieces:
         part, part_logsumexp = _attend_rectangle(q, k, v, cover, piece)
@@ -182,10 +253,12 @@ def _attend_rectangle(
     q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover, piece: Rectangle
 ) -> tuple[Tensor, Tensor]:
     """Compute the output (samples, heads, rows, dim) and logsumexp (samples, heads, rows) of one rectangle."""
+    tensors, causal, scale = cover.slice_tensors(piece, q, k, v), piece.kind == "causal", cover.request.scale
+    if q.is_cuda:
+        output, logsumexp, *_ = _forward_on_cuda(*tensors, 0.0, causal, scale=scale)
+        return output, logsumexp
     mask = cover.additive_mask(piece)
-    output, logsumexp = _forward(
-        *cover.slice_tensors(piece, q, k, v), 0.0, piece.kind == "causal", attn_mask=mask, scale=cover.request.scale
-    )
+    output, logsumexp = _forward_on_cpu(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
     if mask is not None:
         # The fused kernel returns a logsumexp of 0.0 for a row without visible keys.
         logsumexp = logsumexp.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
@@ -213,48 +286,70 @@ class _FusedRectangles(torch.autograd.Function):
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, grad_output, grad_logsumexp)[:3], None)
         grad_output = None if grad_output is None else _with_supported_layout(grad_output)
         grad_logsumexp = None if grad_logsumexp is None else grad_logsumexp.resolve_neg()
-        # Gradients are accumulated in this dtype: half precision would lose small contributions of many rectangles.
-        dtype = working_dtype(q.dtype)
-        dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
         # For a row without keys, P = exp(-inf - L) is 0 for any finite L, and NaN for L = -inf.
         finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
-        if grad_output is not None:
-            _add_rectangle_gradients((dq, dk, dv), grad_output, (q, k, v, output), finite, ctx.cover)
+        dq, dk, dv = (
+            (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+            if grad_output is None
+            else _sum_rectangle_gradients(grad_output, (q, k, v, output), finite, ctx.cover)
+        )
         if grad_logsumexp is not None:
             # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): so an attention call with v
             # = k, and its gradient of v.
             weighted_keys, _ = _attend_rectangles(q, k, k, ctx.cover)
             g = grad_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
-            dq += g * weighted_keys
-            unused = torch.zeros_like(dq), torch.zeros_like(dk)
-            _add_rectangle_gradients((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
+            dq = dq.to(working_dtype(q.dtype)) + g * weighted_keys
+            of_keys = _sum_rectangle_gradients(g * q, (q, k, k, weighted_keys), finite, ctx.cover)[2]
+            dk = dk.to(working_dtype(q.dtype)) + of_keys
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 
 
-def _add_rectangle_gradients(
-    grads: tuple[Tensor, Tensor, Tensor],
+def _sum_rectangle_gradients(
     grad_output: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     logsumexp: Tensor,
     cover: _RectangleCover,
-) -> None:
-    """Add the gradients of each rectangle to `grads`, the gradients of q, k and v.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, summed over the rectangles.
 
     The logsumexp L is that of all keys of a query, so P = exp(s - L) are its attention weights.
     """
     q, k, v, output = tensors
+    if len(cover.pieces) == 1 and cover.is_whole(cover.pieces[0]):
+        return _rectangle_gradients(grad_output, tensors, logsumexp, cover, cover.pieces[0])
+    # Gradients are accumulated in this dtype: half precision would lose small contributions of many rectangles.
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=working_dtype(q.dtype)) for tensor in (q, k, v))
     for piece in cover.pieces:
         samples, rows, columns = cover.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
-        of_q, of_k, of_v = _backward(
-            grad_output[samples, :, rows],
-            *cover.slice_tensors(piece, q, k, v),
-            output[samples, :, rows],
-            logsumexp[samples, :, rows],
-            0.0,
-            piece.kind == "causal",
-            attn_mask=cover.additive_mask(piece),
-            scale=cover.request.scale,
-        )
-        grads[0][samples, :, rows] += of_q
-        grads[1][samples, :, columns] += of_k
-        grads[2][samples, :, columns] += of_v
+        of_q, of_k, of_v = _rectangle_gradients(grad_output, (q, k, v, output), logsumexp, cover, piece)
+        dq[samples, :, rows] += of_q
+        dk[samples, :, columns] += of_k
+        dv[samples, :, columns] += of_v
+    return dq, dk, dv
+
+
+def _rectangle_gradients(
+    grad_output: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    logsumexp: Tensor,
+    cover: _RectangleCover,
+    piece: Rectangle,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of one rectangle."""
+    q, k, v, output = tensors
+    samples, rows = cover.sample_slice(piece), slice(*piece.rows)
+    given = (
+        _with_supported_layout(grad_output[samples, :, rows]),
+        *cover.slice_tensors(piece, q, k, v),
+        output[samples, :, rows],
+        logsumexp[samples, :, rows],
+    )
+    causal, scale = piece.kind == "causal", cover.request.scale
+    if not q.is_cuda:
+        found = _backward_on_cpu(*given, 0.0, causal, attn_mask=cover.additive_mask(piece), scale=scale)
+        return cast("tuple[Tensor, Tensor, Tensor]", found)
+    seed = q.new_empty(0, dtype=torch.int64)  # of a dropout that is not there
+    sizes = piece.rows[1] - piece.rows[0], piece.columns[1] - piece.columns[0]
+    given = (*given[:5], given[5].contiguous())
+    found = _backward_on_cuda(*given, None, None, *sizes, 0.0, causal, seed, seed, scale=scale)
+    return cast("tuple[Tensor, Tensor, Tensor]", found)

@@ -23,11 +23,9 @@ from multihead.layer.cache import KeyValueCache
 from multihead.layer.cache.cache import ProjectedMemory
 from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_packed
 from multihead.layer.sharding import LocalLayer, ShardableLayer, local_heads
-from multihead.masks import Full, Mask
+from multihead.masks import Mask
 from multihead.masks.base import check_is_mask
 from multihead.scores.bias import Bias, RelativeBias
-
-_FULL = Full()
 
 
 class InputWidths(NamedTuple):
@@ -78,7 +76,7 @@ class LayerCall:
     x: Tensor
     memory: Tensor | None = None
     values: Tensor | None = None
-    mask: Mask = _FULL
+    mask: Mask = field(kw_only=True)  # no default: torch 2.11 cannot compile a constructor whose default is a mask
     bias: Bias | None = None
     lengths: Sequence[int] | Tensor | None = None
     memory_lengths: Sequence[int] | Tensor | None = None

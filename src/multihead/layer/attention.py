@@ -465,7 +465,8 @@ class MultiHeadAttention(nn.Module):
         skipped  ...% of the score matrix; its intervals hide 27.8%
         memory   about ... besides q, k and v
         """
-        unknown = {name: given for name, given in arguments.items() if name not in LayerCall.__match_args__}
+        arguments = {"mask": _FULL, **arguments}
+        unknown = {name: given for name, given in arguments.items() if name not in (*LayerCall.__match_args__, "mask")}
         if unknown:
             raise_unknown_keywords(MultiHeadAttention.forward, unknown, LAYER_REPLACEMENTS)
         call = LayerCall(x, memory, values, **arguments)
