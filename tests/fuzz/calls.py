@@ -156,7 +156,8 @@ class Drawn:
         bias = draw.normal("bias", *shape).to(self.dtype)
         if draw.has("hiding bias", 0.3):
             bias = bias.masked_fill(draw.cells("hiding bias", shape, 0.4), -torch.inf)
-        if draw.has("huge bias", 0.3) and bias.numel():
+        # flex_attention has room for biases up to 2.2e38.
+        if not ELSEWHERE and draw.has("huge bias", 0.3) and bias.numel():
             random = draw.stream("huge bias")
             info = torch.finfo(self.dtype)
             value = random.choice((info.min, info.min, -0.88 * info.max, 0.88 * info.max, -1e4, 1e4))

@@ -42,12 +42,12 @@ def drawn(queries: int, keys: int, *, dim: int, dtype: torch.dtype, heads: int =
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kernel", ["flex", "sdpa"])
 def test_output_logsumexp_and_gradients_of_every_kind_of_mask(name: str, dtype: torch.dtype, kernel: str) -> None:
-    """FlashAttention takes half precision and masks of few rectangles, and flex_attention all."""
+    """PyTorch's fused kernels take full and causal attention, in float32 without groups, and flex_attention all."""
     dim = {torch.float32: 32, torch.bfloat16: 128, torch.float16: 20}[dtype]
-    given = drawn(300, 300, dim=dim, dtype=dtype)
-    flashes = dtype != torch.float32 and name not in ("window", "no interval")
-    assert mh.explain(*given, mask=MASKS[name]).kernel == ("sdpa" if flashes else "flex")
-    if kernel == "sdpa" and not flashes:
+    given = drawn(300, 300, dim=dim, dtype=dtype, kv_heads=4 if dtype == torch.float32 else 2)
+    fused = name in ("full", "causal")
+    assert mh.explain(*given, mask=MASKS[name]).kernel == ("sdpa" if fused else "flex")
+    if kernel == "sdpa" and not fused:
         return
     found = mh.attention_with_logsumexp(*given, mask=MASKS[name], kernel=kernel)
     doubled = [each.detach().double().cpu().requires_grad_() for each in given]
@@ -161,14 +161,15 @@ def test_packed_texts_give_what_padded_ones_give() -> None:
 
 
 def test_second_derivatives_are_those_of_the_reference_kernel() -> None:
-    given = [each.requires_grad_() for each in drawn(20, 20, dim=16, dtype=torch.float32)]
+    given = drawn(20, 20, dim=16, dtype=torch.float32, kv_heads=4)
 
     def twice(kernel: str) -> tuple[Tensor, ...]:
         output = mh.attention(*given, mask=masks.Causal(), kernel=kernel)
         first = torch.autograd.grad(output.square().sum(), given, create_graph=True)
         return torch.autograd.grad(sum(each.square().sum() for each in first), given)
 
-    for one, other in zip(twice("flex"), twice("reference"), strict=True):
+    for one, two, other in zip(*map(twice, ("flex", "sdpa", "reference")), strict=True):
+        torch.testing.assert_close(two, other, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
@@ -198,7 +199,8 @@ def test_a_model_on_the_gpu_gives_what_it_gives_on_the_cpu() -> None:
         with mh.use(there) as used:
             found = there(ids.to(CUDA)).logits.cpu()
             written = there.generate(ids.to(CUDA), max_new_tokens=8, do_sample=False)
-            assert [each.kernel for each in used.explain(input_ids=ids.to(CUDA)).values()] == ["flex", "flex"]
+            explained = used.explain(input_ids=ids.to(CUDA)).values()
+        assert [each.kernel for each in explained] == ["flex", "flex"]  # grouped heads in float32
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
     assert torch.equal(written.cpu(), model.generate(ids, max_new_tokens=8, do_sample=False))
 

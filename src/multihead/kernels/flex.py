@@ -279,16 +279,7 @@ def _call_flex_attention(
 @cache
 def _compiled_flex_attention() -> Callable[..., tuple[Tensor, Tensor]]:
     # With fullgraph it raises instead of silently falling back to eager code that holds queries x keys.
-    return torch.compile(_call_flex_attention, fullgraph=True, backend=_compile_without_donating)
-
-
-def _compile_without_donating(graph: Any, inputs: Any) -> Any:
-    """Compile by Inductor, with a backward pass that may run twice: by default it overwrites what it was given."""
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-
-    with config.patch(donated_buffer=False):
-        return compile_fx(graph, inputs)
+    return torch.compile(_call_flex_attention, fullgraph=True)
 
 
 def _run_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -344,56 +335,51 @@ def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) 
     q, k, v = request.q, request.k, request.v
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return _output_and_logsumexp(request, bounds, _run_compiled)
-    entered: tuple[Tensor, Tensor, Tensor] = _InputsOfDoubleBackward.apply(q, k, v)  # type: ignore[no-untyped-call]
-    inside = replace(request, q=entered[0], k=entered[1], v=entered[2])
-    output, logsumexp = _output_and_logsumexp(inside, bounds, _run_compiled)
-    left: tuple[Tensor, Tensor] = _ResultsOfDoubleBackward.apply(  # type: ignore[no-untyped-call]
-        output, logsumexp, q, k, v, without_qkv(request), bounds
-    )
-    return left
+    found: tuple[Tensor, Tensor] = _CompiledFlex.apply(q, k, v, without_qkv(request), bounds)  # type: ignore[no-untyped-call]
+    return found
 
 
-class _InputsOfDoubleBackward(torch.autograd.Function):
-    """Identity on q, k and v; its backward returns the gradients, or None under create_graph=True."""
+class _CompiledFlex(torch.autograd.Function):
+    """The compiled flex_attention, whose own backward pass runs only once, and has no second derivative.
 
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None for _ in gradients) if torch.is_grad_enabled() else gradients
-
-
-class _ResultsOfDoubleBackward(torch.autograd.Function):
-    """Identity on output and logsumexp, whose double backward is computed by the reference kernel."""
+    The first backward pass is the compiled one. A second one of the same call, after `retain_graph=True`, compiles
+    and computes the forward pass again, and a double backward is computed by the reference kernel.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        logsumexp: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        request: AttentionRequest,
-        bounds: KeyBounds,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, bounds: KeyBounds
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
         ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks are added after this function
+        ctx.compiled = _compute_with_graph(ctx.request, bounds, (q, k, v))
         ctx.set_materialize_grads(False)
-        return output.detach(), logsumexp.detach()  # not views: autograd forbids in-place writes to a Function's views
+        output, logsumexp = ctx.compiled[1]
+        return output.detach(), logsumexp.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return grad_output, grad_logsumexp, *(None,) * 5
         q, k, v = ctx.saved_tensors
-        request = replace(ctx.request, q=q, k=k, v=v)
-        gradients = differentiable_gradients("flex", request, ctx.bounds, grad_output, grad_logsumexp)[:3]
-        nothing = (None if of is None else torch.zeros_like(of) for of in (grad_output, grad_logsumexp))
-        return *nothing, *gradients, None, None
+        if torch.is_grad_enabled():
+            request = replace(ctx.request, q=q, k=k, v=v)
+            found = differentiable_gradients("flex", request, ctx.bounds, grad_output, grad_logsumexp)[:3]
+            return *found, None, None
+        leaves, results = ctx.compiled or _compute_with_graph(ctx.request, ctx.bounds, (q, k, v))
+        ctx.compiled = None
+        pairs = [pair for pair in zip(results, (grad_output, grad_logsumexp), strict=True) if pair[1] is not None]
+        wanted = [leaf for leaf, needed in zip(leaves, ctx.needs_input_grad, strict=False) if needed]
+        grads = iter(torch.autograd.grad([pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs]))
+        return *(next(grads) if needed else None for needed in ctx.needs_input_grad[:3]), None, None
+
+
+def _compute_with_graph(
+    request: AttentionRequest, bounds: KeyBounds, tensors: tuple[Tensor, Tensor, Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Compute flex_attention of q, k and v with a graph of its own; return its leaves, and output and logsumexp."""
+    with torch.enable_grad():
+        leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+        inside = replace(request, q=leaves[0], k=leaves[1], v=leaves[2])
+        return leaves, _output_and_logsumexp(inside, bounds, _run_compiled)
 
 
 @constant_in_graphs

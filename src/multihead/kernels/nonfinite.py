@@ -45,14 +45,12 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     fits = can_read_values(request.shape.device) and not may_overflow(request)
     if fits and not any(bool(bad.any()) for bad in (bad_numbers, bad_sinks) if bad is not None):
         return request, None
-    bad_queries = ~torch.isfinite(q.detach()).all(-1)  # (batch, heads, queries)
-    bad_keys = ~(torch.isfinite(k.detach()).all(-1) & torch.isfinite(v.detach()).all(-1))  # (batch, kv_heads, keys)
-    cleaned = replace(
-        request,
-        q=q.masked_fill(bad_queries[..., None], 0),
-        k=k.masked_fill(bad_keys[..., None], 0),
-        v=v.masked_fill(bad_keys[..., None], 0),
-    )
+    bad_queries = _has_nonfinite(q)  # (batch, heads, queries)
+    bad_keys = _has_nonfinite(k) | _has_nonfinite(v)  # (batch, kv_heads, keys)
+    cleaned = replace(request, v=v.masked_fill(bad_keys[..., None], 0))
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if trains or request.shape.device.type != "cuda":  # the kernels for CUDA overwrite hidden scores, also a NaN
+        cleaned = replace(cleaned, q=q.masked_fill(bad_queries[..., None], 0), k=k.masked_fill(bad_keys[..., None], 0))
     bad_bias = None
     if bias is not None and bad_numbers is not None:
         cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
@@ -63,6 +61,14 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
         cleaned = replace(cleaned, sinks=request.sinks.masked_fill(bad_sinks, 0))
         bad_queries = bad_queries | bad_sinks[:, None]
     return cleaned, (bad_queries & sees_any) | _queries_seeing_nonfinite(cleaned, bounds, bad_keys, bad_bias)
+
+
+def _has_nonfinite(tensor: Tensor) -> Tensor:
+    """Return which rows of (batch, heads, length, dim) hold NaN or inf; each number is read once."""
+    if not tensor.shape[-1]:
+        return torch.zeros(tensor.shape[:-1], dtype=torch.bool, device=tensor.device)
+    lowest, largest = torch.aminmax(tensor.detach(), dim=-1)
+    return ~(lowest.isfinite() & largest.isfinite())
 
 
 def _is_nan_or_positive_inf(numbers: Tensor) -> Tensor:

@@ -7,21 +7,21 @@ rectangles: with the logsumexp of the whole row, the weights of each rectangle a
 of the logsumexp is an attention whose values are the keys. Value dims that differ from head dims are padded with zeros,
 which change no score; sinks multiply the output by sigmoid(L - sink), where L is the logsumexp of the row.
 
-On CUDA the fused kernel is FlashAttention, in half precision and without masks. There the rectangles are computed on
-the CPU from a mask whose values are Python numbers, so that a call waits for no value of the device, and a mask that
-needs more than MOST_CALLS of them is computed by flex_attention.
+On CUDA a call is computed if its mask is one rectangle of all queries: full or causal attention, a decoding step. It is
+known from Python numbers, so that no call waits for a value of the device. Other masks take several calls there, and
+flex_attention is faster than them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from multihead.kernels import fused
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.dense_tile import visibility_tensors, visible_cells, without_qkv, working_dtype
 from multihead.kernels.plan.bounds import key_bounds
@@ -33,13 +33,6 @@ from multihead.scores.terms import add_sinks
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
-MOST_CALLS = 8  # rectangles on CUDA; each is a call of about 30 microseconds
-WIDEST = 256  # columns of a head that FlashAttention supports
-# Only these names of PyTorch return and take the logsumexp.
-_forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
-_forward_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
-_backward_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -59,34 +52,20 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 
 def _refusal_on_cuda(request: AttentionRequest) -> str | None:
-    """Return why FlashAttention does not compute a request, in one sentence, or None."""
-    shape = request.shape
-    if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashAttention computes float16 and bfloat16, and the tensors are {str(shape.dtype).split('.')[-1]}"
-    if max(shape.head_dim, shape.value_dim) > WIDEST:
-        return f"FlashAttention's heads have at most {WIDEST} columns"
-    if _capability(shape.device) < (8, 0):
-        return "FlashAttention needs a device of compute capability 8.0"
+    """Return why PyTorch's fused kernels on CUDA do not compute a request, in one sentence, or None."""
     if request.bias is not None:
-        return "FlashAttention has no bias"
-    if 0 in (shape.batch, shape.query_length, shape.key_length):
-        return "FlashAttention needs at least one sample, query and key"
+        return "PyTorch's fused CUDA kernels are called without a bias"
+    reason = fused.refusal_on_cuda(request.shape)
+    if reason is not None:
+        return reason
     bounds = _bounds_on_cpu(request)
     if bounds is None:
-        return "its rectangles depend on tensors in the mask or query_start, which are not read on CUDA"
+        return "the mask or query_start holds tensors, which are not read on CUDA"
     pieces = () if bounds.remainder is not None else cover_with_rectangles(bounds)
-    if bounds.remainder is not None or any(piece.kind == "partial" for piece in pieces):
-        return "FlashAttention has no such mask"
-    if len(pieces) > MOST_CALLS:
-        return (
-            f"the mask takes {len(pieces)} calls of FlashAttention, and at most {MOST_CALLS} are faster than one kernel"
-        )
+    whole = len(pieces) == 1 and pieces[0].sample is None and pieces[0].rows == (0, request.shape.query_length)
+    if not whole or pieces[0].kind == "partial":
+        return "PyTorch's fused CUDA kernels have no such mask"
     return None
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _bounds_on_cpu(request: AttentionRequest) -> KeyBounds | None:
@@ -122,7 +101,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     width = max(request.shape.head_dim, request.shape.value_dim)
     width += -width % 8 if request.shape.device.type == "cuda" else 0
     q, k, v = (
-        _with_supported_layout(tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1])))
+        fused.with_supported_layout(tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1])))
         for tensor in (request.q, request.k, request.v)
     )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -134,23 +113,6 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     if request.sinks is not None:
         output, logsumexp = add_sinks(output, logsumexp, request.sinks)
     return AttentionResult(output, logsumexp)
-
-
-def _with_supported_layout(tensor: Tensor) -> Tensor:
-    """Return a tensor (batch, heads, length, dim), copied if the fused kernel would misread its strides.
-
-    The fused kernel assumes a last stride of 1, also for tensors that it allocates with the strides of its inputs; with
-    a stride of 0 the order of their axes would be undefined. On CUDA it reads 16 bytes at a time.
-    """
-    tensor = tensor.resolve_neg()
-    aligned = not tensor.is_cuda or all(
-        number * tensor.itemsize % 16 == 0 for number in (tensor.storage_offset(), *tensor.stride()[:-1])
-    )
-    return (
-        tensor
-        if aligned and tensor.stride(-1) == 1 and 0 not in tensor.stride()
-        else tensor.clone(memory_format=torch.contiguous_format)
-    )
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
@@ -253,12 +215,10 @@ def _attend_rectangle(
     q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover, piece: Rectangle
 ) -> tuple[Tensor, Tensor]:
     """Compute the output (samples, heads, rows, dim) and logsumexp (samples, heads, rows) of one rectangle."""
-    tensors, causal, scale = cover.slice_tensors(piece, q, k, v), piece.kind == "causal", cover.request.scale
-    if q.is_cuda:
-        output, logsumexp, *_ = _forward_on_cuda(*tensors, 0.0, causal, scale=scale)
-        return output, logsumexp
     mask = cover.additive_mask(piece)
-    output, logsumexp = _forward_on_cpu(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
+    output, logsumexp = fused.forward(
+        *cover.slice_tensors(piece, q, k, v), causal=piece.kind == "causal", mask=mask, scale=cover.request.scale
+    )
     if mask is not None:
         # The fused kernel returns a logsumexp of 0.0 for a row without visible keys.
         logsumexp = logsumexp.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
@@ -284,7 +244,6 @@ class _FusedRectangles(torch.autograd.Function):
             # The code below is not differentiable: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added after this function
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, grad_output, grad_logsumexp)[:3], None)
-        grad_output = None if grad_output is None else _with_supported_layout(grad_output)
         grad_logsumexp = None if grad_logsumexp is None else grad_logsumexp.resolve_neg()
         # For a row without keys, P = exp(-inf - L) is 0 for any finite L, and NaN for L = -inf.
         finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
@@ -338,18 +297,12 @@ def _rectangle_gradients(
     """Return the gradients of q, k and v of one rectangle."""
     q, k, v, output = tensors
     samples, rows = cover.sample_slice(piece), slice(*piece.rows)
-    given = (
-        _with_supported_layout(grad_output[samples, :, rows]),
+    return fused.backward(
+        grad_output[samples, :, rows],
         *cover.slice_tensors(piece, q, k, v),
         output[samples, :, rows],
         logsumexp[samples, :, rows],
+        causal=piece.kind == "causal",
+        mask=cover.additive_mask(piece),
+        scale=cover.request.scale,
     )
-    causal, scale = piece.kind == "causal", cover.request.scale
-    if not q.is_cuda:
-        found = _backward_on_cpu(*given, 0.0, causal, attn_mask=cover.additive_mask(piece), scale=scale)
-        return cast("tuple[Tensor, Tensor, Tensor]", found)
-    seed = q.new_empty(0, dtype=torch.int64)  # of a dropout that is not there
-    sizes = piece.rows[1] - piece.rows[0], piece.columns[1] - piece.columns[0]
-    given = (*given[:5], given[5].contiguous())
-    found = _backward_on_cuda(*given, None, None, *sizes, 0.0, causal, seed, seed, scale=scale)
-    return cast("tuple[Tensor, Tensor, Tensor]", found)

@@ -16,6 +16,7 @@ from torch import Tensor
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import KeyBounds, Mask, check_is_mask
 from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.tensors.tracing import is_traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class LeadingKeys(Mask):
         """Extend the intervals of `mask` to the leading keys; if this leaves gaps, the mask becomes the remainder."""
         keys = call.keys - self.count
         # If a span of this mask was selected, its keys may all be leading keys.
-        if call.readable and not isinstance(keys, Tensor) and keys <= 0:
+        if not is_traced() and not isinstance(keys, Tensor) and keys <= 0:
             nothing = torch.zeros_like(call.positions)
             return KeyBounds(nothing, nothing + call.keys)
         inner = self.mask.bounds(CallPositions(call.positions - self.count, keys, call.readable))
