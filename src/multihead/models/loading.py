@@ -149,19 +149,19 @@ class LoadedModel:
         return max_tokens(self)
 
     @property
-    def reader(self) -> nn.Module:
+    def encoder_or_model(self) -> nn.Module:
         """The encoder of an encoder-decoder model, else the model."""
         model: Any = self.model
         encoder: nn.Module = model.get_encoder() if self.has_decoder else model
         return encoder
 
     def arguments(self, encoded: EncodedText) -> dict[str, Tensor]:
-        """Return the arguments with which to call `reader` on a text."""
+        """Return the arguments with which to call `encoder_or_model` on a text."""
         device = next(self.model.parameters()).device
         return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
 
     def audio_arguments(self, samples: NDArray[np.float32], rate: int) -> dict[str, Tensor]:
-        """Return the arguments with which to call `reader` on audio.
+        """Return the arguments with which to call `encoder_or_model` on audio.
 
         Args:
             samples: (samples,), from -1 to 1.
