@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from logging import CRITICAL
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -69,31 +69,15 @@ _HEADS: dict[OutputHead, _Head] = {
 }
 
 
-class DescribedModel(Protocol):
-    """A model as its configuration and its tokenizer describe it, before or after its weights are loaded."""
-
-    @property
-    def name(self) -> str:
-        """The MODEL argument."""
-
-    @property
-    def title(self) -> str:
-        """A short name to show."""
-
-    @property
-    def config(self) -> Any:
-        """The configuration of transformers."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers, or None where the model has none."""
-
-
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
-    """A model whose weights are not loaded yet, see `DescribedModel`.
+    """A model whose weights are not loaded yet.
 
     Attributes:
+        name: the MODEL argument.
+        title: a short name to show.
+        config: the configuration of transformers.
+        tokenizer: the tokenizer of transformers, or None where the model has none.
         found: what the MODEL argument names.
         source: the arguments of `from_pretrained`.
         generates: whether it was saved with the head that generates the text of a decoder.
@@ -181,6 +165,10 @@ class LoadedModel:
             )
         features = self.feature_extractor(samples, sampling_rate=rate, return_tensors="pt")["input_features"]
         return {"input_features": features.to(next(self.model.parameters()))}
+
+
+DescribedModel: TypeAlias = ModelDescription | LoadedModel
+"""A model as its configuration and its tokenizer describe it, before or after its weights are loaded."""
 
 
 @dataclass(frozen=True, eq=False)
