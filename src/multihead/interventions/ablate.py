@@ -20,7 +20,6 @@ from multihead.interventions.heads import Head, HeadKey, attention_layers, resol
 from multihead.interventions.means import HeadMeans, Over, head_means
 from multihead.interventions.replacements import Mean, Replacement, Resampled, Scaled
 from multihead.kernels.head_changes import mark
-from multihead.layer.sharding import rank_heads
 from multihead.models.guarded_cache import guard_caches
 
 By = Literal["zero", "mean", "resample"]
@@ -275,8 +274,7 @@ class _Run:
                         )
         if not chosen:
             return None
-        origin = call.request.origin
-        if origin is not None and rank_heads(origin.layer, call.request.shape.head_dim) is not None:
+        if call.has_split_heads:
             raise ModelError(
                 f"The heads of {call.name} are split over ranks, where heads cannot be switched off.",
                 "Run the model on one process.",
