@@ -123,7 +123,8 @@ def means_of_split_heads(group: Any, rank: int, name: str) -> str:
 @pytest.mark.parametrize(("name", "layer"), [("own", "0"), ("llama", "model.layers.0.self_attn")])
 def test_means_where_heads_are_split_are_an_error(four: Processes, name: str, layer: str) -> None:
     sentence = (
-        f"The heads of {layer} are split over ranks, where their means cannot be computed. Run the model on one process."
+        f"The heads of {layer} are split over ranks, where their means cannot be computed. Run the model on one "
+        "process."
     )
     assert four.results(means_of_split_heads, name, ranks=2) == [sentence] * 2
 
