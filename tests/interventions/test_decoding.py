@@ -157,6 +157,18 @@ def test_queries_of_cross_attention_of_this_library_are_counted_through_a_cache(
             equal(padded[1:, columns], model(x[1:, columns], memory[1:]))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("padding", "changed"), [({}, 1), ({"lengths": (6, 3), "padding_side": "left"}, 4)])
+def test_cross_attention_of_this_library_counts_columns_without_the_lengths_of_its_queries(
+    padding: dict[str, Any], changed: int
+) -> None:
+    layer, x, memory = mh.MultiHeadAttention(8, num_heads=2), torch.randn(2, 6, 8), torch.randn(2, 4, 8)
+    before = layer(x, memory, memory_lengths=(4, 3), **padding)
+    with mh.ablate(layer, "L0 H1", positions=1):
+        after = layer(x, memory, memory_lengths=(4, 3), **padding)
+    assert (after != before).any(-1)[1].nonzero().flatten().tolist() == [changed]
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", DECODERS)

@@ -54,7 +54,7 @@ def ablate(
         by: what replaces the output: "zero"; "mean", the head's mean output over a reference; "resample", its output
             at the same position of another text in the batch.
         positions: the tokens whose output is replaced, counted from the first token of each text without padding, as
-            an int, ints or a slice; None for all.
+            an int, ints or a slice; None for all. Cross-attention of `MultiHeadAttention` needs `lengths=` for this.
         samples: the texts of each batch whose heads are switched off, by index; None for all.
         reference: for "mean", batches of the model's inputs, or the result of `head_means`.
         mean_over: "text" takes a mean of the first tokens of the reference's texts and one of all other tokens, because
