@@ -70,10 +70,21 @@ def cpu_ratio(ours: Callable[[], object], rival: Callable[[], object], *, pairs:
     return Ratio.of([1 / (seconds(ours) / seconds(rival)) for _ in range(pairs)])
 
 
+class Benchmark(click.Command):
+    """A command that names the machine before it runs; its --help does not."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Print the machine, and run."""
+        print(machine_line())
+        return super().invoke(ctx)
+
+
 @click.group(epilog=EXAMPLES_OF_USE)
 def main() -> None:
     """Measure a census."""
-    print(machine_line())
+
+
+main.command_class = Benchmark
 
 
 @main.command()

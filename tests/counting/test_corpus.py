@@ -13,7 +13,7 @@ import pytest
 from pyarrow import feather
 
 from multihead.counting import corpus
-from multihead.counting.corpus import divide_into_shards, file_sizes, file_versions, find_files
+from multihead.counting.corpus import Version, divide_into_shards, find_files, sizes_and_versions
 from multihead.counting.formats import Shard, rows_of_shard
 from multihead.errors import InputError
 from tests.counting.tiny import jsonl, random_texts
@@ -23,7 +23,7 @@ TEXTS = random_texts(60)
 
 def read(file: str, *, shard_bytes: int | None = None) -> tuple[list[Shard], list[str | None]]:
     """Return the shards of a file in the order of its rows, and the texts of all of them."""
-    shards = sorted(divide_into_shards(file_sizes([file]), "text", shard_bytes=shard_bytes))
+    shards = sorted(divide_into_shards(sizes_and_versions([file])[0], "text", shard_bytes=shard_bytes))
     return shards, [row.text for shard in shards for row in rows_of_shard(shard, "text")]
 
 
@@ -48,7 +48,7 @@ class TestShards:
     def test_record_batches_are_not_divided(self, tmp_path: Path) -> None:
         file = str(tmp_path / "texts.arrow")
         feather.write_feather(pa.table({"text": TEXTS}), file, chunksize=10)
-        size = file_sizes([file])[file]
+        size = sizes_and_versions([file])[0][file]
         assert size is not None
         for shard_bytes, batches in ((1, [1] * 6), (-(-size // 3), [2, 2, 2]), (size // 2 + 1, [3, 3]), (None, [6])):
             shards, found = read(file, shard_bytes=shard_bytes)
@@ -101,7 +101,7 @@ class TestFiles:
 
     def test_a_missing_file_is_one_shard_that_cannot_be_read(self, tmp_path: Path) -> None:
         there, gone = jsonl(tmp_path / "a.jsonl", TEXTS), str(tmp_path / "gone.parquet")
-        shards = divide_into_shards(file_sizes(find_files([there, gone])), "text")
+        shards = divide_into_shards(sizes_and_versions(find_files([there, gone]))[0], "text")
         assert [shard.file for shard in shards] == [there, gone]
         with pytest.raises(FileNotFoundError):
             list(rows_of_shard(shards[1], "text"))
@@ -116,28 +116,32 @@ class TestFiles:
             find_files([str(tmp_path)])
 
 
+def version_of(file: str) -> Version:
+    return sizes_and_versions([file])[1][file]
+
+
 class TestVersions:
     def test_a_file_that_is_not_touched_keeps_its_own(self, tmp_path: Path) -> None:
         file = jsonl(tmp_path / "texts.jsonl", TEXTS)
-        assert file_versions([file]) == file_versions([file])
+        assert version_of(file) == version_of(file)
 
     @pytest.mark.parametrize("place", [0, -1])
     def test_the_first_and_the_last_byte_count_if_the_time_is_the_same(self, tmp_path: Path, place: int) -> None:
         file = Path(jsonl(tmp_path / "texts.jsonl", TEXTS * 20))
-        before, content = file_versions([str(file)])[str(file)], bytearray(file.read_bytes())
+        before, content = version_of(str(file)), bytearray(file.read_bytes())
         time = file.stat().st_mtime_ns
         content[place] ^= 1
         file.write_bytes(content)
         os.utime(file, ns=(time, time))
-        after = file_versions([str(file)])[str(file)]
+        after = version_of(str(file))
         assert after.written == before.written
         assert after.ends != before.ends
 
     def test_the_time_counts_if_the_ends_are_the_same(self, tmp_path: Path) -> None:
         file = jsonl(tmp_path / "texts.jsonl", TEXTS)
-        before = file_versions([file])[file]
+        before = version_of(file)
         os.utime(file, (1, 1))
-        after = file_versions([file])[file]
+        after = version_of(file)
         assert (after.written, after.ends) == ("1970-01-01T00:00:01+00:00", before.ends)
         assert before.written != after.written
 
@@ -147,9 +151,17 @@ class TestVersions:
         for _ in range(2):
             with fsspec.open(name, "w") as file:
                 file.write("w1")
-            found.append(file_versions([name])[name])
+            found.append(version_of(name))
         assert found[0].ends == found[1].ends
         assert found[0].written != found[1].written
 
-    def test_a_file_that_cannot_be_read_has_none(self, tmp_path: Path) -> None:
-        assert file_versions([str(tmp_path / "gone.txt")]) == {}
+    def test_a_file_that_cannot_be_read_has_none_and_no_size(self, tmp_path: Path) -> None:
+        gone = str(tmp_path / "gone.txt")
+        assert sizes_and_versions([gone]) == ({gone: None}, {})
+
+    def test_a_file_whose_server_does_not_know_its_size_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        name = "memory://versions/unknown.txt"
+        with fsspec.open(name, "w") as file:
+            file.write("w1")
+        monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", lambda _, path: {"name": path, "size": None})
+        assert sizes_and_versions([name]) == ({name: None}, {})

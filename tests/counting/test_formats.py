@@ -16,7 +16,7 @@ import pytest
 from pyarrow import csv, feather
 
 from multihead.counting import formats
-from multihead.counting.corpus import divide_into_shards, file_sizes, find_files
+from multihead.counting.corpus import divide_into_shards, find_files, sizes_and_versions
 from multihead.counting.formats import Row, Shard, rows_of_shard
 from multihead.errors import InputError
 from tests.counting.tiny import random_texts
@@ -28,7 +28,7 @@ TRICKY = ["plain", 'a "quoted" word', "comma, comma", "naïve 注意力 🙂", "
 
 def read(file: str, *, shard_bytes: int | None = None) -> list[Row]:
     """Return the rows of a file, shard by shard in the order of its rows."""
-    shards = sorted(divide_into_shards(file_sizes([file]), "text", shard_bytes=shard_bytes))
+    shards = sorted(divide_into_shards(sizes_and_versions([file])[0], "text", shard_bytes=shard_bytes))
     return [row for shard in shards for row in rows_of_shard(shard, "text")]
 
 
@@ -117,7 +117,7 @@ class TestEveryFormat:
         for number in (100, 400):
             file = tmp_path / f"{number}-{name}"
             file.write_bytes(FORMATS[name](["w1 " * 1000] * number, "text"))
-            shards = divide_into_shards(file_sizes([str(file)]), "text")
+            shards = divide_into_shards(sizes_and_versions([str(file)])[0], "text")
             tracemalloc.start()
             try:
                 assert sum(row.text is not None for shard in shards for row in rows_of_shard(shard, "text")) == number
@@ -255,7 +255,8 @@ class TestFilesThatAreRefused:
         content = FORMATS[name.removesuffix(".gz")](TEXTS, "text").decode().encode(encoding)
         file = tmp_path / name
         file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-        (shard,) = divide_into_shards(file_sizes([str(file)]), "text", shard_bytes=100)  # one that fails, not each
+        sizes, _ = sizes_and_versions([str(file)])
+        (shard,) = divide_into_shards(sizes, "text", shard_bytes=100)  # one that fails, not each
         sentence = f"{file} is no text in UTF-8. Convert it to UTF-8."
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
             list(rows_of_shard(shard, "text"))
@@ -264,7 +265,7 @@ class TestFilesThatAreRefused:
     def test_another_format_than_the_suffix_says(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / "texts.txt"
         file.write_bytes(FORMATS[name](TEXTS, "text"))
-        (shard,) = divide_into_shards(file_sizes([str(file)]), "text", shard_bytes=100)
+        (shard,) = divide_into_shards(sizes_and_versions([str(file)])[0], "text", shard_bytes=100)
         suffix = Path(name).suffix
         sentence = f"{file} begins as files with the suffix {suffix} do. Add {suffix} to its name."
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):

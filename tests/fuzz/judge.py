@@ -63,6 +63,7 @@ class Rows:
             scores of a million and more, whose roundings change weights when the backward pass computes them again;
             what comes out is judged, and gradients are not.
         large: holds so large numbers in q, k or v.
+        roundings: (batch, heads, queries, keys) float64, by how many roundings each scaled product is off.
     """
 
     visible: Tensor
@@ -71,6 +72,7 @@ class Rows:
     free: Tensor
     heavy: Tensor
     large: Tensor
+    roundings: Tensor
 
     @property
     def judged(self) -> Tensor:
@@ -129,7 +131,8 @@ def rows_of(call: Call) -> Rows:
         over = over | ~(total <= 0.88 * largest).all(-1, keepdim=True)
     nan = nan | (visible & bad_key[:, :, None]).any(-1)
     large = heavy = heavy | (visible & large_key[:, :, None]).any(-1)
-    heavy = heavy | (visible & (score_eps(call) * roundings_of_products(call) > FUZZY)).any(-1)
+    roundings = roundings_of_products(call)
+    heavy = heavy | (visible & (score_eps(call) * roundings > FUZZY)).any(-1)
     if bias is not None:
         nan = nan | (visible & ~bias.isfinite()).any(-1)
         over = over | (visible & (bias.abs() > 0.1 * largest) & (magnitude > 1e-8 * limit))
@@ -143,7 +146,7 @@ def rows_of(call: Call) -> Rows:
         sees_one = some & ~over.any(-1)  # where every score overflows to -inf, there may be none
         nan = nan | (sees_one & (sinks.isnan() | (sinks == torch.inf)))
         heavy = heavy | (some & (sinks.abs() > FAR))
-    return Rows(visible, ~some, nan, over.any(-1) & ~nan, heavy, large)
+    return Rows(visible, ~some, nan, over.any(-1) & ~nan, heavy, large, roundings)
 
 
 def score_eps(call: Call) -> float:
@@ -245,7 +248,7 @@ def _add_bands(
     sums = 4 + log2(1 + sum(call.seen.shape[2:]) + call.q.shape[-1])
     q, k = finite(call.q.detach().double()).abs(), wide(finite(call.k.detach().double()).abs(), heads)
     p, scale = dense.weights.detach(), abs(scale_of(call))
-    off = sums + torch.where(rows.visible & rows.judged[..., None], roundings_of_products(call), 0)
+    off = sums + torch.where(rows.visible & rows.judged[..., None], rows.roundings, 0)
     if call.bias is not None:
         size = finite(call.bias.detach().double()).abs()
         off = off + torch.where(size > FAR, 0, size)

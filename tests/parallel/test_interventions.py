@@ -105,8 +105,28 @@ def means(group: Any, rank: int) -> str:
 
 
 def test_means_of_a_part_of_the_tokens_are_an_error(four: Processes) -> None:
-    for found in four.results(means, ranks=2):
-        assert found.startswith("Heads cannot be switched off in context_parallel")
+    sentence = (
+        "The means of heads cannot be computed in context_parallel, where a rank has part of the tokens. Run the model "
+        "on one process."
+    )
+    assert four.results(means, ranks=2) == [sentence] * 2
+
+
+def means_of_split_heads(group: Any, rank: int, name: str) -> str:
+    module = model(name)
+    parallelize(module, DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(ModelError) as caught:
+        mh.head_means(module, [{"input": X} if name == "own" else {"input_ids": IDS}])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("own", "0"), ("llama", "model.layers.0.self_attn")])
+def test_means_where_heads_are_split_are_an_error(four: Processes, name: str, layer: str) -> None:
+    sentence = (
+        f"The heads of {layer} are split over ranks, where their means cannot be computed. Run the model on one "
+        "process."
+    )
+    assert four.results(means_of_split_heads, name, ranks=2) == [sentence] * 2
 
 
 def whole_on_each_rank(group: Any, rank: int) -> Tensor:

@@ -163,6 +163,13 @@ class TestALanguageModel:
                 assert each["losses"][head] == pytest.approx(rise, abs=1e-5)
         assert 0 < last["floor_seconds"] <= last["seconds"]
 
+    def test_a_sweep_reports_no_peak_memory_where_the_system_does_not(
+        self, language: tuple[Trial, Served], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("multihead.viewer.trial.peak_of_process", lambda: None)
+        *_, last = lines(ask(language[1], "sweep", text=TEXT, at=4))
+        assert last["peak_mib"] is None
+
     def test_the_continuation_is_that_of_generate(self, language: tuple[Trial, Served]) -> None:
         trial, served = language
         found = lines(ask(served, "continuation", text=TEXT, heads="1.2,0.1"))

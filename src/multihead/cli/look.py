@@ -136,7 +136,7 @@ def look(
         from multihead.record.memory_use import memory_of
         from multihead.viewer.looking import (
             load_and_encode,
-            measure_textbook_heads,
+            measure_on_repeated_tokens,
             prepare_inputs,
             run_and_record,
             write_page_of_run,
@@ -157,7 +157,7 @@ def look(
         if tokens is not None and encoded is not None and encoded.stop:
             text = text[: encoded.stop]
         # This runs before the text, because it may reject the model.
-        repeated = measure_textbook_heads(loaded, steps.show, lang) if textbook else {}
+        repeated = measure_on_repeated_tokens(loaded, steps.show, lang) if textbook else {}
         run = prepare_inputs(loaded, encoded, sound, decoder_text, steps.show, lang)
         record = run_and_record(loaded, run, chosen, steps.show, lang)
         add_repeated(record, repeated)

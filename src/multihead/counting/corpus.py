@@ -83,34 +83,26 @@ def _name_in_pattern_style(system: Any, pattern: str, path: str) -> str:
     return path.removeprefix(here)
 
 
-def file_sizes(files: Sequence[str]) -> dict[str, int | None]:
-    """Return the size of each file in bytes; None for a file whose size cannot be found."""
-    found: dict[str, int | None] = {}
-    for file in files:
-        system, path = file_system_of(file)
-        try:
-            found[file] = int(system.size(path))
-        except OSError:
-            found[file] = None
-    return found
+def sizes_and_versions(files: Sequence[str]) -> tuple[dict[str, int | None], dict[str, Version]]:
+    """Return the size of each file in bytes, None if it is unknown, and what else identifies its content.
 
-
-def file_versions(files: Sequence[str]) -> dict[str, Version]:
-    """Return what identifies the content of each file; a file that cannot be read is left out."""
-    found = {}
+    A file that cannot be read has no version.
+    """
+    sizes: dict[str, int | None] = dict.fromkeys(files)
+    versions: dict[str, Version] = {}
     for file in files:
         system, path = file_system_of(file)
         try:
             info = system.info(path)
-            size = int(info["size"])
+            size = sizes[file] = int(info["size"])
             ends = system.cat_file(path, 0, min(size, _BLOCK)) + system.cat_file(path, max(size - _BLOCK, 0), size)
         except (OSError, TypeError):  # TypeError: its size is unknown
             continue
         written = next((info[name] for name in _WRITTEN if info.get(name)), "")
         if isinstance(written, float):
             written = datetime.fromtimestamp(written, UTC).isoformat()
-        found[file] = Version(str(written), hashlib.blake2b(ends, digest_size=16).hexdigest())
-    return found
+        versions[file] = Version(str(written), hashlib.blake2b(ends, digest_size=16).hexdigest())
+    return sizes, versions
 
 
 def divide_into_shards(sizes: Mapping[str, int | None], column: str, *, shard_bytes: int | None = None) -> list[Shard]:

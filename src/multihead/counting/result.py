@@ -257,7 +257,7 @@ class Census:
         for (layer, name, _), row in self.row_of.items():
             if layer not in found:
                 found[layer] = _CensusLayerSummary(0, self.texts, census=self, name=self.names[row])
-            rows_of = found[layer].rows.setdefault(name, [])
+            rows_of = found[layer].rows_by_statistic.setdefault(name, [])
             rows_of.append(row)
             found[layer].num_heads = len(rows_of)
         return [LayerRecord(summary.name, running_summary=summary, number=layer) for layer, summary in found.items()]
@@ -596,17 +596,17 @@ class _CensusLayerSummary(RunningSummary):
     Attributes:
         census: the census.
         name: the layer's name.
-        rows: statistic -> for each head its row in the table of heads.
+        rows_by_statistic: statistic -> for each head its row in the table of heads.
     """
 
     census: Census = field(kw_only=True)
     name: str = field(kw_only=True)
-    rows: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
+    rows_by_statistic: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
 
     def evidence(self) -> dict[str, Evidence]:
         """Return statistic -> its comparison with chance, for the statistics whose chance is known."""
         found = {}
-        for name, at in self.rows.items():
+        for name, at in self.rows_by_statistic.items():
             mean, chance, count, texts, squares = (
                 torch.from_numpy(self.census.numbers[each][at])
                 for each in ("mean", "chance", "count", "texts", "excess_squares")
@@ -620,7 +620,7 @@ class _CensusLayerSummary(RunningSummary):
         check_summary_name(of)
         numbers, quantile = self.census.numbers, self.census.quantile_of_row
         found = {}
-        for name, at in self.rows.items():
+        for name, at in self.rows_by_statistic.items():
             if names is not None and name not in names:
                 continue
             if of in ("mean", "max"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from multihead.counting.corpus import divide_into_shards, file_sizes, file_versions, find_files
+from multihead.counting.corpus import divide_into_shards, find_files, sizes_and_versions
 from multihead.counting.merge import missing_shards
 from multihead.counting.on_ray import count_on_ray
 from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer_id
@@ -122,7 +122,7 @@ def census(
             "The model was given as a module, and other processes cannot load it.",
             "Save it, and give the name of its folder; or use workers=1 without ray.",
         )
-    sizes = file_sizes(files)
+    sizes, versions = sizes_and_versions(files)
     plan = Plan(
         model=loaded.name,
         model_id=model_id(loaded),
@@ -142,7 +142,7 @@ def census(
         examples=examples,
         files=sizes,
         shards=tuple(divide_into_shards(sizes, column, shard_bytes=shard_bytes)),
-        versions=file_versions(files),
+        versions=versions,
     )
     if shares_model:
         plan.built_in_probes()

@@ -188,7 +188,7 @@ def _count_broken_row(counts: ShardCounts, row: Row) -> None:
 
 def _model_without_output_layer(loaded: LoadedModel) -> Any:
     """Return the model without its output layer (the language-model head), whose result no attention layer uses."""
-    model: Any = loaded.reader
+    model: Any = loaded.encoder_or_model
     return getattr(model, "base_model", model)
 
 
@@ -212,7 +212,7 @@ class _ShardExamples:
     def examples_of_layer(self, layer: LayerSums) -> list[list[dict[str, Any]]]:
         """Return the examples of each row of a layer, the strongest first, as dicts for the table."""
         best = layer.strongest
-        numbers = (each.tolist() for each in (best.value, best.text, best.position, best.key, best.values))
+        numbers = (each.tolist() for each in (best.value, best.text, best.position, best.largest_key, best.values))
         return [
             [self._example_fields(*each) for each in zip(*row, strict=True) if each[0] > -inf]
             for row in zip(*numbers, strict=True)

@@ -59,7 +59,7 @@ class StrongestExamples:
         value: (rows, k) float64, descending: the largest value of a text; -inf where there are fewer.
         text: (rows, k) int64, index of the value's text in its shard.
         position: (rows, k) int64, position of the query with that value in its text.
-        key: (rows, k) int64, the key with the largest weight of that query, -1 where unknown.
+        largest_key: (rows, k) int64, the key with the largest weight of that query, -1 where unknown.
         values: (rows, k, window) float32, the statistic at the tokens around the query; NaN outside the text and
             where a query does not count.
     """
@@ -67,19 +67,19 @@ class StrongestExamples:
     value: Tensor
     text: Tensor
     position: Tensor
-    key: Tensor
+    largest_key: Tensor
     values: Tensor
 
     @staticmethod
     def empty(rows: int, k: int) -> StrongestExamples:
         """Return a table of `rows` rows without examples."""
         window = BEFORE + 1 + AFTER
-        text, position, key = torch.full((3, rows, k), -1, dtype=torch.int64)
+        text, position, largest_key = torch.full((3, rows, k), -1, dtype=torch.int64)
         return StrongestExamples(
             torch.full((rows, k), -torch.inf, dtype=torch.float64),
             text,
             position,
-            key,
+            largest_key,
             torch.full((rows, k, window), torch.nan),
         )
 
@@ -128,7 +128,7 @@ class StrongestExamples:
         k = self.value.shape[1]
         both = {
             name: torch.cat([getattr(self, name)[rows], getattr(new, name)], 1)
-            for name in ("value", "text", "position", "key", "values")
+            for name in ("value", "text", "position", "largest_key", "values")
         }
         order = np.lexsort((both["position"].numpy(), both["text"].numpy(), -both["value"].numpy()), axis=-1)
         chosen = torch.from_numpy(order[:, :k].copy())

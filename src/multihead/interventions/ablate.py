@@ -20,7 +20,6 @@ from multihead.interventions.heads import Head, HeadKey, attention_layers, resol
 from multihead.interventions.means import HeadMeans, Over, head_means
 from multihead.interventions.replacements import Mean, Replacement, Resampled, Scaled
 from multihead.kernels.head_changes import mark
-from multihead.layer.sharding import rank_heads
 from multihead.models.guarded_cache import guard_caches
 
 By = Literal["zero", "mean", "resample"]
@@ -55,7 +54,7 @@ def ablate(
         by: what replaces the output: "zero"; "mean", the head's mean output over a reference; "resample", its output
             at the same position of another text in the batch.
         positions: the tokens whose output is replaced, counted from the first token of each text without padding, as
-            an int, ints or a slice; None for all.
+            an int, ints or a slice; None for all. Cross-attention of `MultiHeadAttention` needs `lengths=` for this.
         samples: the texts of each batch whose heads are switched off, by index; None for all.
         reference: for "mean", batches of the model's inputs, or the result of `head_means`.
         mean_over: "text" takes a mean of the first tokens of the reference's texts and one of all other tokens, because
@@ -168,11 +167,6 @@ class Intervention:
         self.samples = _checked_indices("samples", samples, "sample")
         self._running: _Run | None = None
 
-    @property
-    def content(self) -> object:
-        """A value that is equal for two interventions that change the same heads in the same way."""
-        return frozenset(self.heads.items()), self.replacement, repr(self.positions), self.samples
-
     def __repr__(self) -> str:
         heads = (f"{key} {self.replacement.describe(factor)}" for key, factor in self.heads.items())
         return f"<Intervention: {', '.join(heads)}>"
@@ -193,6 +187,46 @@ class Intervention:
             run.stack.close()
             if kind is None:
                 run.check_applied()
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """The `HeadChange.state` of an intervention, equal for two that change the same heads in the same way.
+
+    "L17 H4" numbers a layer, and a head that a record found names it. Which layer has a number is known once it ran, in
+    either block: a cache is compared after it was filled.
+
+    Attributes:
+        heads: head -> the factor of its output.
+        change: what else decides the output of these heads.
+        layers: name of a layer that ran in the block -> its number; filled in while the block runs.
+    """
+
+    heads: Mapping[HeadKey, float]
+    change: tuple[object, ...]
+    layers: Mapping[str, int]
+
+    @staticmethod
+    def of(intervention: Intervention, layers: Mapping[str, int]) -> _State:
+        """Return the state of a block of an intervention."""
+        change = intervention.replacement, repr(intervention.positions), intervention.samples
+        return _State(intervention.heads, change, layers)
+
+    def __hash__(self) -> int:
+        return hash(self.change)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _State) or self.change != other.change:
+            return False
+        return self._heads_by_name(other) == other._heads_by_name(self)
+
+    def _heads_by_name(self, other: _State) -> dict[tuple[int | str, int | None], float]:
+        """Return the factors by the names of layers; a layer that ran in neither block keeps its number."""
+        names = {number: name for layers in (other.layers, self.layers) for name, number in layers.items()}
+        return {
+            (key.layer if isinstance(key.layer, str) else names.get(key.layer, key.layer), key.head): factor
+            for key, factor in self.heads.items()
+        }
 
 
 @dataclass(eq=False)
@@ -218,7 +252,7 @@ class _Run:
         """Enter the contexts; leave them if one fails."""
         with ExitStack() as stack:
             model = self.intervention.model
-            state = None if self.intervention.allow_mixed else self.intervention.content
+            state = None if self.intervention.allow_mixed else _State.of(self.intervention, self.layers)
             self.inputs = stack.enter_context(follow_calls(model, self.change, state=state))
             stack.enter_context(guard_caches(model))
             self.stack = stack.pop_all()
@@ -275,8 +309,7 @@ class _Run:
                         )
         if not chosen:
             return None
-        origin = call.request.origin
-        if origin is not None and rank_heads(origin.layer, call.request.shape.head_dim) is not None:
+        if call.has_split_heads:
             raise ModelError(
                 f"The heads of {call.name} are split over ranks, where heads cannot be switched off.",
                 "Run the model on one process.",

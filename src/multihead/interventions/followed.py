@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from multihead.interventions.tokens import QueryTokens, TokenFinder
 from multihead.kernels.call import AttentionRequest, CallOrigin
 from multihead.kernels.head_changes import changing
+from multihead.layer.sharding import rank_heads
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
 from multihead.observation.layer_names import LayerNamer, module_names
@@ -40,6 +41,12 @@ class FollowedCall:
     def tokens(self) -> QueryTokens:
         """The tokens that are the queries of the call."""
         return self._finder.find(self.request, self.name.partition("#")[0])
+
+    @property
+    def has_split_heads(self) -> bool:
+        """Whether this process computes some of the layer's heads, and other ranks the others."""
+        origin = self.request.origin
+        return origin is not None and rank_heads(origin.layer, self.request.shape.head_dim) is not None
 
 
 Change: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None]]

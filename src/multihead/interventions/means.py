@@ -20,6 +20,7 @@ from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.files import write_atomically
 from multihead.interventions.followed import FollowedCall, follow_calls
+from multihead.kernels import sequence_split
 
 Over = Literal["text", "position"]
 _FORMAT = "head means 1"
@@ -136,7 +137,7 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: Over = "text")
 
     Raises:
         ArgumentError: `over` does not exist, or there are no batches.
-        ModelError: no attention layer of the model ran.
+        ModelError: no attention layer of the model ran, or the tokens or heads are split over ranks.
 
     >>> import torch, multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
@@ -146,6 +147,11 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: Over = "text")
     """
     if over not in ("text", "position"):
         raise ArgumentError(f"over is {over!r}.", 'Give "text" or "position".')
+    if sequence_split.active is not None:
+        raise ModelError(
+            "The means of heads cannot be computed in context_parallel, where a rank has part of the tokens.",
+            "Run the model on one process.",
+        )
     sums = _Sums(over)
     count = 0
     with torch.no_grad(), ExitStack() as stack:
@@ -180,6 +186,11 @@ class _Sums:
 
     def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
         """Add the output of a call, (batch, heads, queries, value_dim), and return it unchanged."""
+        if call.has_split_heads:
+            raise ModelError(
+                f"The heads of {call.name} are split over ranks, where their means cannot be computed.",
+                "Run the model on one process.",
+            )
         position = call.tokens.position
         real = position >= 0
         rows = position[real].clamp(max=1) if self.over == "text" else position[real]

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from logging import CRITICAL
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -69,31 +69,15 @@ _HEADS: dict[OutputHead, _Head] = {
 }
 
 
-class DescribedModel(Protocol):
-    """A model as its configuration and its tokenizer describe it, before or after its weights are loaded."""
-
-    @property
-    def name(self) -> str:
-        """The MODEL argument."""
-
-    @property
-    def title(self) -> str:
-        """A short name to show."""
-
-    @property
-    def config(self) -> Any:
-        """The configuration of transformers."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers, or None where the model has none."""
-
-
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
-    """A model whose weights are not loaded yet, see `DescribedModel`.
+    """A model whose weights are not loaded yet.
 
     Attributes:
+        name: the MODEL argument.
+        title: a short name to show.
+        config: the configuration of transformers.
+        tokenizer: the tokenizer of transformers, or None where the model has none.
         found: what the MODEL argument names.
         source: the arguments of `from_pretrained`.
         generates: whether it was saved with the head that generates the text of a decoder.
@@ -149,19 +133,19 @@ class LoadedModel:
         return max_tokens(self)
 
     @property
-    def reader(self) -> nn.Module:
+    def encoder_or_model(self) -> nn.Module:
         """The encoder of an encoder-decoder model, else the model."""
         model: Any = self.model
         encoder: nn.Module = model.get_encoder() if self.has_decoder else model
         return encoder
 
     def arguments(self, encoded: EncodedText) -> dict[str, Tensor]:
-        """Return the arguments with which to call `reader` on a text."""
+        """Return the arguments with which to call `encoder_or_model` on a text."""
         device = next(self.model.parameters()).device
         return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
 
     def audio_arguments(self, samples: NDArray[np.float32], rate: int) -> dict[str, Tensor]:
-        """Return the arguments with which to call `reader` on audio.
+        """Return the arguments with which to call `encoder_or_model` on audio.
 
         Args:
             samples: (samples,), from -1 to 1.
@@ -181,6 +165,10 @@ class LoadedModel:
             )
         features = self.feature_extractor(samples, sampling_rate=rate, return_tensors="pt")["input_features"]
         return {"input_features": features.to(next(self.model.parameters()))}
+
+
+DescribedModel: TypeAlias = ModelDescription | LoadedModel
+"""A model as its configuration and its tokenizer describe it, before or after its weights are loaded."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,9 +77,9 @@ def _mask_of_plain_function(function: MaskFunction) -> Mask | None:
 def _mask_by_name(function: MaskFunction, extent: MaskExtent) -> Mask | None:
     name = getattr(function, "__qualname__", "")
     closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
-    reader = _CONVERTERS.get(name)
+    convert = _CONVERTERS.get(name)
     try:
-        return reader(closure, extent) if reader is not None else None
+        return convert(closure, extent) if convert is not None else None
     except (KeyError, TypeError, AttributeError, IndexError, ArgumentError):
         return None  # another version of the function has other closure variables, or a window is empty
 

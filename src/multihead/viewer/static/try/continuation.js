@@ -1,4 +1,4 @@
-// How the text goes on, with and without the heads: greedy tokens side by side, the words that differ marked.
+// The continuation of the text, with and without the heads: greedy tokens side by side, the words that differ marked.
 import { $, el, translate } from '../shared/dom.js';
 import { lines } from '../view/api.js';
 import { changeNamed } from './sentence.js';
@@ -43,7 +43,7 @@ export function drawContinuation() {
   if ($('further').hidden) return;
   $('aftername').textContent = state.heads.size ? changeNamed() : '';
   wanted = String(query());
-  if (wanted !== begun) { show([], [], false); $('going').textContent = translate('goes on note'); }
+  if (wanted !== begun) { show([], [], false); $('going').textContent = translate('continuation note'); }
   ask();
 }
 
@@ -52,14 +52,14 @@ async function ask() {
   stopContinuation();
   const mine = control = new AbortController(), sides = { before: [], after: [] };
   begun = wanted;
-  $('going').textContent = translate('goes on now');
+  $('going').textContent = translate('continuation now');
   try {
     await lines(`api/continuation?${query()}`, mine.signal, line => {
       if (mine !== control) return;
       for (const side of ['before', 'after']) sides[side].push(...(line[side] ?? []));
       show(sides.before, sides.after, !!line.done);
     });
-    if (mine === control) $('going').textContent = translate('goes on note');
+    if (mine === control) $('going').textContent = translate('continuation note');
   } catch (error) {
     if (mine === control) $('going').textContent = error.message;
   } finally {

@@ -1,6 +1,6 @@
 // "Which heads matter for this token?": every head alone, layer after layer as the answers arrive.
 import { $, translate } from '../shared/dom.js';
-import { count, signed } from '../shared/numbers.js';
+import { count, known, signed } from '../shared/numbers.js';
 import { lines } from '../view/api.js';
 import { colourBy, effects, paintGrid } from './heads.js';
 import { chosen, found, placeAsked, query } from './state.js';
@@ -30,6 +30,12 @@ function strongest() {
   return order.map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`).join(translate('join.comma'));
 }
 
+// How long the sweep took, and the peak memory of the process where the operating system reports it.
+function summary({ seconds, floor_seconds, peak_mib }, heads) {
+  const took = translate('sweep took', { n: count(heads), seconds: seconds.toFixed(1), floor: floor_seconds.toFixed(1) });
+  return [took, ...(known(peak_mib) ? [translate('sweep memory', { memory: count(peak_mib) })] : [])].join(translate('join.sentences'));
+}
+
 // begin(): stops what else may be computed; failed(error): shows why it ended.
 export async function sweep(begin, failed) {
   if (control) { stopSweep(); sweepButton(); return; }
@@ -57,5 +63,5 @@ export async function sweep(begin, failed) {
   if (!stopped || last) $('swept').textContent = whole ? translate('swept', { heads: strongest(), seconds: whole.seconds.toFixed(1) }) : last ? translate('sweep stopped', { done: last.done, total: last.total, heads: strongest() }) : '';
   if (!effects.size) $('swept').textContent = '';
   sweepButton();
-  $('sweep').title = whole ? translate('sweep took', { n: count(record.heads.length), seconds: whole.seconds.toFixed(1), floor: whole.floor_seconds.toFixed(1), memory: count(whole.peak_mib) }) : '';
+  $('sweep').title = whole ? summary(whole, record.heads.length) : '';
 }
