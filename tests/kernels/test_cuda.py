@@ -160,6 +160,7 @@ def test_packed_texts_give_what_padded_ones_give() -> None:
     torch.testing.assert_close(packed, padded, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::multihead.errors.SlowPathWarning")
 def test_second_derivatives_are_those_of_the_reference_kernel() -> None:
     given = drawn(20, 20, dim=16, dtype=torch.float32, kv_heads=4)
 

@@ -158,6 +158,8 @@ class _RectangleCover:
         return slice(None) if piece.sample is None else slice(piece.sample, piece.sample + 1)
 
     def slice_tensors(self, piece: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.is_whole(piece):
+            return q, k, v
         samples, rows, columns = self.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
         return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
 

@@ -26,6 +26,7 @@ from multihead.scores.bias import values_of, with_values
 ROWS = 64  # queries per tile
 WIDTH = 512  # keys per tile
 CELLS = 1 << 19  # weights per tile over the heads of a group, so that a tile fits into a CPU cache
+ON_A_GPU = (8, 4, 64)  # times as many there: a tile of 2^25 weights takes longer to compute than to launch
 _PER_QUERY_PARTS: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
 _TOKEN_MATCH_PARTS: tuple[Part, ...] = ("duplicate_mass", "induction_mass")
 STREAMED: frozenset[Part] = frozenset((*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS, "received", "pooled_map"))
@@ -152,7 +153,8 @@ def _empty_map(call: MeasuredCall, heads: int) -> PooledMap:
 def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
     """Yield the groups of heads of each sample of a call; a group has at most CELLS weights per tile."""
     shape = call.request.shape
-    most = max(1, CELLS // (ROWS * WIDTH * shape.group))  # key/value heads per group
+    rows, width, cells = _tile_size(shape.device)
+    most = max(1, cells // (rows * width * shape.group))  # key/value heads per group
     for index in range(shape.batch):
         sample = call.request_of_sample(index)
         for first in range(0, shape.num_kv_heads, most):
@@ -169,6 +171,12 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
                 shape=shape._replace(num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
             )
             yield _HeadGroup(index, heads, part, *_append_logsumexp(call, part, index, heads))
+
+
+def _tile_size(device: torch.device) -> tuple[int, int, int]:
+    """Return the queries, the keys, and the weights over the heads of a group per tile."""
+    rows, width, cells = (1, 1, 1) if device.type == "cpu" else ON_A_GPU
+    return ROWS * rows, WIDTH * width, CELLS * cells
 
 
 def _append_logsumexp(
@@ -188,8 +196,9 @@ def _measure_group(stream: _TiledMeasurement, group: _HeadGroup) -> None:
     """Measure one group of heads, and add the results to `stream`."""
     call, shape = stream.call, stream.call.request.shape
     pooled = _empty_map(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
-    for first in range(0, shape.query_length, ROWS):
-        rows = slice(first, min(first + ROWS, shape.query_length))
+    height = _tile_size(shape.device)[0]
+    for first in range(0, shape.query_length, height):
+        rows = slice(first, min(first + height, shape.query_length))
         block = _RowSums.zero(stream, group, rows)
         for tile in _tiles_of_rows(stream, group, rows):
             block.add(tile, stream, group)
@@ -227,10 +236,11 @@ def _spans_of_keys(
     wanted = (least - (least - free) // PART * PART, least + (seen_stop - least) // PART * PART)
     sides = (least + (before + 1 - least) // PART * PART, least - (least - after) // PART * PART)
     cuts = sorted({least, most, *(edge for edge in (*wanted, *sides) if least < edge < most)})
+    width = _tile_size(start.device)[1]
     for begin, end in pairwise(cuts):
         side = 1 if end <= before + 1 else -1 if begin >= after else 0
-        for first in range(begin, end, WIDTH):
-            yield (first, min(first + WIDTH, end)), free <= begin and end <= seen_stop, side
+        for first in range(begin, end, width):
+            yield (first, min(first + width, end)), free <= begin and end <= seen_stop, side
 
 
 def _tiles_of_rows(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
