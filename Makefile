@@ -28,7 +28,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize arm mutants lowest canary wheel
+.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize arm cuda mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -129,6 +129,11 @@ define ARM
 command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null || \
 { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends g++-aarch64-linux-gnu qemu-user; }
 endef
+
+cuda: $(LIBRARY) $(TESTS)  ## on a machine with a GPU: test, fuzz and measure what runs there
+	$(BIN)/python -m pytest --numprocesses 4 tests/kernels/test_cuda.py
+	$(BIN)/python -m tests.fuzz --device cuda
+	$(BIN)/python -m benchmarks.cuda
 
 wheel: $(TOOLS)  ## build the Linux wheel, check it, use it where there is no compiler and no source; writes dist/
 	@$(PIP) --group wheel

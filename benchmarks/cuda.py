@@ -13,7 +13,7 @@ from torch import Tensor
 import multihead as mh
 from benchmarks.machine import commit
 from benchmarks.measure import paired
-from benchmarks.pages import RESULTS, table, today, write_page
+from benchmarks.pages import PAGES, RESULTS, replace_table, table, today, write_page
 from multihead import masks
 from multihead.masks.positions import TilePositions
 
@@ -53,7 +53,8 @@ class Case:
             else f"{self.batch} x {self.keys}"
         )
         heads = f"{HEADS}/{self.kv_heads}, D {self.dim}"
-        return self.name + (", training" if self.trains else ""), size, heads, self.rival
+        against = "SDPA, dense mask" if self.rival == "dense" else "SDPA"
+        return self.name + (", training" if self.trains else ""), size, heads, against
 
 
 def spread(batch: int, length: int) -> masks.Lengths:
@@ -79,9 +80,11 @@ CASES = [
 
 @click.command()
 @click.option("--only", default="", help="Run the cases whose name contains this text.")
-@click.option("--save/--no-save", default=True, help="Write the table of a whole run to benchmarks/results/.")
+@click.option(
+    "--save/--no-save", default=True, help="Write the table of a whole run to benchmarks/results/ and docs/measured.md."
+)
 def main(only: str, save: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
-    """Time attention in bfloat16 on a GPU against scaled_dot_product_attention, alternately, after a check."""
+    """Time attention in bfloat16 on a GPU against scaled_dot_product_attention (SDPA), alternately, after a check."""
     if not torch.cuda.is_available():
         raise click.ClickException("There is no CUDA device here.")
     torch.manual_seed(0)
@@ -102,8 +105,13 @@ def main(only: str, save: bool) -> None:  # noqa: FBT001  (click passes flags as
     click.echo("\n".join(lines))
     if save and chosen == CASES:
         write_page(RESULTS, "cuda", lines)
+        of_docs = [(", ".join(row[:3]), row[3], row[4]) for row in rows]
+        of_docs.append(("measured on", f"{device.name}, torch {torch.__version__}", ""))
+        for path in PAGES:
+            path.write_text(replace_table(path.read_text(encoding="utf-8"), MARK, of_docs), encoding="utf-8")
 
 
+MARK = "\n<!-- made by make cuda -->"  # after its table in docs/measured.md
 HEAD = ("mask", "batch x length", "heads", "against", "times faster (quartiles)", "largest error")
 
 

@@ -64,11 +64,11 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
 
 
 def _has_nonfinite(tensor: Tensor) -> Tensor:
-    """Return which rows of (batch, heads, length, dim) hold NaN or inf; each number is read once."""
-    if not tensor.shape[-1]:
-        return torch.zeros(tensor.shape[:-1], dtype=torch.bool, device=tensor.device)
-    lowest, largest = torch.aminmax(tensor.detach(), dim=-1)
-    return ~(lowest.isfinite() & largest.isfinite())
+    """Return which rows of (batch, heads, length, dim) hold NaN or inf, which reach a sum that cannot overflow."""
+    if tensor.dtype == torch.float64:
+        return ~tensor.detach().isfinite().all(-1)
+    wide = torch.float64 if tensor.dtype == torch.float32 else torch.float32
+    return ~tensor.detach().sum(-1, dtype=wide).isfinite()
 
 
 def _is_nan_or_positive_inf(numbers: Tensor) -> Tensor:
