@@ -47,10 +47,12 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
         return request, None
     bad_queries = _has_nonfinite(q)  # (batch, heads, queries)
     bad_keys = _has_nonfinite(k) | _has_nonfinite(v)  # (batch, kv_heads, keys)
-    cleaned = replace(request, v=v.masked_fill(bad_keys[..., None], 0))
+    zero = v.new_zeros(())
+    cleaned = replace(request, v=torch.where(bad_keys[..., None], zero, v))
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if trains or request.shape.device.type != "cuda":  # the kernels for CUDA overwrite hidden scores, also a NaN
-        cleaned = replace(cleaned, q=q.masked_fill(bad_queries[..., None], 0), k=k.masked_fill(bad_keys[..., None], 0))
+        q, k = torch.where(bad_queries[..., None], zero, q), torch.where(bad_keys[..., None], zero, k)
+        cleaned = replace(cleaned, q=q, k=k)
     bad_bias = None
     if bias is not None and bad_numbers is not None:
         cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
