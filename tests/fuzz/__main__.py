@@ -25,7 +25,7 @@ import click
 
 from tests.fuzz.entries import ENTRIES
 from tests.fuzz.search import Search, entries_of
-from tests.fuzz.worker import Case, Worker
+from tests.fuzz.worker import PLACE, Case, Worker
 
 EXAMPLES = """
 \b
@@ -70,7 +70,7 @@ def main(
     os.environ["MULTIHEAD_FUZZ_BUDGET"] = str(budget)  # before the processes that compare are started
     entries = entries_of(only)
     if device is not None:
-        os.environ["MULTIHEAD_FUZZ_DEVICE"] = device
+        os.environ[PLACE] = device
         entries = {name: entry for name, entry in entries.items() if entry.moves}
     if not entries:
         raise click.UsageError(f"No entry point contains {only!r}. There are: {', '.join(ENTRIES)}.")

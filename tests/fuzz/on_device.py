@@ -15,11 +15,12 @@ from multihead import masks
 from multihead.layer.packing import Packing
 from multihead.probes import ProbeContext
 from multihead.scores.bias import RelativeBias
+from tests.fuzz.worker import PLACE
 
 CPU = torch.device("cpu")
 RETURNED = (Tensor, tuple)
-ELSEWHERE = "MULTIHEAD_FUZZ_DEVICE" in os.environ
-DEVICE = torch.device(os.environ.get("MULTIHEAD_FUZZ_DEVICE", "cpu"))
+ELSEWHERE = PLACE in os.environ
+DEVICE = torch.device(os.environ.get(PLACE, "cpu"))
 """Where calls run, `--device` of the command."""
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from multihead import masks
+from multihead.scores.bias import RelativeBias
 from tests.fuzz.__main__ import main
 from tests.fuzz.draw import Draw
 from tests.fuzz.entries import ENTRIES, Entry
+from tests.fuzz.on_device import moved
 from tests.fuzz.search import Search
 from tests.fuzz.worker import Case, Outcome, Worker
 
@@ -36,6 +40,17 @@ def test_a_case_is_the_same_for_a_seed_and_a_feature_that_is_left_out_changes_no
     assert drawn[0][1:] == drawn[2][1:]
     assert (drawn[0][0], drawn[2][0]) == (True, False)
     assert whole.normal("x", 3).equal(less.normal("x", 3))
+
+
+def test_calls_on_another_device_get_all_tensors_there_those_of_masks_and_biases_too() -> None:
+    there, q = torch.device("meta"), torch.randn(1, 2, 3, 4, requires_grad=True)
+    mask = masks.Causal() & (masks.Keep(torch.ones(3, dtype=torch.bool), "keys") | masks.Lengths(torch.tensor([2])))
+    given = {"q": q, "mask": mask, "bias": RelativeBias(torch.zeros(1, 2, 5)), "heads": slice(1), "lengths": [2]}
+    found = moved(given, there)
+    assert found["q"].device == found["bias"].values.device == there
+    assert found["q"].requires_grad
+    assert [tensor.device for tensor in found["mask"].tensors()] == [there, there]
+    assert (found["heads"], found["lengths"]) == (slice(1), [2])
 
 
 class Broken:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.fuzz.draw import Draw, Mismatch, described
 
 HANG = 60.0  # seconds
+PLACE = "MULTIHEAD_FUZZ_DEVICE"  # names the device of the calls, for `tests/fuzz/on_device.py`
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -33,7 +34,8 @@ class Case:
         """The line that runs this case again."""
         without = f' --without "{", ".join(self.without)}"' if self.without else ""
         most = "" if self.most is None else f" --most {self.most}"
-        return f"python -m tests.fuzz --only '{self.entry}' --case {self.seed}{without}{most}"
+        device = f" --device {os.environ[PLACE]}" if PLACE in os.environ else ""
+        return f"python -m tests.fuzz --only '{self.entry}' --case {self.seed}{without}{most}{device}"
 
 
 @dataclass
