@@ -18,6 +18,7 @@ from multihead.errors import SlowPathError, SlowPathWarning
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import flex, reference
 from multihead.kernels.call import AttentionRequest
+from multihead.kernels.plan import bounds as plan_bounds
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.slow_paths import strict
 from multihead.scores.bias import RelativeBias
@@ -277,6 +278,20 @@ def test_a_block_mask_is_made_once_for_calls_with_equal_masks_and_sizes(monkeypa
     for keys in (6, 6, 7):
         mh.attention(Q, torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 16), mask=masks.Prefix(3), kernel="flex")
     assert len(made) == 2
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_a_cuda_graph_captures_is_not_kept_for_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (flex, plan_bounds):
+        monkeypatch.setattr(module, "is_captured", lambda device: True)
+    before = len(plan_bounds.BOUNDS.entries)
+    k = torch.randn(1, 2, 9, 16)
+    mh.attention(Q, k, k, mask=masks.Prefix(5), kernel="flex")
+    assert len(plan_bounds.BOUNDS.entries) == before
+    bounds = plan_bounds.key_bounds(masks.Prefix(5), queries=4, keys=9)
+    request = request_of(Q, k, k, masks.Prefix(5))
+    one, other = (flex._known_block_mask(request, bounds, backward=False) for _ in range(2))
+    assert one is not other
 
 
 @pytest.mark.usefixtures("on_the_cpu")

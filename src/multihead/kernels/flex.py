@@ -33,7 +33,7 @@ from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias, values_of
 from multihead.scores.terms import add_sinks
-from multihead.tensors.tracing import constant_in_graphs, is_intercepted, is_traced, is_transformed
+from multihead.tensors.tracing import constant_in_graphs, is_captured, is_intercepted, is_traced, is_transformed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -325,9 +325,12 @@ def _known_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward:
     if bounds.remainder is not None or is_intercepted():
         return block_mask(request, bounds, backward=backward)
     known = _BLOCK_MASKS.setdefault(bounds, {})
-    if backward not in known:
-        known[backward] = block_mask(request, bounds, backward=backward)
-    return known[backward]
+    found = known.get(backward)
+    if found is None:
+        found = block_mask(request, bounds, backward=backward)
+        if not is_captured(bounds.start.device):
+            known[backward] = found
+    return found
 
 
 def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:

@@ -184,6 +184,11 @@ def is_in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the work on a device: tensors made now have no values until the graph runs."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def can_read_values(device: torch.device) -> bool:
     """Whether tensor values on a device can be read without synchronisation: on the CPU, unless a graph is traced."""
     return device.type == "cpu" and not is_traced()

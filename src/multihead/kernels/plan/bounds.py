@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.positions import CallPositions
-from multihead.tensors.tracing import can_read_values, is_intercepted, is_traced
+from multihead.tensors.tracing import can_read_values, is_captured, is_intercepted, is_traced
 
 # Maximum size of all cached plans; each query takes 16 bytes.
 CACHE_BYTES = 32 << 20
@@ -34,7 +34,7 @@ class PlanCache(Generic[V]):
     def add(self, key: object, value: V, bounds: KeyBounds) -> None:
         """Add a plan, counting the memory of its bounds."""
         # Not cached under a torch mode that makes special tensors (FakeTensorMode): later calls must not get them.
-        if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor:
+        if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor or is_captured(bounds.start.device):
             return
         edges = (bounds.start, bounds.stop)
         # 1024: the approximate size of an entry without its tensors.
