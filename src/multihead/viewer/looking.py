@@ -80,7 +80,7 @@ class ModelInputs:
 
 
 def look(
-    model: str | nn.Module,
+    model: str | nn.Module | LoadedModel,
     text: str,
     *,
     tokenizer: Any = None,
@@ -102,7 +102,8 @@ def look(
 
     Args:
         model: the folder of a saved model, a GGUF file, the name of an installed package that contains either, a name
-            on the Hugging Face hub, or a Hugging Face model with its `tokenizer`.
+            on the Hugging Face hub, what `multihead.models.load` returned, or a Hugging Face model with its
+            `tokenizer`.
         text: the text to read.
         tokenizer: the tokenizer of a model that is no name.
         tokens: cut the text to this many tokens, special tokens included.
@@ -178,11 +179,12 @@ def load_and_encode(
     return load(described, device=device, dtype=dtype, stage=stage), encoded
 
 
-def _model_or_name(model: str | nn.Module, tokenizer: Any) -> str | LoadedModel:
-    if isinstance(model, str):
+def _model_or_name(model: str | nn.Module | LoadedModel, tokenizer: Any) -> str | LoadedModel:
+    if isinstance(model, (str, LoadedModel)):
         if tokenizer is not None:
+            name = model if isinstance(model, str) else model.name
             raise ArgumentError(
-                f"model is the name {model!r}, which has a tokenizer of its own.", "Leave out tokenizer."
+                f"model is the name {name!r}, which has a tokenizer of its own.", "Leave out tokenizer."
             )
         return model
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
