@@ -13,7 +13,7 @@ import pytest
 from pyarrow import feather
 
 from multihead.counting import corpus
-from multihead.counting.corpus import Version, divide_into_shards, find_files, sizes_and_versions
+from multihead.counting.corpus import FileVersion, divide_into_shards, find_files, sizes_and_versions
 from multihead.counting.formats import Shard, rows_of_shard
 from multihead.errors import InputError
 from tests.counting.tiny import jsonl, random_texts
@@ -67,9 +67,9 @@ class TestShards:
         shards = divide_into_shards({"a.txt": total}, "text")
         sizes = [(total if each.stop < 0 else each.stop) - each.start for each in shards]
         assert (sum(sizes), sizes) == (total, sorted(sizes, reverse=True))
-        assert sizes[0] <= corpus.LARGEST_SHARD
-        assert sizes[-1] <= max(total // corpus.LEAST_PART, corpus.SMALLEST_SHARD)
-        assert len(sizes) <= max(400, 2 * total // corpus.LARGEST_SHARD)
+        assert sizes[0] <= corpus.MAX_SHARD_BYTES
+        assert sizes[-1] <= max(total // corpus.MIN_SHARD_DIVISOR, corpus.MIN_SHARD_BYTES)
+        assert len(sizes) <= max(400, 2 * total // corpus.MAX_SHARD_BYTES)
         for workers in (2, 4, 24):
             ends = [0] * workers
             for size in sizes:
@@ -116,7 +116,7 @@ class TestFiles:
             find_files([str(tmp_path)])
 
 
-def version_of(file: str) -> Version:
+def version_of(file: str) -> FileVersion:
     return sizes_and_versions([file])[1][file]
 
 

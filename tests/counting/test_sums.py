@@ -9,7 +9,7 @@ import torch
 from multihead.counting.batches import Batch, CurrentBatch
 from multihead.counting.sums import LayerSums
 from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import Measured
+from multihead.record.summaries import MeasuredStatistic
 
 HEADS, EXAMPLES = 3, 4
 
@@ -37,11 +37,11 @@ def add(
     taken = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     levels = None if chance is None else chance[None], None
     measured = {
-        name: Measured(value[None], count[None], level)
+        name: MeasuredStatistic(value[None], count[None], level)
         for name, value, count, level in zip(("one", "other"), values, taken, levels, strict=False)
     }
     keys = batch.position_in_text.expand(1, sums.num_heads, -1)
-    sums.add(measured | {"largest_key": Measured(keys, keys >= 0)}, samples=len(batch.texts))
+    sums.add(measured | {"largest_key": MeasuredStatistic(keys, keys >= 0)}, samples=len(batch.texts))
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
@@ -92,7 +92,7 @@ def test_they_are_a_running_summary_too(counted: tuple[LayerSums, torch.Tensor, 
     summary = RunningSummary(HEADS)
     for at, name in enumerate(("one", "other")):
         rows = slice(at * HEADS, (at + 1) * HEADS)
-        summary.add({name: Measured(values[rows], taken[rows])}, samples=0)
+        summary.add({name: MeasuredStatistic(values[rows], taken[rows])}, samples=0)
     for of in ("mean", "median", "p95"):
         torch.testing.assert_close(sums.summary(of), summary.summary(of), rtol=1e-12, atol=1e-12)
 

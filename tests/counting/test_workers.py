@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import multihead as mh
-from multihead.counting.merge import HEADS, SHARDS
+from multihead.counting.merge import HEADS_FILE, SHARDS_FILE
 from multihead.counting.plan import read_plan
 from multihead.counting.work import Progress, Results
-from multihead.counting.workers import ATTEMPTS, ProcessWorker, count_in_workers
+from multihead.counting.workers import MAX_FAILED_LOADS, ProcessWorker, count_in_workers
 from multihead.errors import ModelError
 
 
@@ -91,10 +91,10 @@ def test_a_shard_that_ends_two_processes_is_named_and_the_others_are_counted(run
 
 
 def test_processes_that_end_while_they_load_the_model_are_replaced_a_few_times(run: Run) -> None:
-    assert run({None: ATTEMPTS - 1}, 1)[0].progress.shards == 4
+    assert run({None: MAX_FAILED_LOADS - 1}, 1)[0].progress.shards == 4
     sentence = r"^3 processes that loaded the model ended by signal 9\. Each process needs memory for the whole model"
     with pytest.raises(ModelError, match=sentence):
-        run({None: ATTEMPTS}, 2)
+        run({None: MAX_FAILED_LOADS}, 2)
 
 
 def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
@@ -124,5 +124,5 @@ def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
     assert (seen[0].processes, seen[-1].processes) == (0, 0)
     assert 1 <= max(each.processes for each in seen) <= 2
     assert seen[-1].texts >= 60
-    for name in (HEADS, SHARDS):
+    for name in (HEADS_FILE, SHARDS_FILE):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()

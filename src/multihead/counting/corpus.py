@@ -21,20 +21,20 @@ from typing import Any, NamedTuple
 from multihead.counting.formats import FilePart, Shard, compression_of_file, file_system_of, format_of_file
 from multihead.errors import InputError
 
-LARGEST_SHARD, SMALLEST_SHARD = 1 << 25, 1 << 14
+MAX_SHARD_BYTES, MIN_SHARD_BYTES = 1 << 25, 1 << 14
 """Bytes of text in a shard."""
 
-PART, LEAST_PART = 64, 4096
+SHARD_DIVISOR, MIN_SHARD_DIVISOR = 64, 4096
 """A shard is a 64th of the text that is not yet divided into shards, and at least a 4096th of the corpus."""
 
-COMPRESSION = 3
+ASSUMED_COMPRESSION_RATIO = 3
 """Estimated bytes of text per byte of a compressed file."""
 
-_BLOCK = 1 << 12  # bytes at each end of a file that identify its content
-_WRITTEN = "mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created"
+_BYTES_PER_END = 1 << 12  # bytes at each end of a file that identify its content
+_VERSION_FIELDS = "mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created"
 
 
-class Version(NamedTuple):
+class FileVersion(NamedTuple):
     """What identifies the content of a file, next to its size.
 
     Attributes:
@@ -83,25 +83,27 @@ def _name_in_pattern_style(system: Any, pattern: str, path: str) -> str:
     return path.removeprefix(here)
 
 
-def sizes_and_versions(files: Sequence[str]) -> tuple[dict[str, int | None], dict[str, Version]]:
+def sizes_and_versions(files: Sequence[str]) -> tuple[dict[str, int | None], dict[str, FileVersion]]:
     """Return the size of each file in bytes, None if it is unknown, and what else identifies its content.
 
     A file that cannot be read has no version.
     """
     sizes: dict[str, int | None] = dict.fromkeys(files)
-    versions: dict[str, Version] = {}
+    versions: dict[str, FileVersion] = {}
     for file in files:
         system, path = file_system_of(file)
         try:
             info = system.info(path)
             size = sizes[file] = int(info["size"])
-            ends = system.cat_file(path, 0, min(size, _BLOCK)) + system.cat_file(path, max(size - _BLOCK, 0), size)
+            ends = system.cat_file(path, 0, min(size, _BYTES_PER_END)) + system.cat_file(
+                path, max(size - _BYTES_PER_END, 0), size
+            )
         except (OSError, TypeError):  # TypeError: its size is unknown
             continue
-        written = next((info[name] for name in _WRITTEN if info.get(name)), "")
+        written = next((info[name] for name in _VERSION_FIELDS if info.get(name)), "")
         if isinstance(written, float):
             written = datetime.fromtimestamp(written, UTC).isoformat()
-        versions[file] = Version(str(written), hashlib.blake2b(ends, digest_size=16).hexdigest())
+        versions[file] = FileVersion(str(written), hashlib.blake2b(ends, digest_size=16).hexdigest())
     return sizes, versions
 
 
@@ -119,13 +121,13 @@ def divide_into_shards(sizes: Mapping[str, int | None], column: str, *, shard_by
     """
     parts = [part for file, size in sizes.items() for part in _parts_of_file(file, size, column)]
     left = sum(part.size for part in parts)
-    least = max(left // LEAST_PART, SMALLEST_SHARD)
+    least = max(left // MIN_SHARD_DIVISOR, MIN_SHARD_BYTES)
     sized: list[tuple[int, Shard]] = []
     for whole, size, units in parts:
         first = start = 0  # unit and byte at which the next shard begins
         last = -1
         while last != units:
-            stop = min(start + (shard_bytes or min(max(left // PART, least), LARGEST_SHARD)), size)
+            stop = min(start + (shard_bytes or min(max(left // SHARD_DIVISOR, least), MAX_SHARD_BYTES)), size)
             last = units if stop == size else max(stop * units // size, first + 1)
             stop = max(stop, last * size // max(units, 1))
             sized.append((stop - start, whole._replace(start=first, stop=whole.stop if last == units else last)))
@@ -138,7 +140,7 @@ def _parts_of_file(file: str, size: int | None, column: str) -> list[FilePart]:
     found = format_of_file(file)
     whole = Shard(file, found.name, -1, 0, -1)
     if size is not None and compression_of_file(file):
-        return [FilePart(whole, size * COMPRESSION, 1)]
+        return [FilePart(whole, size * ASSUMED_COMPRESSION_RATIO, 1)]
     if size is not None:
         try:
             return found.parts(whole, size, column)

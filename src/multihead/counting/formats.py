@@ -30,17 +30,20 @@ import fsspec
 
 from multihead.errors import InputError, MultiheadError
 
-LONGEST_LINE = 1 << 26
+MAX_LINE_BYTES = 1 << 26
 """Bytes; a longer line is a broken row."""
 
-CSV_BLOCK = 1 << 22
+CSV_BLOCK_BYTES = 1 << 22
 """Bytes of a csv file that are parsed at once; no row may be longer. pyarrow reads up to 34 of them in advance."""
 
-MOST_BROKEN_CSV_ROWS = 100_000
+MAX_BROKEN_CSV_ROWS = 100_000
 """How many rows of a csv file may be broken one after the other before the file is."""
 
-_DECODED, _MOST_ROWS = 1 << 22, 1024  # bytes of texts, and rows, of a parquet file that are decoded at once
-_BUFFER = 1 << 16  # bytes that are read at once
+_MAX_DECODED_BYTES, _MAX_DECODED_ROWS = (
+    1 << 22,
+    1024,
+)  # bytes of texts, and rows, of a parquet file that are decoded at once
+_BYTES_PER_READ = 1 << 16  # bytes that are read at once
 _ARROW_MAGIC, _ARROW_MESSAGE = b"ARROW1", b"\xff\xff\xff\xff"  # beginning of a file, and of each message in a stream
 
 
@@ -216,7 +219,7 @@ def _open_text(file: str) -> Iterator[io.BufferedReader]:
     with _open_file(file) as raw:
         compression = compression_of_file(file)
         content = raw if compression is None else _COMPRESSIONS[compression].decompress(raw)
-        with io.BufferedReader(content, _BUFFER) as source:
+        with io.BufferedReader(content, _BYTES_PER_READ) as source:
             yield source
 
 
@@ -285,17 +288,17 @@ def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
             source.seek(place)
             place += _skip_line(source)  # a line that begins in the previous shard belongs to that shard
         else:
-            _check_text(shard.file, source.peek(_BUFFER))
+            _check_text(shard.file, source.peek(_BYTES_PER_READ))
         while shard.stop < 0 or place < shard.stop:
-            line = source.readline(LONGEST_LINE)
+            line = source.readline(MAX_LINE_BYTES)
             if not line:
                 return
             where = f"{shard.file} byte {place}"
             place += len(line)
-            if line.endswith(b"\n") or len(line) < LONGEST_LINE:
+            if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
                 yield _decode_text(index, where, line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
             else:
-                yield Row(index, where, None, f"longer than {LONGEST_LINE} bytes")
+                yield Row(index, where, None, f"longer than {MAX_LINE_BYTES} bytes")
                 place += _skip_line(source)
             index += 1
 
@@ -303,7 +306,7 @@ def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
 def _skip_line(source: io.BufferedReader) -> int:
     """Read to the end of a line, and return the number of bytes read."""
     count = 0
-    while part := source.readline(LONGEST_LINE):
+    while part := source.readline(MAX_LINE_BYTES):
         count += len(part)
         if part.endswith(b"\n"):
             break
@@ -335,7 +338,9 @@ def _text_of_json_line(row: Row, column: str) -> Row:
 def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
     system, path = file_system_of(whole.file)
     with suppress(OSError):  # reported where its texts are read
-        _check_text(whole.file, system.cat_file(path, 0, min(size, _BUFFER)))  # so that one shard fails, and not each
+        _check_text(
+            whole.file, system.cat_file(path, 0, min(size, _BYTES_PER_READ))
+        )  # so that one shard fails, and not each
     return [FilePart(whole, size, size)]
 
 
@@ -348,14 +353,14 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
 
     def leave_out(row: Any) -> str:
         broken.append((row.number, f"{row.actual_columns} columns, not {row.expected_columns}"))
-        return "skip" if len(broken) < MOST_BROKEN_CSV_ROWS else "error"
+        return "skip" if len(broken) < MAX_BROKEN_CSV_ROWS else "error"
 
     with _open_text(shard.file) as source:
-        _check_text(shard.file, source.peek(_BUFFER))
+        _check_text(shard.file, source.peek(_BYTES_PER_READ))
         try:
             batches = csv.open_csv(
                 source,
-                csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK),
+                csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES),
                 csv.ParseOptions(newlines_in_values=True, invalid_row_handler=leave_out),
                 # As bytes, because one value that is not UTF-8 would make a whole block unreadable.
                 csv.ConvertOptions(include_columns=[column], column_types={column: pa.large_binary()}),
@@ -376,7 +381,8 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
             if "straddl" not in str(error):
                 raise
             raise InputError(
-                f"{shard.file} has a row of more than {CSV_BLOCK} bytes.", "Close its quotes, or write it as jsonl."
+                f"{shard.file} has a row of more than {CSV_BLOCK_BYTES} bytes.",
+                "Close its quotes, or write it as jsonl.",
             ) from None
 
 
@@ -389,13 +395,13 @@ def _read_parquet(shard: Shard, column: str) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     with _open_file(shard.file) as source:
-        file = pq.ParquetFile(source, buffer_size=_BUFFER, page_checksum_verification=True)
+        file = pq.ParquetFile(source, buffer_size=_BYTES_PER_READ, page_checksum_verification=True)
         _check_column(shard.file, column, file.schema_arrow)
         index = 0
         for group in range(file.num_row_groups) if shard.group < 0 else (shard.group,):
             size, rows = _size_of_column(file.metadata, group, column)
             stop = rows if shard.stop < 0 else shard.stop
-            at_once = max(min(_DECODED * rows // max(size, 1), _MOST_ROWS), 1)
+            at_once = max(min(_MAX_DECODED_BYTES * rows // max(size, 1), _MAX_DECODED_ROWS), 1)
             first = 0  # row of the batch
             for batch in file.iter_batches(at_once, row_groups=[group], columns=[column], use_threads=False):
                 skipped = min(max(shard.start - first, 0), batch.num_rows)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from multihead.counting.plan import Plan
 from multihead.counting.shard import (
-    OF_CHANCE,
+    CHANCE_COLUMNS,
     add_missing_columns,
     group_values_by_row,
     heads_schema,
@@ -27,11 +27,11 @@ from multihead.counting.shard import (
 from multihead.counting.sums import merge_moments
 from multihead.files import write_atomically
 
-HEADS = "heads.parquet"
-SHARDS = "shards.parquet"
+HEADS_FILE = "heads.parquet"
+SHARDS_FILE = "shards.parquet"
 
-Numbers = NDArray[np.int64]
-Reals = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -49,19 +49,19 @@ class MergedSums:
     place: dict[tuple[int, str, int], int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     shards: list[dict[str, Any]] = field(default_factory=list)
-    count: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    nonfinite: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    mean: Reals = field(default_factory=lambda: np.zeros(0))
-    squares: Reals = field(default_factory=lambda: np.zeros(0))
-    chance: Reals = field(default_factory=lambda: np.zeros(0))  # NaN if the chance is unknown in a shard
-    texts: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    excess: Reals = field(default_factory=lambda: np.zeros(0))
-    excess_squares: Reals = field(default_factory=lambda: np.zeros(0))
-    minimum: Reals = field(default_factory=lambda: np.zeros(0))
-    maximum: Reals = field(default_factory=lambda: np.zeros(0))
+    count: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    nonfinite: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    mean: FloatArray = field(default_factory=lambda: np.zeros(0))
+    squares: FloatArray = field(default_factory=lambda: np.zeros(0))
+    chance: FloatArray = field(default_factory=lambda: np.zeros(0))  # NaN if the chance is unknown in a shard
+    texts: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    excess: FloatArray = field(default_factory=lambda: np.zeros(0))
+    excess_squares: FloatArray = field(default_factory=lambda: np.zeros(0))
+    minimum: FloatArray = field(default_factory=lambda: np.zeros(0))
+    maximum: FloatArray = field(default_factory=lambda: np.zeros(0))
     _bins: list[Any] = field(default_factory=list)  # tables of (row, value, count): the bins that are not empty
     _best: Any = None  # the examples of all rows; `_row_of_best` has their rows
-    _row_of_best: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    _row_of_best: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add_shard(self, table: Any) -> None:
         """Add the table of one shard; shards come in the order of the plan."""
@@ -81,13 +81,13 @@ class MergedSums:
     def _reserve_rows(self, rows: int) -> None:
         more = rows - len(self.count)
         if more:
-            for name in ("count", "nonfinite", "mean", "squares", *OF_CHANCE):
+            for name in ("count", "nonfinite", "mean", "squares", *CHANCE_COLUMNS):
                 before = getattr(self, name)
                 setattr(self, name, np.append(before, np.zeros(more, before.dtype)))
             self.minimum = np.append(self.minimum, np.full(more, np.inf))
             self.maximum = np.append(self.maximum, np.full(more, -np.inf))
 
-    def _add_moments(self, table: Any, rows: Numbers) -> None:
+    def _add_moments(self, table: Any, rows: IntArray) -> None:
         count, mean, squares = (table[name].to_numpy() for name in ("count", "mean", "squares"))
         texts = table["texts"].fill_null(0).to_numpy()
         chance, excess, excess_squares = (  # null is read as NaN, and as 0 where no query counts
@@ -108,7 +108,7 @@ class MergedSums:
         self.minimum[rows] = np.minimum(self.minimum[rows], least)
         self.maximum[rows] = np.maximum(self.maximum[rows], most)
 
-    def _add_bins(self, table: Any, rows: Numbers) -> None:
+    def _add_bins(self, table: Any, rows: IntArray) -> None:
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -132,7 +132,7 @@ class MergedSums:
         bins = pa.concat_tables(self._bins).group_by(["row", "value"], use_threads=False)
         self._bins = [bins.aggregate([("count", "sum")]).rename_columns(["row", "value", "count"])]
 
-    def _add_examples(self, table: Any, rows: Numbers) -> None:
+    def _add_examples(self, table: Any, rows: IntArray) -> None:
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -162,7 +162,7 @@ class MergedSums:
         }
         for name in ("count", "nonfinite", "mean", "squares"):
             columns[name] = getattr(self, name)[order]
-        for name in OF_CHANCE:
+        for name in CHANCE_COLUMNS:
             columns[name] = pa.array(getattr(self, name)[order], mask=none | np.isnan(self.excess[order]))
         for name in ("minimum", "maximum"):
             columns[name] = pa.array(getattr(self, name)[order], mask=none)
@@ -177,8 +177,8 @@ class MergedSums:
 
 
 def _merge_moment_columns(
-    one: tuple[Numbers, Reals, Reals], other: tuple[Numbers, Reals, Reals]
-) -> tuple[Numbers, Reals, Reals]:
+    one: tuple[IntArray, FloatArray, FloatArray], other: tuple[IntArray, FloatArray, FloatArray]
+) -> tuple[IntArray, FloatArray, FloatArray]:
     """Merge the counts, means and sums of squares of two tables, row by row; see `merge_moments`."""
     first, second = ([torch.tensor(column) for column in each] for each in (one, other))
     count, mean, squares = merge_moments((first[0], first[1], first[2]), (second[0], second[1], second[2]))
@@ -243,7 +243,7 @@ def merge_shards(folder: Path, plan: Plan) -> MergedTables:
 
 def read_merged_tables(folder: Path, plan: Plan) -> MergedTables | None:
     """Read the merged tables of a directory; None unless they hold all shards, or all that have a file."""
-    heads, shards = (_read_table(folder / file) for file in (HEADS, SHARDS))
+    heads, shards = (_read_table(folder / file) for file in (HEADS_FILE, SHARDS_FILE))
     if heads is None or shards is None:
         return None
     of_heads, of_shards = (read_metadata(each.schema) for each in (heads, shards))
@@ -265,7 +265,7 @@ def write_merged_tables(folder: Path, plan: Plan, merged: MergedTables) -> None:
     if read_merged_tables(folder, plan) is not None:
         return
     metadata = {"plan": plan.id, "shards": merged.shards["shard"].to_pylist()}
-    for file, table in ((HEADS, merged.heads), (SHARDS, merged.shards)):
+    for file, table in ((HEADS_FILE, merged.heads), (SHARDS_FILE, merged.shards)):
         write_atomically(folder / file, table_to_parquet(table, metadata))
 
 

@@ -21,7 +21,7 @@ from multihead.errors import InputError
 from multihead.errors.optional import require
 from multihead.locale.escaping import visible
 
-EMBEDDED = "local"
+LOCAL_RAY = "local"
 """The address that starts a Ray on this machine, for this call alone."""
 
 
@@ -81,13 +81,13 @@ class RayWorker:
 
 
 def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int, results: Results) -> None:
-    """Count shards with Ray at `EMBEDDED` or the address of a cluster, in as many actors as it has room for."""
+    """Count shards with Ray at `LOCAL_RAY` or the address of a cluster, in as many actors as it has room for."""
     require("ray", purpose="Running on Ray", extra="ray")
     import ray
 
     started = not ray.is_initialized()
     if started:
-        options: dict[str, Any] = {"num_cpus": workers * threads} if address == EMBEDDED else {}
+        options: dict[str, Any] = {"num_cpus": workers * threads} if address == LOCAL_RAY else {}
         options |= {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
         try:
             ray.init(address=address, **options)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.counting.corpus import Version
+from multihead.counting.corpus import FileVersion
 from multihead.counting.formats import Shard
 from multihead.errors import ArgumentError, InputError
 from multihead.files import write_atomically
@@ -30,17 +30,17 @@ from multihead.models.loading import LoadedModel
 from multihead.probes.catalogue import PROBES, probe_of_part
 from multihead.probes.probe import Probe, Statistic
 
-VERSION = 2
+PLAN_VERSION = 2
 """Version 1 kept several examples of one text; its censuses are read, and none is continued."""
 
-FILE = "plan.json"
-SHARDS = "shards"
+PLAN_FILE = "plan.json"
+SHARDS_FOLDER = "shards"
 
-_SAME = (
+_COMPARED_FIELDS = (
     "version", "model_id", "tokenizer_id", "probes", "seed", "texts", "column", "share", "tokens", "batch_tokens",
     "examples", "layers", "dtype",
 )  # fmt: skip
-_NAMES = {"model_id": "model", "tokenizer_id": "tokenizer"}
+_FIELD_LABELS = {"model_id": "model", "tokenizer_id": "tokenizer"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Plan:
     examples: int
     files: dict[str, int | None]
     shards: tuple[Shard, ...]
-    versions: dict[str, Version] = field(default_factory=dict)
-    version: int = VERSION
+    versions: dict[str, FileVersion] = field(default_factory=dict)
+    version: int = PLAN_VERSION
 
     @cached_property
     def id(self) -> str:
@@ -105,7 +105,7 @@ class Plan:
 
     def shard_file(self, folder: Path, index: int) -> Path:
         """Return the file of a shard's result."""
-        return folder / SHARDS / f"{index:06d}.parquet"
+        return folder / SHARDS_FOLDER / f"{index:06d}.parquet"
 
     def problem_file(self, folder: Path, index: int) -> Path:
         """Return the file that says why a shard has no result, if it could not be counted."""
@@ -134,12 +134,16 @@ class Plan:
         Raises:
             ArgumentError: names what differs.
         """
-        for name in _SAME:
+        for name in _COMPARED_FIELDS:
             mine, wanted = getattr(self, name), getattr(other, name)
             if mine != wanted:
-                shown = (f", {_format_for_error(mine)}, not {_format_for_error(wanted)}") if name not in _NAMES else ""
+                shown = (
+                    (f", {_format_for_error(mine)}, not {_format_for_error(wanted)}")
+                    if name not in _FIELD_LABELS
+                    else ""
+                )
                 raise ArgumentError(
-                    f"The directory holds a census with another {_NAMES.get(name, name)}{shown}.",
+                    f"The directory holds a census with another {_FIELD_LABELS.get(name, name)}{shown}.",
                     "Give another directory with out=, or delete this one.",
                 )
         for file in other.files:
@@ -183,12 +187,12 @@ class Plan:
             InputError: the directory cannot be written.
         """
         try:
-            (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+            (folder / SHARDS_FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
                 f"{str(folder)!r} cannot be written: {error.strerror}.", "Choose another folder."
             ) from None
-        file = folder / FILE
+        file = folder / PLAN_FILE
         if not file.exists():
             # Processes that start at the same time with the same command write the same bytes.
             content = {"id": self.id, **asdict(self)}
@@ -204,14 +208,14 @@ def read_plan(folder: Path) -> Plan:
     Raises:
         InputError: there is none, or it cannot be read.
     """
-    file = folder / FILE
+    file = folder / PLAN_FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{str(folder)!r} holds no census.", "Run multihead census with --out first.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{str(file)!r} cannot be read: {error}.", "Delete the directory and run again.") from None
-    if not isinstance(content, dict) or content.get("version") not in (1, VERSION):
+    if not isinstance(content, dict) or content.get("version") not in (1, PLAN_VERSION):
         raise InputError(f"{str(file)!r} is no plan of this version of multihead.", "Run the census again elsewhere.")
     try:
         expected = content.pop("id")
@@ -219,7 +223,7 @@ def read_plan(folder: Path) -> Plan:
             content[name] = tuple(content[name])
         content["layers"] = None if content["layers"] is None else tuple(content["layers"])
         content["shards"] = tuple(Shard(*each) for each in content["shards"])
-        content["versions"] = {file: Version(*each) for file, each in content.get("versions", {}).items()}
+        content["versions"] = {file: FileVersion(*each) for file, each in content.get("versions", {}).items()}
         plan = Plan(**content)
     except (KeyError, TypeError) as error:
         raise InputError(f"{str(file)!r} is incomplete: {error}.", "Delete the directory and run again.") from None

@@ -24,7 +24,7 @@ from multihead.counting.merge import (
     write_merged_tables,
 )
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import OF_CHANCE
+from multihead.counting.shard import CHANCE_COLUMNS
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -45,15 +45,15 @@ from multihead.record.analysis.highlights import (
     kinds_of_heads,
 )
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import OneLine
+from multihead.record.notebook import OneLineRepr
 from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import SHARES, Of, check_summary_name
+from multihead.record.summaries import QUANTILE_OF_SUMMARY, SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 
-FLOOR = 2.0**-10
+MIN_COMPARED_VALUE = 2.0**-10
 """Smaller values count as 0 where distributions are compared: whether a weight is 1e-6 or 1e-5 makes no difference."""
 
-PER_OCTAVE = 8
+COARSE_BINS_PER_OCTAVE = 8
 """Bins per factor of two where distributions are compared."""
 
 
@@ -94,7 +94,7 @@ class Example:
 
 
 @dataclass(frozen=True, repr=False)
-class DifferentHead(OneLine):
+class DifferentHead(OneLineRepr):
     """One head in two distributions, such as those of two checkpoints.
 
     Attributes:
@@ -278,7 +278,7 @@ class Census:
         """Column of the table of heads -> (rows,) float64; 0 where no query counted, NaN where chance is unknown."""
         names = ("count", "mean", "squares", "minimum", "maximum")
         found = {name: self.heads[name].fill_null(0).to_numpy().astype(np.float64) for name in names}
-        for name in OF_CHANCE:
+        for name in CHANCE_COLUMNS:
             column = self.heads[name].to_numpy().astype(np.float64)  # null is NaN
             found[name] = np.where(found["count"] == 0, 0.0, column)
         return found
@@ -413,7 +413,9 @@ class Census:
         least, most = (float(self.numbers[name][row]) for name in ("minimum", "maximum"))
         return min(max(float(values[min(place, len(values) - 1)]), least), most)
 
-    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean", kinds: bool = True) -> HeadTable:
+    def table(
+        self, *, sort: str = "layer", top: int | None = None, of: SummaryName = "mean", kinds: bool = True
+    ) -> HeadTable:
         """Return a table with one row per head, each statistic summarised over all queries; see `Record.table`.
 
         Args:
@@ -436,7 +438,7 @@ class Census:
             found += of_layer
         return HeadTable.of(found, sort=sort, top=top, statistics=self.plan.statistics)
 
-    def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
+    def find(self, *, of: SummaryName = "mean", **ranges: Range) -> list[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first; see `Record.find`.
 
         Args:
@@ -574,8 +576,8 @@ class Census:
         row = pc.list_parent_indices(lists).to_numpy()
         value = pc.list_flatten(lists).to_numpy()
         count = pc.list_flatten(self.heads["bin_count"].combine_chunks()).to_numpy()
-        size = np.maximum(np.abs(value) / FLOOR, 1e-300)
-        octave = np.maximum(np.floor(PER_OCTAVE * np.log2(size)).astype(np.int64) + 1, 0)
+        size = np.maximum(np.abs(value) / MIN_COMPARED_VALUE, 1e-300)
+        octave = np.maximum(np.floor(COARSE_BINS_PER_OCTAVE * np.log2(size)).astype(np.int64) + 1, 0)
         keys, place = np.unique(np.stack([row, np.sign(value).astype(np.int64) * octave]), axis=1, return_inverse=True)
         share = np.zeros(keys.shape[1])
         np.add.at(share, place.reshape(-1), count)
@@ -615,7 +617,7 @@ class _CensusLayerSummary(RunningSummary):
                 found[name] = Evidence(mean, chance, error_of_mean(texts, squares), count)
         return found
 
-    def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic, or some: (heads,) float64 each; "mean" and "max" are exact, others within 1 %."""
         check_summary_name(of)
         numbers, quantile = self.census.numbers, self.census.quantile_of_row
@@ -626,7 +628,7 @@ class _CensusLayerSummary(RunningSummary):
             if of in ("mean", "max"):
                 values = numbers["mean" if of == "mean" else "maximum"][at]
             else:
-                values = np.array([quantile(row, SHARES[of]) for row in at])
+                values = np.array([quantile(row, QUANTILE_OF_SUMMARY[of]) for row in at])
             found[name] = torch.from_numpy(values.astype(np.float64))
         return found
 

@@ -17,7 +17,7 @@ from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer
 from multihead.counting.result import Census
 from multihead.counting.shard import ShardCounter
 from multihead.counting.tally import census_probes
-from multihead.counting.work import Progress, Report, Results, check_reads_text, count_in_this_process
+from multihead.counting.work import Progress, ReportProgress, Results, check_reads_text, count_in_this_process
 from multihead.counting.workers import ProcessWorker, count_in_workers
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
@@ -28,11 +28,11 @@ from multihead.models.pretrained import pretrained_models
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.statistics import Wanted
 
-TOKENS = 512
+DEFAULT_TOKENS = 512
 """The most tokens of a text by default."""
 
-BATCH_TOKENS = 2048
-EXAMPLES = 5
+DEFAULT_BATCH_TOKENS = 2048
+DEFAULT_EXAMPLES = 5
 
 
 def census(
@@ -46,18 +46,18 @@ def census(
     probes: Wanted | Sequence[Wanted] | None = None,
     kinds: Sequence[Kind] = (),
     layers: Sequence[int | str] | int | str | None = None,
-    examples: int = EXAMPLES,
+    examples: int = DEFAULT_EXAMPLES,
     share: float = 1.0,
     seed: int = 0,
     workers: int = 1,
     threads: int | None = None,
     shard: tuple[int, int] | None = None,
     ray: str | None = None,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
     shard_bytes: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
-    progress: Report = lambda progress: None,
+    progress: ReportProgress = lambda progress: None,
 ) -> Census:
     r"""Count what every head of a model does over a corpus, in constant memory and without storing activations.
 
@@ -207,7 +207,7 @@ def _max_tokens_of_text(loaded: LoadedModel, tokens: int | None) -> int:
     """Return the maximum length of a text in tokens; longer texts are truncated."""
     most = loaded.max_tokens
     if tokens is None:
-        return TOKENS if most is None else min(TOKENS, most)
+        return DEFAULT_TOKENS if most is None else min(DEFAULT_TOKENS, most)
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if (
         isinstance(tokens, bool)

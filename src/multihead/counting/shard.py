@@ -24,30 +24,30 @@ from numpy.typing import NDArray
 from multihead.counting.batches import Batch, batches_by_length
 from multihead.counting.formats import Row, rows_of_shard
 from multihead.counting.plan import Plan
-from multihead.counting.sums import AFTER, BEFORE, LayerSums
+from multihead.counting.sums import TOKENS_AFTER, TOKENS_BEFORE, LayerSums
 from multihead.counting.tally import Tally, replace_attention
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
 
-METADATA = b"multihead"
+METADATA_KEY = b"multihead"
 """The key of the summary in the metadata of a parquet file."""
 
-NAMED = 20
+MAX_NAMED_ROWS = 20
 """How many broken rows of a shard are named; all are counted."""
 
-OF_CHANCE = "chance", "texts", "excess", "excess_squares"
+CHANCE_COLUMNS = "chance", "texts", "excess", "excess_squares"
 """The columns about chance, null where no query counts or chance is unknown; files of earlier versions lack them."""
 
-GROUP = 1 << 22
+GROUP_CHARACTERS = 1 << 22
 """Characters of the texts of a shard that are in memory at once; their batches run before the next ones are read."""
 
-_CHARACTERS_OF_OBJECTS = 200  # what else a text and its token ids take in memory
-_AT_ONCE = 1000  # number of texts that are tokenized together
-_CHARACTERS = 64  # characters kept per token of the limit; the rest of a text is cut off before tokenizing
+_OVERHEAD_CHARACTERS_PER_TEXT = 200  # what else a text and its token ids take in memory
+_TEXTS_PER_TOKENIZER_CALL = 1000  # number of texts that are tokenized together
+_CHARACTERS_PER_TOKEN = 64  # characters kept per token of the limit; the rest of a text is cut off before tokenizing
 
-Renew = Callable[[int, int], None]
+ReportBatch = Callable[[int, int], None]
 """Called after each batch with the numbers of its texts and tokens."""
 
 
@@ -90,7 +90,7 @@ class ShardCounter:
     plan: Plan
     probes: tuple[Probe, ...]
 
-    def count_shard(self, index: int, renew: Renew = lambda texts, tokens: None) -> bytes:
+    def count_shard(self, index: int, renew: ReportBatch = lambda texts, tokens: None) -> bytes:
         """Count a shard, and return the bytes of its parquet file.
 
         Args:
@@ -119,13 +119,13 @@ class ShardCounter:
                 kept = {each: kept[each] for each in sorted(tally.texts_of_examples())}
         return _shard_as_parquet(tally.layers, _ShardExamples(self, index, kept), counts, plan, index)
 
-    def write_shard(self, folder: Path, index: int, renew: Renew = lambda texts, tokens: None) -> None:
+    def write_shard(self, folder: Path, index: int, renew: ReportBatch = lambda texts, tokens: None) -> None:
         """Count a shard and write its file, whole or not at all."""
         write_atomically(self.plan.shard_file(folder, index), self.count_shard(index, renew))
 
     def _read_texts(self, index: int, counts: ShardCounts) -> Iterator[tuple[int, str]]:
         """Read the texts of a shard with their indices, and count the other rows."""
-        plan, most = self.plan, self.plan.tokens * _CHARACTERS
+        plan, most = self.plan, self.plan.tokens * _CHARACTERS_PER_TOKEN
         draw = np.random.default_rng([plan.seed, index])
         for row in rows_of_shard(plan.shards[index], plan.column):
             counts.rows += 1
@@ -150,7 +150,7 @@ class ShardCounter:
         """Return the token ids of each text, truncated."""
         most, tokenizer = self.plan.tokens, self.loaded.tokenizer
         left = iter(texts)
-        while some := list(islice(left, _AT_ONCE)):
+        while some := list(islice(left, _TEXTS_PER_TOKENIZER_CALL)):
             with silence_transformers():
                 found = tokenizer(some, truncation=True, max_length=most + 1)["input_ids"]
                 cut = [place for place, ids in enumerate(found) if len(ids) > most]
@@ -160,7 +160,7 @@ class ShardCounter:
                     if cut
                     else []
                 )
-            counts.truncated += sum(len(some[place]) < most * _CHARACTERS for place in cut)
+            counts.truncated += sum(len(some[place]) < most * _CHARACTERS_PER_TOKEN for place in cut)
             for place, ids in zip(cut, short, strict=True):
                 found[place] = ids
             yield from (np.array(ids, np.int64) for ids in found)
@@ -172,8 +172,8 @@ def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
     size = 0
     for index, text in texts:
         group[index] = text
-        size += len(text) + _CHARACTERS_OF_OBJECTS
-        if size >= GROUP:
+        size += len(text) + _OVERHEAD_CHARACTERS_PER_TEXT
+        if size >= GROUP_CHARACTERS:
             yield group
             group, size = {}, 0
     if group:
@@ -182,7 +182,7 @@ def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
 
 def _count_broken_row(counts: ShardCounts, row: Row) -> None:
     counts.broken += 1
-    if len(counts.problems) < NAMED:
+    if len(counts.problems) < MAX_NAMED_ROWS:
         counts.problems.append(f"{row.place}: {row.problem}")
 
 
@@ -205,7 +205,7 @@ class _ShardExamples:
         self._shard = shard
         self._pieces: dict[int, list[str]] = {}
         left = iter(texts)
-        while some := list(islice(left, _AT_ONCE)):
+        while some := list(islice(left, _TEXTS_PER_TOKENIZER_CALL)):
             pieces = tokenize_texts(counter.loaded, [texts[each] for each in some], tokens=counter.plan.tokens)
             self._pieces.update(zip(some, pieces, strict=True))
 
@@ -220,8 +220,8 @@ class _ShardExamples:
 
     def _example_fields(self, value: float, text: int, position: int, key: int, values: list[float]) -> dict[str, Any]:
         pieces = self._pieces[text]
-        start, stop = max(position - BEFORE, 0), min(position + AFTER + 1, len(pieces))
-        first = BEFORE - (position - start)
+        start, stop = max(position - TOKENS_BEFORE, 0), min(position + TOKENS_AFTER + 1, len(pieces))
+        first = TOKENS_BEFORE - (position - start)
         return {
             "value": value,
             "shard": self._shard,
@@ -314,7 +314,7 @@ def _shard_as_parquet(
             "squares": layer.squares.numpy(),
             **{
                 name: pa.array(getattr(layer, name).numpy(), mask=none | layer.excess.isnan().numpy())
-                for name in OF_CHANCE
+                for name in CHANCE_COLUMNS
             },
             "minimum": pa.array(layer.minimum.numpy(), mask=none),
             "maximum": pa.array(layer.maximum.numpy(), mask=none),
@@ -346,12 +346,12 @@ def table_to_parquet(table: Any, metadata: dict[str, Any]) -> bytes:
 
     written = io.BytesIO()
     content = json.dumps(metadata, ensure_ascii=False, sort_keys=True).encode()
-    pq.write_table(table.replace_schema_metadata({METADATA: content}), written, compression="zstd")
+    pq.write_table(table.replace_schema_metadata({METADATA_KEY: content}), written, compression="zstd")
     return written.getvalue()
 
 
 def read_metadata(schema: Any) -> dict[str, Any]:
     """Return the metadata that `table_to_parquet` wrote; empty if there is none."""
-    content = (schema.metadata or {}).get(METADATA, b"{}")
+    content = (schema.metadata or {}).get(METADATA_KEY, b"{}")
     found = json.loads(content)
     return found if isinstance(found, dict) else {}

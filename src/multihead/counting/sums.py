@@ -24,11 +24,11 @@ from torch import Tensor
 from multihead.counting.batches import Batch, CurrentBatch
 from multihead.probes.catalogue import PROBES
 from multihead.record.running_summary import QuantileSketch, RunningSummary, value_of_bin
-from multihead.record.summaries import Measured
+from multihead.record.summaries import MeasuredStatistic
 
 LARGEST_KEY = PROBES["largest_key"]
 
-BEFORE, AFTER = 24, 8
+TOKENS_BEFORE, TOKENS_AFTER = 24, 8
 """Tokens of a text that are kept around the position of an example."""
 
 
@@ -73,7 +73,7 @@ class StrongestExamples:
     @staticmethod
     def empty(rows: int, k: int) -> StrongestExamples:
         """Return a table of `rows` rows without examples."""
-        window = BEFORE + 1 + AFTER
+        window = TOKENS_BEFORE + 1 + TOKENS_AFTER
         text, position, largest_key = torch.full((3, rows, k), -1, dtype=torch.int64)
         return StrongestExamples(
             torch.full((rows, k), -torch.inf, dtype=torch.float64),
@@ -108,7 +108,7 @@ class StrongestExamples:
             left.masked_fill_(batch.text_of_token == text[:, None], -torch.inf)
         value = torch.stack([each.values for each in found], 1)  # (some rows, k)
         index = torch.stack([each.indices for each in found], 1)
-        place = index[..., None] + torch.arange(-BEFORE, AFTER + 1)  # (some rows, k, window)
+        place = index[..., None] + torch.arange(-TOKENS_BEFORE, TOKENS_AFTER + 1)  # (some rows, k, window)
         inside = (place >= batch.text_start_of_token[index][..., None]) & (
             place < batch.text_stop_of_token[index][..., None]
         )
@@ -201,7 +201,7 @@ class LayerSums(RunningSummary):
         self.maximum = -self.minimum
         self.strongest = StrongestExamples.empty(rows, self.examples)
 
-    def add(self, measured: Mapping[str, Measured], *, samples: int) -> None:
+    def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
         """Add the queries of a batch; `measured` holds "largest_key" too, as positions in each text."""
         self.num_samples += samples
         batch, names = self.reading.batch, [name for name in measured if name != LARGEST_KEY.name]
@@ -230,7 +230,7 @@ class LayerSums(RunningSummary):
         self.maximum = torch.maximum(self.maximum, flat.amax(-1).double())
         self.strongest.add(flat.view(values.shape), batch, batch.drop_padding(measured[LARGEST_KEY.name].values))
 
-    def _chance_per_token(self, measured: Measured, *, like: Tensor) -> Tensor:
+    def _chance_per_token(self, measured: MeasuredStatistic, *, like: Tensor) -> Tensor:
         """Return a statistic's level of chance at each token: (heads, tokens), NaN where it is unknown."""
         if measured.chance is None:
             return torch.full_like(like, torch.nan)

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from multihead.counting.plan import Plan, model_id, read_plan
-from multihead.counting.shard import Renew, ShardCounter
+from multihead.counting.shard import ReportBatch, ShardCounter
 from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, load
 
-RETURN_EVERY = 5.0
+TRIM_INTERVAL = 5.0
 """Seconds between two returns of freed memory to the system within a shard; one takes about 30 ms."""
 
 
@@ -52,7 +52,7 @@ class Progress:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-Report = Callable[[Progress], None]
+ReportProgress = Callable[[Progress], None]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Results:
     plan: Plan
     folder: Path
     progress: Progress
-    report: Report
+    report: ReportProgress
     failed: dict[int, str] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
 
@@ -110,11 +110,11 @@ def count_in_this_process(counter: ShardCounter, shards: Iterable[int], threads:
         results.report_progress()
 
 
-def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: Renew) -> str:
+def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: ReportBatch) -> str:
     """Count a shard and write its file; return "", or why it cannot be read or written."""
 
     def trim_heap_and_report_batch(texts: int, tokens: int) -> None:
-        _HEAP.trim()
+        _HEAP_TRIMMER.trim()
         report_batch(texts, tokens)
 
     try:
@@ -122,7 +122,7 @@ def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: R
     except (OSError, InputError) as error:
         return f"{counter.plan.shards[index]}: {_reason_of_failure(error)}"
     finally:
-        _HEAP.trim(every=1.0)  # most of the shard's memory is free now
+        _HEAP_TRIMMER.trim(every=1.0)  # most of the shard's memory is free now
     return ""
 
 
@@ -139,7 +139,7 @@ class _HeapTrimmer:
         with suppress(OSError, AttributeError, TypeError):  # another C library than that of GNU has no malloc_trim
             self._trim = ctypes.CDLL(None).malloc_trim
 
-    def trim(self, *, every: float = RETURN_EVERY) -> None:
+    def trim(self, *, every: float = TRIM_INTERVAL) -> None:
         """Return freed memory, if `every` seconds have passed since the last time."""
         now = time.monotonic()
         if self._trim is not None and now - self._last > every:
@@ -147,7 +147,7 @@ class _HeapTrimmer:
             self._trim(0)
 
 
-_HEAP = _HeapTrimmer()
+_HEAP_TRIMMER = _HeapTrimmer()
 
 
 def _reason_of_failure(error: OSError | InputError) -> str:

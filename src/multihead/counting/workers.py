@@ -31,10 +31,10 @@ from multihead.counting.spawn import SpawningContext
 from multihead.counting.work import Results, count_shard, load_counter
 from multihead.errors import ModelError
 
-ATTEMPTS = 3
+MAX_FAILED_LOADS = 3
 """How many processes may end while they load the model, before the run ends."""
 
-READ_EVERY = 0.2
+PROGRESS_INTERVAL = 0.2
 """Seconds between two looks at the progress of the workers."""
 
 
@@ -69,13 +69,13 @@ def count_in_workers(new_worker: Callable[[], Worker], shards: Sequence[int], nu
     Raises:
         MultiheadError: a process rejected the model or the plan, or none could load the model.
     """
-    ended = _Pass(new_worker, shards, results).run(number)
-    for index, how in _Pass(new_worker, list(ended), results).run(1).items():
+    ended = _CountingPass(new_worker, shards, results).run(number)
+    for index, how in _CountingPass(new_worker, list(ended), results).run(1).items():
         place = results.plan.shards[index]
         results.add_shard(index, f"{place}: two processes that counted it ended{how}.")
 
 
-class _Pass:
+class _CountingPass:
     """Counts each of some shards once.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Pass:
             for _ in range(min(number, len(self.left))):
                 self._start_worker()
             while self.running:
-                done, _ = wait(self.running, READ_EVERY, FIRST_COMPLETED)
+                done, _ = wait(self.running, PROGRESS_INTERVAL, FIRST_COMPLETED)
                 for worker, _ in self.running.values():
                     for batch in worker.batches():
                         self.results.add_batch(*batch)
@@ -129,9 +129,9 @@ class _Pass:
                 self.ended[index] = how
             else:
                 self.attempts += 1
-                if self.attempts == ATTEMPTS:
+                if self.attempts == MAX_FAILED_LOADS:
                     raise ModelError(
-                        f"{ATTEMPTS} processes that loaded the model ended{how}.",
+                        f"{MAX_FAILED_LOADS} processes that loaded the model ended{how}.",
                         "Each process needs memory for the whole model: use fewer workers.",
                     ) from None
             if self.left:
@@ -162,17 +162,17 @@ class ProcessWorker:
     def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
         self._plan, self._folder, self._context = plan, folder, SpawningContext()
         self._batches, self._sent = self._context.Pipe(duplex=False)
-        self._pool = ProcessPoolExecutor(1, self._context, _begin, (self._sent, threads))
+        self._pool = ProcessPoolExecutor(1, self._context, _prepare_process, (self._sent, threads))
 
     def load(self) -> Future[None]:
         """See `Worker`."""
-        future = self._pool.submit(_load, self._folder, self._plan.model, self._plan.device)
+        future = self._pool.submit(_load_model, self._folder, self._plan.model, self._plan.device)
         self._sent.close()  # the process has its own copy
         return future
 
     def count(self, index: int) -> Future[tuple[str, int, int]]:
         """See `Worker`."""
-        return self._pool.submit(_count, self._folder, index)
+        return self._pool.submit(_count_shard, self._folder, index)
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """See `Worker`."""
@@ -190,16 +190,16 @@ class ProcessWorker:
         return f" by signal {-code}" if code < 0 else f" with status {code}"
 
 
-class _Here:
+class _WorkerState:
     """What a process of `ProcessWorker` keeps: the model, and where it sends the texts and tokens of each batch."""
 
     counter: ShardCounter
     batches: Connection
 
 
-def _begin(batches: Connection, threads: int) -> None:
+def _prepare_process(batches: Connection, threads: int) -> None:
     """Prepare this process, before the model is loaded."""
-    _Here.batches = batches
+    _WorkerState.batches = batches
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError):  # a closed standard error
         os.dup2(2, 1)  # standard output is the caller's: what a model's libraries print goes to standard error
@@ -214,12 +214,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _load(folder: Path, model: str, device: str) -> None:
-    _Here.counter = load_counter(folder, model, device)
+def _load_model(folder: Path, model: str, device: str) -> None:
+    _WorkerState.counter = load_counter(folder, model, device)
 
 
-def _count(folder: Path, index: int) -> tuple[str, int, int]:
+def _count_shard(folder: Path, index: int) -> tuple[str, int, int]:
     def send(texts: int, tokens: int) -> None:
-        _Here.batches.send((texts, tokens))  # a few bytes, which a pipe takes whole or not at all
+        _WorkerState.batches.send((texts, tokens))  # a few bytes, which a pipe takes whole or not at all
 
-    return count_shard(_Here.counter, folder, index, send), 0, 0
+    return count_shard(_WorkerState.counter, folder, index, send), 0, 0

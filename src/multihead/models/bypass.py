@@ -25,7 +25,7 @@ from multihead.models.pretrained import innermost_model, is_submodule_of
 from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
 from multihead.tensors.undo import Undo
 
-Report = Callable[[str], object]
+ReportBypass = Callable[[str], object]
 
 
 class CallCounts(threading.local):
@@ -41,11 +41,11 @@ class CallCounts(threading.local):
         self.before: dict[int, tuple[int, int]] = {}
 
 
-calls = CallCounts()
+call_counts = CallCounts()
 
 
 def report_bypassing_modules(
-    undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: Report
+    undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: ReportBypass
 ) -> None:
     """Add hooks that report modules that compute attention or read its mask, but never call this library's attention.
 
@@ -88,21 +88,21 @@ def raise_bypass_error(sentence: str) -> None:
 
 def _count_call(*_: object) -> None:
     if not torch.compiler.is_compiling():
-        calls.count += 1
+        call_counts.count += 1
 
 
 def _begin_forward(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():
-        calls.before[id(module)] = calls.count, mask_reads.count
+        call_counts.before[id(module)] = call_counts.count, mask_reads.count
 
 
 def _report_if_bypassed(
-    name: str, config: Any, implementation: str, report: Report, module: nn.Module, *_: object, attends: bool
+    name: str, config: Any, implementation: str, report: ReportBypass, module: nn.Module, *_: object, attends: bool
 ) -> None:
     if torch.compiler.is_compiling():
         return
-    before = calls.before.pop(id(module), None)
-    if before is None or before[0] != calls.count or not (attends or before[1] != mask_reads.count):
+    before = call_counts.before.pop(id(module), None)
+    if before is None or before[0] != call_counts.count or not (attends or before[1] != mask_reads.count):
         return
     if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation and not _is_compiled(module):
         read = "" if attends else "read the attention mask, and "

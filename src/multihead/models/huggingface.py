@@ -27,7 +27,7 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
-from multihead.models.bypass import Report, calls, raise_bypass_error, report_bypassing_modules
+from multihead.models.bypass import ReportBypass, call_counts, raise_bypass_error, report_bypassing_modules
 from multihead.models.coverage import names_in_eager_attention, require_attention_interface
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
@@ -38,7 +38,7 @@ from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
 
 IMPLEMENTATION_NAME = "multihead"
-_FULL, _CAUSAL = Full(), Causal()
+_FULL_MASK, _CAUSAL_MASK = Full(), Causal()
 _ADDITIVE_MASK_MODEL_TYPES = frozenset({"deepseek_v4"})  # model types whose layers concatenate numbers to the mask
 
 
@@ -59,7 +59,7 @@ call_key_positions: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_ke
 """Set while a listener receives an attention call or its heads are changed; None if no Hugging Face model makes it."""
 
 
-def install(model: nn.Module, report: Report = raise_bypass_error) -> Undo:
+def install(model: nn.Module, report: ReportBypass = raise_bypass_error) -> Undo:
     """Make all Hugging Face models in a module call this library's attention; nn.MultiheadAttention is replaced too.
 
     Args:
@@ -75,7 +75,7 @@ def install(model: nn.Module, report: Report = raise_bypass_error) -> Undo:
     return Undo.run_change(partial(_install_attention, model, report))
 
 
-def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
+def _install_attention(model: nn.Module, report: ReportBypass, undo: Undo) -> None:
     models = pretrained_models(model)
     if not models:
         return
@@ -130,7 +130,7 @@ def transformers_attention(
         (batch, queries, heads, value_dim), contiguous; and the attention weights if the model returns them, else None.
     """
     if not torch.compiler.is_compiling():
-        calls.count += 1
+        call_counts.count += 1
     _check_options(module, options)
     if cache is not None:
         raise ModelError(
@@ -201,8 +201,8 @@ def _mask_of_call(
         # and eager attention then hides nothing, whatever the module's `is_causal` is (BridgeTower).
         causal = (is_traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
         if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
-            return _CAUSAL, None, 0  # as in transformers, the first query is at the position of the first key
-        return _FULL, None, None
+            return _CAUSAL_MASK, None, 0  # as in transformers, the first query is at the position of the first key
+        return _FULL_MASK, None, None
     if isinstance(attention_mask, LazyMask):
         return attention_mask.mask, None, attention_mask.query_start
     if isinstance(attention_mask, BooleanMask):
@@ -214,7 +214,7 @@ def _mask_of_selection(
     module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int
 ) -> Mask:
     """Return the mask of the keys that sparse attention selects, by indices as in `transformers_attention`."""
-    mask: Mask = _FULL
+    mask: Mask = _FULL_MASK
     if indices is not None:
         mask = mask & Keep(_indices_to_mask(indices.long(), keys)[:, None])
     if block_indices is not None:

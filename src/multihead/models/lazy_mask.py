@@ -19,7 +19,7 @@ from multihead.masks import Full, Keep, Mask
 from multihead.masks.positions import TilePositions
 
 _KEYS_AXIS = 3
-_FULL = Full()
+_FULL_MASK = Full()
 # Tensor operations that turn a mask into a mask.
 _MASK_TO_MASK_OPS = frozenset(
     (
@@ -231,5 +231,5 @@ class LazyMask(BooleanMask):
 def _adds_only_full_masks(terms: tuple[Any, ...]) -> bool:
     """Whether every mask among the terms of a sum hides nothing, so that it can be added to scores as 0."""
     scores = [each for each in terms if not isinstance(each, LazyMask)]
-    shown = all(each.mask == _FULL for each in terms if isinstance(each, LazyMask))
+    shown = all(each.mask == _FULL_MASK for each in terms if isinstance(each, LazyMask))
     return shown and all(isinstance(each, Tensor) and each.is_floating_point() for each in scores) and bool(scores)

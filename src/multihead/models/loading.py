@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-CONTINUED = "⤷"
+CONTINUATION_MARK = "⤷"
 """Shown in place of a token that is a further part of the previous token's character."""
 
 OutputHead = Literal["language", "masked"]
@@ -35,14 +35,14 @@ _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _REPLACEMENT_CHARACTER = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
-_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
+_HOW_TO_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_PACKAGES = ("gguf", "accelerate")
-_MAX_MISSING = 6  # names of missing weights in an error; the head of a masked BERT has six
+_MAX_LISTED_MISSING_WEIGHTS = 6  # names of missing weights in an error; the head of a masked BERT has six
 
 MAX_GENERATED_TOKENS = 64
 """Maximum number of tokens generated for the decoder of an encoder-decoder model."""
 
-Stage = Callable[[str], None]
+ReportStage = Callable[[str], None]
 """Called with the step that starts: "tokenizer" or "weights"."""
 
 
@@ -178,7 +178,7 @@ class EncodedText:
     Attributes:
         ids: (1, tokens), int64.
         mask: (1, tokens), int64, all 1.
-        tokens: text of each token; `CONTINUED` for a further token of the same character.
+        tokens: text of each token; `CONTINUATION_MARK` for a further token of the same character.
         special: whether each token is a special token, such as [CLS].
         unknown: whether each token is the unknown token of the vocabulary.
         offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
@@ -222,7 +222,7 @@ def max_tokens(model: DescribedModel) -> int | None:
     return min(positions, length) if isinstance(length, int) else positions
 
 
-def describe(model: str | FoundModel, *, stage: Stage | None = None) -> ModelDescription:
+def describe(model: str | FoundModel, *, stage: ReportStage | None = None) -> ModelDescription:
     """Read the configuration and the tokenizer of a model, so that options are checked before its weights are loaded.
 
     Args:
@@ -277,7 +277,7 @@ def load(
     head: OutputHead | None = None,
     device: str = "cpu",
     dtype: str = "auto",
-    stage: Stage | None = None,
+    stage: ReportStage | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, without output to the terminal.
 
@@ -604,10 +604,10 @@ def _load_weights(transformers: Any, described: ModelDescription, dtype: str, he
                 continue
         if head is not None and report["missing_keys"]:  # weights that are tied to others are not in it
             names, number = sorted(report["missing_keys"]), len(report["missing_keys"])
-            more = f" and {number - _MAX_MISSING} more" if number > _MAX_MISSING else ""
+            more = f" and {number - _MAX_LISTED_MISSING_WEIGHTS} more" if number > _MAX_LISTED_MISSING_WEIGHTS else ""
             raise ModelError(
                 f"{described.title} was saved without weights of {type(network).__name__}: "
-                f"{', '.join(names[:_MAX_MISSING])}{more}.",
+                f"{', '.join(names[:_MAX_LISTED_MISSING_WEIGHTS])}{more}.",
                 "Give a model that was saved with its head; in Python, leave out head to load this one without it.",
             )
         return network
@@ -626,7 +626,7 @@ def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None
     except Exception as error:  # a broken file can raise any error
         _reject_remote_code(found.name, str(error))
         if found.file is not None or isinstance(error, ValueError):
-            mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
+            mend = "Download or convert it again." if "gguf_file" in source else _HOW_TO_SAVE_AGAIN
             lines = str(error).strip().splitlines()
             raise ModelError(
                 f"{found.name} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
@@ -726,7 +726,7 @@ def _token_texts_by_offsets(
         elif start == end:
             shown.append(str(tokenizer.decode([id_])))
         else:
-            shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUED)
+            shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUATION_MARK)
             reached = max(reached, end)
     return shown
 
@@ -751,7 +751,7 @@ def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -
             first = index + 1
             continue
         piece = str(tokenizer.decode(list(ids[first : index + 1])))
-        shown.append(CONTINUED if index > first else piece)
+        shown.append(CONTINUATION_MARK if index > first else piece)
         if piece and not piece.endswith(_REPLACEMENT_CHARACTER):  # some tokenizers decode an incomplete character to ""
             shown[first] = piece
             first = index + 1

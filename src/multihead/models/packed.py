@@ -104,7 +104,7 @@ def _masks_by_attention_type(config: Any) -> dict[str, Mask]:
     return {"full_attention": Full(), "sliding_attention": _two_sided_window(config)}
 
 
-FAMILIES = {
+PACKED_FAMILIES = {
     "BertModel": PackedFamily("BERT", _full_mask, _columns_in_padded_row, read_by_model="encoder"),
     "RobertaModel": PackedFamily("RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
     "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
@@ -194,15 +194,15 @@ def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, PackedFamily]]:
 
 
 def _unsupported_error(finding: str) -> ModelError:
-    names = ", ".join(family.name for family in FAMILIES.values())
+    names = ", ".join(family.name for family in PACKED_FAMILIES.values())
     return ModelError(finding, f"Give a model of one of these families: {names}; or use packed=False.")
 
 
 def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
     """Return the family of a class; None if it is not supported, or a subclass with its own forward."""
     for parent in kind.__mro__:
-        if parent.__module__.startswith("transformers.") and parent.__name__ in FAMILIES:
-            return FAMILIES[parent.__name__] if kind.forward is parent.forward else None  # type: ignore[attr-defined]
+        if parent.__module__.startswith("transformers.") and parent.__name__ in PACKED_FAMILIES:
+            return PACKED_FAMILIES[parent.__name__] if kind.forward is parent.forward else None  # type: ignore[attr-defined]
     return None
 
 

@@ -26,7 +26,7 @@ from multihead.probes.probe import Probe
 from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes
 from multihead.record.analysis.chance import with_zero_scores
 from multihead.record.batch import SampleSpans, shift_all_key_indices
-from multihead.record.summaries import Measured, occurred_before, queries_that_count
+from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
 from multihead.record.token_ids import CallTokenIds, is_among
 from multihead.tensors.shapes import AttentionShape
 
@@ -100,7 +100,7 @@ class StatisticsMeasurer:
 
     def measure_whole_batch(
         self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
-    ) -> dict[str, Measured]:
+    ) -> dict[str, MeasuredStatistic]:
         """Measure all texts of a call at once; return statistic -> its values, and the queries to average over.
 
         Args:
@@ -141,7 +141,8 @@ class StatisticsMeasurer:
 
         where = sees, positions, num_keys, occurs_earlier
         return {
-            probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
+            probe.name: MeasuredStatistic(found[probe.name].cpu(), queries_that_count(probe.counted, *where))
+            for probe in probes
         }
 
     def measure_chance_levels(

@@ -61,7 +61,7 @@ from multihead.record.batch import (
 )
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
-from multihead.record.sample import PER_KEY, SampleRecord
+from multihead.record.sample import STATISTICS_PER_KEY, SampleRecord
 from multihead.record.segments import Rows, Segment, append_new_keys, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.texts import Text
@@ -69,7 +69,7 @@ from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
-Sums: TypeAlias = Callable[[str, int], RunningSummary]
+MakeSums: TypeAlias = Callable[[str, int], RunningSummary]
 """Function (name of a layer, number of heads) -> the layer's empty running sums."""
 
 TOKEN_MATCH_PARTS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
@@ -128,7 +128,7 @@ class Recorder:
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
     measuring: StatisticsMeasurer
-    sums: Sums | None = None  # creates the running sums of a layer if no samples are kept
+    sums: MakeSums | None = None  # creates the running sums of a layer if no samples are kept
     wanted: frozenset[Part] = field(init=False)
     _counted: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
@@ -457,7 +457,7 @@ class Recorder:
         joined = {}
         for key in found[0] if found else ():
             each_chunk = [measured[key][0] for measured in found]
-            joined[key] = torch.stack(each_chunk).sum(0) if key in PER_KEY else torch.cat(each_chunk, 1)
+            joined[key] = torch.stack(each_chunk).sum(0) if key in STATISTICS_PER_KEY else torch.cat(each_chunk, 1)
         if "coverage" in joined:
             joined["coverage"] = joined["received"].clamp(max=1)
         return joined

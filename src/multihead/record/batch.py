@@ -45,7 +45,7 @@ from multihead.probes.statistics import POSITION_PARTS, statistic_from_parts
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, copy_contiguous
-from multihead.record.summaries import Measured, queries_that_count
+from multihead.record.summaries import MeasuredStatistic, queries_that_count
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias, dense_bias
 
@@ -343,17 +343,17 @@ class RecordedBatch:
                 self.parts = {}
             return self._statistics
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, MeasuredStatistic]:
         """Return each floating-point statistic and which queries count in its mean, (batch, heads, queries) each."""
         real, positions, num_keys = self.places.query_properties
         sees = real & (self.logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
         rules, found = {probe.name: probe.counted for probe in self.probes}, {}
         for name, value in self.statistics.items():
             if value.is_floating_point():
-                found[name] = Measured(value, queries_that_count(rules[name], sees, positions, num_keys, None))
+                found[name] = MeasuredStatistic(value, queries_that_count(rules[name], sees, positions, num_keys, None))
         return found
 
-    def measured_samples(self) -> list[dict[str, Measured]]:
+    def measured_samples(self) -> list[dict[str, MeasuredStatistic]]:
         """Return per sample each floating-point statistic and which queries its mean counts; (heads, queries)."""
         if self._samples is not None:  # further calls may have been appended to the samples
             return [sample.measured() for sample in self._samples]
@@ -362,7 +362,7 @@ class RecordedBatch:
             rows = slice(*span.queries)
             sample = {}
             for name, (values, counted, _) in whole.items():
-                sample[name] = Measured(values[span.sample, :, rows], counted[span.sample, :, rows])
+                sample[name] = MeasuredStatistic(values[span.sample, :, rows], counted[span.sample, :, rows])
             found.append(sample)
         if self.windows == 1:
             return found

@@ -26,7 +26,7 @@ from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.split import LayerPartOfRank
-from multihead.record.summaries import Of
+from multihead.record.summaries import SummaryName
 from multihead.record.table import head_rows
 from multihead.record.texts import Text
 
@@ -120,7 +120,7 @@ class LayerRecord:
         """Return the mean of each statistic over the counted queries of all samples: name -> (heads,) float64."""
         return self.summary()
 
-    def summary(self, of: Of = "mean", names: Collection[str] | None = None) -> dict[str, Tensor]:
+    def summary(self, of: SummaryName = "mean", names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic over the counted queries of all samples: name -> (heads,) float64.
 
         Statistics on repeated random tokens are included only in means, because they are stored per text.

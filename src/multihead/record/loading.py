@@ -23,9 +23,9 @@ from multihead.probes.catalogue import REPEATED, probe_of_part
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
-from multihead.record.running_summary import BINS, QuantileSketch, RunningSummary, bin_of
-from multihead.record.sample import PER_KEY, PER_MAP, SampleRecord
-from multihead.record.saving import FORMAT, MAX_HEADER_BYTES, SAFETENSORS_NAMES, VERSION
+from multihead.record.running_summary import NUM_BINS, QuantileSketch, RunningSummary, bin_of
+from multihead.record.sample import STATISTICS_PER_KEY, STATISTICS_PER_MAP, SampleRecord
+from multihead.record.saving import FORMAT_NAME, FORMAT_VERSION, MAX_HEADER_BYTES, SAFETENSORS_NAMES
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import read_bias, read_mask
 from multihead.record.split import LayerPartOfRank, TokensOfRank, count_tokens
@@ -52,7 +52,7 @@ MAX_LABEL_LENGTH = 100
 """Largest number of characters of a label or a unit, which pages show as column headings."""
 
 _MAX_SHARE = 1 + 1e-3  # upper limit of a share: 1 and a margin for rounding
-_BINS_1 = 2095  # number of bins of a running summary in files of version 1
+_NUM_BINS_OF_VERSION_1 = 2095  # number of bins of a running summary in files of version 1
 _DTYPES_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _MAX_QUOTED = 300  # largest number of characters that an error message quotes
 MODEL_DTYPES = {
@@ -82,17 +82,17 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordContents
     target = os.fspath(file)
     # Reading without mapping does not convert the file's little-endian numbers, so big-endian machines always map.
     metadata, tensors, stored = _open_file(target, mapped=mapped or sys.byteorder == "big")
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT_NAME:
         raise InputError(
             f"{target!r} is a safetensors file, but not a record of multihead.", "Give a file that Record.save wrote."
         )
     version = metadata.get("version", "")
     if not re.fullmatch(r"[0-9]{1,9}", version, re.ASCII) or int(version) < 1:
         raise _damage_error(target, f"its version is {version!r}")
-    if int(version) > VERSION:
+    if int(version) > FORMAT_VERSION:
         raise InputError(
             f"{target!r} was saved by a newer multihead: its format has version {int(version)}, and this one reads "
-            f"{VERSION}.",
+            f"{FORMAT_VERSION}.",
             "Update multihead: pip install --upgrade multihead.",
         )
     try:
@@ -357,7 +357,9 @@ def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], vers
         total, count = (
             _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count")
         )
-        bins = _checked_tensor(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
+        bins = _checked_tensor(
+            tensors[parts["bins"]], (heads, NUM_BINS if version > 1 else _NUM_BINS_OF_VERSION_1), "bins", torch.int64
+        )
         found.statistics[name] = QuantileSketch(total, count, bins if version > 1 else _convert_old_bins(bins))
     return found
 
@@ -389,10 +391,10 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
 
 
 def _convert_old_bins(bins: Tensor) -> Tensor:
-    """Convert histograms of file version 1, with bins of ratio 1.02, to the current bins: (heads, BINS)."""
-    values = 1e-9 * 1.02 ** torch.arange(_BINS_1, dtype=torch.float64) * 2 / 2.02
+    """Convert histograms of file version 1, with bins of ratio 1.02, to the current bins: (heads, NUM_BINS)."""
+    values = 1e-9 * 1.02 ** torch.arange(_NUM_BINS_OF_VERSION_1, dtype=torch.float64) * 2 / 2.02
     values[0] = 0
-    return torch.zeros(len(bins), BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
+    return torch.zeros(len(bins), NUM_BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
 
 
 def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
@@ -464,7 +466,7 @@ class _SampleReader:
             one.keys_read = GrowingText.from_text(text)
         if (text := self.read_text("query_text", queries)) is not None:
             one.queries_read = GrowingText.from_text(text)
-        held = one.k is not None or self.data["text"] is not None or not PER_KEY.isdisjoint(one.statistics)
+        held = one.k is not None or self.data["text"] is not None or not STATISTICS_PER_KEY.isdisjoint(one.statistics)
         if keys > MAX_KEYS_WITHOUT_DATA and not held:
             raise _InvalidValueError(f"it stores no data for the {keys:,} keys of a sample")
         return one
@@ -550,8 +552,8 @@ class _SampleReader:
     def read_statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
         for name, place in _checked_type(self.data["statistics"], dict, "the statistics").items():
-            shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
-            shape = (self.heads, None, None) if name in PER_MAP else shape
+            shape: tuple[int | None, ...] = (self.heads, keys if name in STATISTICS_PER_KEY else queries)
+            shape = (self.heads, None, None) if name in STATISTICS_PER_MAP else shape
             kinds = (torch.float32, torch.float64, torch.int64)
             found[name] = _checked_tensor(self.tensors[place], shape, name, *kinds)
         return found

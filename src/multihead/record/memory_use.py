@@ -10,7 +10,7 @@ from multihead.record.layer import LayerRecord
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """The memory of a recorded run, in bytes.
 
     Attributes:
@@ -24,7 +24,7 @@ class Memory:
     weights: int
 
 
-def memory_of(layers: Sequence[LayerRecord]) -> Memory:
+def memory_of(layers: Sequence[LayerRecord]) -> MemoryUse:
     """Compute the memory use of recorded layers.
 
     >>> import torch, multihead as mh
@@ -43,7 +43,7 @@ def memory_of(layers: Sequence[LayerRecord]) -> Memory:
             if one.keeps_weights:
                 kv_heads = one.segments[0].request.shape.num_kv_heads
                 kept += size * one.head_dim * (one.num_heads * one.num_queries + kv_heads * one.num_keys)
-    return Memory(peak_of_process(), kept, weights)
+    return MemoryUse(peak_of_process(), kept, weights)
 
 
 def peak_of_process() -> int | None:

@@ -17,7 +17,7 @@ from multihead.record.running_summary import QuantileSketch, RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import TensorStore, mask_as_json
-from multihead.record.split import JoinedRows, LayerPartOfRank, Range, TensorPiece, count_tokens
+from multihead.record.split import IndexRange, JoinedRows, LayerPartOfRank, TensorPiece, count_tokens
 from multihead.scores.bias import Bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
@@ -76,7 +76,7 @@ def _merge_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
     splits = [layer.split for layer in layers]
     if any(split is None for split in splits):
         raise _mismatch_error(f"{layers[0].name} of one of them was not split over ranks")
-    of_heads: dict[Range, list[tuple[LayerPartOfRank, LayerRecord]]] = {}
+    of_heads: dict[IndexRange, list[tuple[LayerPartOfRank, LayerRecord]]] = {}
     for split, layer in zip(splits, layers, strict=True):
         assert split is not None
         of_heads.setdefault(split.heads, []).append((split, layer))
@@ -194,7 +194,7 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
     return found
 
 
-def _sort_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
+def _sort_ranges(of_ranks: list[tuple[IndexRange, ...]]) -> list[tuple[int, IndexRange, int]]:
     """Return all token ranges of all ranks in order: rank, range, and index of its first token in the rank's tokens."""
     found = [
         (rank, each, count_tokens(ranges[:index]))
@@ -206,7 +206,11 @@ def _sort_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, in
 
 
 def _join_rows(
-    rows: Sequence[Rows | None], places: list[tuple[int, Range, int]], heads: int, length: int, shape: AttentionShape
+    rows: Sequence[Rows | None],
+    places: list[tuple[int, IndexRange, int]],
+    heads: int,
+    length: int,
+    shape: AttentionShape,
 ) -> JoinedRows:
     pieces = []
     for rank, (start, stop), at in places:

@@ -33,13 +33,13 @@ from multihead.record.blocks import (
 from multihead.record.notebook import number_with_noun
 from multihead.record.segments import Rows, Segment, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
-from multihead.record.summaries import Measured, Of
+from multihead.record.summaries import MeasuredStatistic, SummaryName
 from multihead.record.table import head_rows
 from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
-PER_KEY = frozenset({"received", "coverage"})
-PER_MAP = frozenset({"pooled_map"})
+STATISTICS_PER_KEY = frozenset({"received", "coverage"})
+STATISTICS_PER_MAP = frozenset({"pooled_map"})
 
 
 @dataclass(eq=False, repr=False)
@@ -174,11 +174,11 @@ class SampleRecord:
         """
         return self.summary()
 
-    def summary(self, of: Of = "mean") -> dict[str, Tensor]:
+    def summary(self, of: SummaryName = "mean") -> dict[str, Tensor]:
         """Summarise each statistic over the queries that count, see `Statistic.counted`: name -> (heads,) float64."""
         return summaries.summary([self.measured()], of)
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, MeasuredStatistic]:
         """Return each floating-point statistic, and which queries count in its summaries: (heads, queries) each."""
         sees, positions, ids = self.sees, self.positions, self.text.ids
         rows, keys = torch.tensor(self.calls).unbind(1)  # (calls, 2) each
@@ -188,7 +188,7 @@ class SampleRecord:
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
         rules = {name: self.counted.get(name) or statistic(name).counted for name in self.per_query}
         return {
-            name: Measured(
+            name: MeasuredStatistic(
                 value, summaries.queries_that_count(rules[name], sees, positions - first, num_keys - first, occurred)
             )
             for name, value in self.per_query.items()
@@ -197,7 +197,9 @@ class SampleRecord:
 
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Replace all statistics of the sample."""
-        self._others = {name: value for name, value in statistics.items() if name in PER_KEY | PER_MAP}
+        self._others = {
+            name: value for name, value in statistics.items() if name in STATISTICS_PER_KEY | STATISTICS_PER_MAP
+        }
         self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
         if "pooled_map" in statistics:
             self._pooled = (len(self.calls), statistics["pooled_map"])
@@ -235,7 +237,9 @@ class SampleRecord:
         self.logsumexp.add(logsumexp)
         if self.q is not None and q is not None:
             self.q.add(q)
-        per_query = {name: value for name, value in statistics.items() if name not in PER_KEY | PER_MAP}
+        per_query = {
+            name: value for name, value in statistics.items() if name not in STATISTICS_PER_KEY | STATISTICS_PER_MAP
+        }
         if first:
             self.set_statistics(statistics)
             return

@@ -24,8 +24,8 @@ from multihead.record.serialization import TensorStore, bias_as_json, mask_as_js
 from multihead.record.texts import Text
 from multihead.scores.bias import values_of
 
-FORMAT = "multihead record"
-VERSION = 2  # version 2 changed the histogram bins of running summaries
+FORMAT_NAME = "multihead record"
+FORMAT_VERSION = 2  # version 2 changed the histogram bins of running summaries
 MAX_HEADER_BYTES = 100_000_000  # bytes; safetensors rejects longer headers
 SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
@@ -41,7 +41,7 @@ SAFETENSORS_NAMES = {
 }
 """Dtypes that a record's file may contain -> their names in safetensors."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # number of bytes -> dtype
+_INTEGER_DTYPE_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # number of bytes -> dtype
 
 
 def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "all") -> None:
@@ -57,7 +57,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
             raise DtypeError(
                 f"{name} is a {tensor.dtype} tensor, which a record cannot hold.", "Convert it to float32 or int64."
             )
-    metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": data}
+    metadata = {"format": FORMAT_NAME, "version": str(FORMAT_VERSION), "id": record.id, "record": data}
     # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
     named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
     header = _safetensors_header(named, metadata)
@@ -89,7 +89,7 @@ def _little_endian_bytes(tensor: Tensor) -> memoryview:
     """Return the contiguous, little-endian bytes of a tensor, as safetensors stores them."""
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     size = whole.itemsize
-    return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
+    return whole.view(_INTEGER_DTYPE_BY_SIZE[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
 
 
 def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multihead.record.segments import Rows
 
-Range = tuple[int, int]  # [first, stop)
+IndexRange = tuple[int, int]  # [first, stop)
 
 
 class TokensOfRank(NamedTuple):
@@ -27,8 +27,8 @@ class TokensOfRank(NamedTuple):
         keys: keys of this rank, as ranges of indices in the sample.
     """
 
-    queries: tuple[Range, ...]
-    keys: tuple[Range, ...]
+    queries: tuple[IndexRange, ...]
+    keys: tuple[IndexRange, ...]
 
 
 class LayerPartOfRank(NamedTuple):
@@ -43,9 +43,9 @@ class LayerPartOfRank(NamedTuple):
         ranks: number of ranks that split the sequence; 1 if it is not split.
     """
 
-    heads: Range
+    heads: IndexRange
     num_heads: int
-    kv_heads: Range
+    kv_heads: IndexRange
     num_kv_heads: int
     rank: int = 0
     ranks: int = 1
@@ -64,7 +64,7 @@ class LayerPartOfRank(NamedTuple):
         return ", ".join(parts)
 
 
-def count_tokens(ranges: Sequence[Range]) -> int:
+def count_tokens(ranges: Sequence[IndexRange]) -> int:
     """Return the total number of tokens in ranges.
 
     >>> count_tokens(((0, 2), (6, 8)))
@@ -84,9 +84,9 @@ class TensorPiece(NamedTuple):
     """
 
     rows: Rows
-    source: Range
+    source: IndexRange
     first: int
-    heads: Range
+    heads: IndexRange
 
 
 class JoinedRows(Rows):

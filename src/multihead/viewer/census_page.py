@@ -22,7 +22,7 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
 from multihead.probes.probe import SHARE
 from multihead.record.analysis.highlights import LayerKinds
-from multihead.record.summaries import Of
+from multihead.record.summaries import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import installed_version, render_page
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "census/census"))
 """The style sheets of the page, in their order."""
 
-MOST_CHANGED = 6
+MAX_CHANGED_HEADS = 6
 """How many heads the first screen of two censuses names."""
 
-LEAST_CHANGE = 0.0005
+MIN_SHOWN_DIVERGENCE = 0.0005
 """Nats; a head whose distributions differ by less is shown with a divergence of 0.000."""
 
-BEST = 3
+HEADS_PER_KIND = 3
 """How many heads the first screen names per kind."""
 
-BINS = 40
+BARS_PER_HISTOGRAM = 40
 """Bars of a distribution."""
 
-DIGITS = 4
+SIGNIFICANT_DIGITS = 4
 """Significant digits of the numbers on the page; the distributions of a census are exact to 1 %."""
 
 
@@ -179,8 +179,8 @@ def _findings(runs: list[Census], own: Mapping[tuple[int, int], str], lang: str)
             place = {"layer": one.layer, "head": one.head, "statistic": own[one.layer, one.head]}
             found.append(place | {"sentence": one.sentence, "count": one.count})
         return found
-    for each in runs[0].changed(runs[1], top=MOST_CHANGED):
-        if each.divergence < LEAST_CHANGE:
+    for each in runs[0].changed(runs[1], top=MAX_CHANGED_HEADS):
+        if each.divergence < MIN_SHOWN_DIVERGENCE:
             break
         name = each.most_different
         shown = runs[0].plan.statistics[name]
@@ -199,7 +199,10 @@ def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
             "kind": kind.name,
             "number": len(heads),
             "chance": chance,
-            "best": [{"layer": one.layer, "head": one.head, "share": kind.written(one.share)} for one in heads[:BEST]],
+            "best": [
+                {"layer": one.layer, "head": one.head, "share": kind.written(one.share)}
+                for one in heads[:HEADS_PER_KIND]
+            ],
         }
         for kind, heads, chance in run.kind_counts()
     ]
@@ -215,7 +218,7 @@ def _label_of_run(run: Census, runs: list[Census]) -> str:
 
 
 def _round_significant_digits(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
 def _viewer_command_parts(run: Census) -> list[str]:
@@ -252,7 +255,7 @@ def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> 
 def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, list[float | None]]:
     """Return a statistic's mean, median, 95th percentile and maximum, each as a list of one number per head."""
     found: dict[str, list[float | None]] = {}
-    for of in get_args(Of):
+    for of in get_args(SummaryName):
         known = {
             (layer.number, head): _round_significant_digits(value)
             for layer in run.layers
@@ -281,15 +284,15 @@ def _chance_levels_per_head(
 def _histogram_bars_per_head(
     run: Census, heads: list[tuple[int, int]], name: str, axes: list[tuple[float, float]]
 ) -> list[list[float] | None]:
-    """Return each head's histogram: the share of its queries in each of `BINS` equal parts of its axis."""
+    """Return each head's histogram: the share of its queries in each of `BARS_PER_HISTOGRAM` equal bins of its axis."""
     found: list[list[float] | None] = []
     for (layer, head), (low, high) in zip(heads, axes, strict=True):
         if (layer, name, head) not in run.row_of:
             found.append(None)
             continue
         values, counts = run.histogram(layer, head, name)
-        bars = np.zeros(BINS)
-        place = ((values - low) / (high - low) * BINS).astype(np.int64).clip(0, BINS - 1)
+        bars = np.zeros(BARS_PER_HISTOGRAM)
+        place = ((values - low) / (high - low) * BARS_PER_HISTOGRAM).astype(np.int64).clip(0, BARS_PER_HISTOGRAM - 1)
         np.add.at(bars, place, counts)
         found.append([_round_significant_digits(each) for each in bars / max(1, counts.sum())])
     return found

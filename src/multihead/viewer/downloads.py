@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.locale.escaping import ACTING, visible
+from multihead.locale.escaping import CONTROL_CHARACTERS, visible
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -66,7 +66,7 @@ def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     plain = [{name: _none_if_not_finite(value) for name, value in row.items()} for row in rows]
     text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
     # A JSON reader decodes an escape to the same character, and a terminal does not act on an escape.
-    escaped = ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
+    escaped = CONTROL_CHARACTERS.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
     yield escaped.encode() + b"\n"
 
 

@@ -28,26 +28,26 @@ from multihead.files import RandomAccessFile, open_atomically
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
-TILE = 256
+TILE_SIDE = 256
 """Cells per side of a tile, at every level."""
 
-SIDE = 64
+MAX_COARSEST_SIDE = 64
 """Maximum cells per side of the coarsest level."""
 
-BASE = 6
+FINEST_STORED_LEVEL = 6
 """The finest stored level: a cell of level k is a block of 2^k x 2^k weights. Finer levels are computed on request."""
 
-STRIP = 1 << 24
+SCORES_PER_STRIP = 1 << 24
 """Scores summed at a time, so that a request for a tile waits for one strip at most."""
 
-IN_MEMORY = 1 << 30
+MAX_BYTES_IN_MEMORY = 1 << 30
 """Maximum bytes of levels in memory when the disk has no room; a head of 100,000 tokens takes 27 MB."""
 
 Array = npt.NDArray[Any]
 
 
 def number_of_levels(queries: int, keys: int) -> int:
-    """Count the levels of a map: each halves its sides, and the last has at most `SIDE` cells per side.
+    """Count the levels of a map: each halves its sides, and the last has at most `MAX_COARSEST_SIDE` cells per side.
 
     >>> (
     ...     number_of_levels(64, 64),
@@ -57,7 +57,7 @@ def number_of_levels(queries: int, keys: int) -> int:
     ... )
     (1, 2, 8, 12)
     """
-    return max(0, math.ceil(math.log2(max(queries, keys, 1) / SIDE))) + 1
+    return max(0, math.ceil(math.log2(max(queries, keys, 1) / MAX_COARSEST_SIDE))) + 1
 
 
 def cells_per_side(length: int, level: int) -> int:
@@ -70,7 +70,7 @@ def cells_per_side(length: int, level: int) -> int:
 
 
 class LayerMapLevels:
-    """The levels from `BASE` on of all heads of one layer, for one sample.
+    """The levels from `FINEST_STORED_LEVEL` on of all heads of one layer, for one sample.
 
     Stored per block are the sum of its weights without the first key, and the number of its visible cells. The first
     key's column is stored separately, so that it can be included or left out. Means computed from them are exact.
@@ -89,7 +89,7 @@ class LayerMapLevels:
         self.count = number_of_levels(sample.num_queries, sample.num_keys)
         self._layout = _layout_of_stored_arrays(sample, self.count)
         self._file: RandomAccessFile | None = None
-        self._room = room or MemoryBudget(IN_MEMORY)
+        self._room = room or MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
@@ -124,9 +124,9 @@ class LayerMapLevels:
         if self._file is None:
             self._room.reserve(sum(each.nbytes for each in made.values()))
         queries, keys = self.sample.num_queries, self.sample.num_keys
-        sums, counts, alone, seen = (made[f"{name}.{BASE}"] for name in _NAMES)
-        rows, side = len(sums), 1 << BASE
-        height = max(1, STRIP // max(1, keys * side))
+        sums, counts, alone, seen = (made[f"{name}.{FINEST_STORED_LEVEL}"] for name in _ARRAY_NAMES)
+        rows, side = len(sums), 1 << FINEST_STORED_LEVEL
+        height = max(1, SCORES_PER_STRIP // max(1, keys * side))
         for first in range(0, rows, height):
             strip = slice(first, first + height)
             taken = slice(first * side, min((first + height) * side, queries))
@@ -135,8 +135,8 @@ class LayerMapLevels:
             sums[strip], counts[strip] = found.sums[0].numpy(), found.counts[0].numpy()
             alone[strip], seen[strip] = column.sums[0, :, 0].numpy(), column.counts[0, :, 0].numpy()
             yield min(first + height, rows) / rows
-        for level in range(BASE + 1, self.count):
-            for name in _NAMES:
+        for level in range(FINEST_STORED_LEVEL + 1, self.count):
+            for name in _ARRAY_NAMES:
                 _sum_to_next_level(made[f"{name}.{level - 1}"], made[f"{name}.{level}"])
         if self._file is None:
             self._held[head] = made
@@ -153,7 +153,7 @@ class LayerMapLevels:
 
         Args:
             head: index of a head whose levels are built.
-            level: the number of halvings, so that blocks are 2**level tokens wide; at least `BASE`.
+            level: the number of halvings, so that blocks are 2**level tokens wide; at least `FINEST_STORED_LEVEL`.
             rows: range of cells, down.
             columns: range of cells, across.
             sink: whether to include the first key.
@@ -170,8 +170,8 @@ class LayerMapLevels:
         return means
 
     def tile(self, head: int, level: int, row: int, column: int, *, sink: bool = True) -> Array:
-        """Read a tile: (rows, columns) float32, at most `TILE` a side, NaN for a masked block; see `block_means`."""
-        rows, columns = (slice(each * TILE, (each + 1) * TILE) for each in (row, column))
+        """Read a tile: (rows, columns) float32, at most `TILE_SIDE` each, NaN for a masked block; see `block_means`."""
+        rows, columns = (slice(each * TILE_SIDE, (each + 1) * TILE_SIDE) for each in (row, column))
         return self.block_means(head, level, rows, columns, sink=sink)
 
     def _offset_of_head(self, name: str, head: int) -> int:
@@ -217,7 +217,7 @@ def _view_as_bytes(numbers: Array) -> memoryview:
     return numbers.reshape(-1).view(np.uint8).data
 
 
-_NAMES = ("sums", "counts", "first_sums", "first_counts")
+_ARRAY_NAMES = ("sums", "counts", "first_sums", "first_counts")
 
 
 def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -226,7 +226,7 @@ def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, tup
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for sums, counts, whole in (("sums", "counts", True), ("first_sums", "first_counts", False)):
         for name, kind in ((sums, real), (counts, "<i4")):
-            for level in range(BASE, levels):
+            for level in range(FINEST_STORED_LEVEL, levels):
                 sides = cells_per_side(sample.num_queries, level), cells_per_side(sample.num_keys, level)
                 found[f"{name}.{level}"] = kind, (sample.num_heads, *(sides if whole else sides[:1]))
     found["done"] = "|u1", (sample.num_heads,)

@@ -26,7 +26,7 @@ from multihead.models.loading import (
     DescribedModel,
     EncodedText,
     LoadedModel,
-    Stage,
+    ReportStage,
     check_text,
     decoder_input,
     describe,
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 __all__ = ["look"]
 
-OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
+INPUTS_OTHER_THAN_TOKENS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
 
-Show = Callable[..., None]
+ShowStep = Callable[..., None]
 """A function called with the step that runs, or with (step, parts done, total parts or None)."""
 
 
@@ -167,7 +167,7 @@ def load_and_encode(
     layers: Sequence[int] | None,
     device: str,
     dtype: str,
-    stage: Stage | None = None,
+    stage: ReportStage | None = None,
 ) -> tuple[LoadedModel, EncodedText | None]:
     """Load a model and encode a text, or None, for it; the options are checked before its weights are loaded."""
     described = model if isinstance(model, LoadedModel) else describe(model, stage=stage)
@@ -244,7 +244,7 @@ def prepare_inputs(
     encoded: EncodedText | None,
     sound: tuple[NDArray[np.float32], int] | None,
     decoder_text: str | None,
-    show: Show,
+    show: ShowStep,
     lang: str,
 ) -> ModelInputs:
     """Prepare the inputs of a model; without a text for the decoder, an encoder-decoder model generates one.
@@ -292,7 +292,7 @@ def run_and_record(
     loaded: LoadedModel,
     run: ModelInputs,
     layers: Sequence[int] | None,
-    show: Show,
+    show: ShowStep,
     lang: str,
     kinds: Sequence[Kind] = (),
 ) -> Record:
@@ -317,7 +317,7 @@ def run_and_record(
 
 
 @contextmanager
-def _count_attention_calls(show: Show, step: str, total: int | None) -> Iterator[None]:
+def _count_attention_calls(show: ShowStep, step: str, total: int | None) -> Iterator[None]:
     """Report each attention call of a model in the block as a finished part of a step."""
     done = 0
 
@@ -379,7 +379,7 @@ def write_page_of_run(
 
 
 def measure_on_repeated_tokens(
-    loaded: LoadedModel, show: Show, lang: str, kinds: Sequence[Kind] = ()
+    loaded: LoadedModel, show: ShowStep, lang: str, kinds: Sequence[Kind] = ()
 ) -> dict[str, RepeatedTokens]:
     """Run the part of the model that reads text on repeated random tokens; returns the result of each layer by name."""
     total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
@@ -402,7 +402,9 @@ def explain_missing_inputs(loaded: LoadedModel) -> Iterator[None]:
     except MultiheadError:
         raise
     except Exception as error:
-        others = [name for name in signature(loaded.encoder_or_model.forward).parameters if name in OTHER_INPUTS]
+        others = [
+            name for name in signature(loaded.encoder_or_model.forward).parameters if name in INPUTS_OTHER_THAN_TOKENS
+        ]
         if not others:
             raise
         raise ModelError(

@@ -17,7 +17,7 @@ from multihead.record.analysis.visibility import query_blocks
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
-HIDDEN = 0
+MASKED_CODE = 0
 """The code of a masked cell; weights start at code 1, which is zero."""
 
 
@@ -37,7 +37,7 @@ class LargestRoundingError:
 def encode_weights(weights: Tensor, *, bits: int, rounding: LargestRoundingError) -> Tensor:
     """Encode weights on a square-root scale, which keeps the precision of small ones.
 
-    A share w becomes 1 + round(sqrt(w) * (2^bits - 2)); NaN becomes `HIDDEN`.
+    A share w becomes 1 + round(sqrt(w) * (2^bits - 2)); NaN becomes `MASKED_CODE`.
 
     Returns:
         int32, the shape of `weights`.
@@ -49,7 +49,7 @@ def encode_weights(weights: Tensor, *, bits: int, rounding: LargestRoundingError
     wide = weights.double()
     code = wide.clamp(0, 1).sqrt().mul(steps).round()
     rounding.update(wide, (code / steps) ** 2)
-    return torch.where(wide.isnan(), float(HIDDEN), code + 1).int()
+    return torch.where(wide.isnan(), float(MASKED_CODE), code + 1).int()
 
 
 def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: LargestRoundingError) -> str:
@@ -78,7 +78,7 @@ def encode_largest_weights(
 ) -> list[str]:
     """Encode each query's largest weights as base64: planes of codes, then planes of differences between keys.
 
-    The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the unused entries.
+    The keys of a query ascend; a query that sees fewer keys has `MASKED_CODE` in the unused entries.
 
     Args:
         sample: one text in one layer.

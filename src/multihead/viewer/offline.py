@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from multihead.locale.texts import section, text
-from multihead.viewer.levels import TILE
+from multihead.viewer.levels import TILE_SIDE
 from multihead.viewer.page import (
     STYLES,
     bundle_script,
@@ -44,7 +44,7 @@ def offline_page(
     held = {
         "plain": plain,
         "arrays": arrays,
-        "tile": TILE,
+        "tile": TILE_SIDE,
         "place": place,
         "absent": text("viewer.share absent", lang),
         "old": text("viewer.old browser", lang),

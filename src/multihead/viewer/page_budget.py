@@ -13,16 +13,16 @@ from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.viewer import maps
-from multihead.viewer.payload import DIRECT_SIZE, MARGINS, margin_of_map
+from multihead.viewer.payload import MARGIN_STATISTICS, MAX_UNPOOLED_SIZE, margin_of_map
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
 
-MAP_SIZE = 64
+MAX_BLOCKS_PER_SIDE = 64
 """Blocks per side of a pooled map, if they fit."""
 
-STRIP_BINS = 256
+MAX_BARS_PER_STRIP = 256
 """Maximum number of bars in a margin strip."""
 
 MAX_WEIGHTS_PER_QUERY = 512
@@ -83,7 +83,7 @@ class _PageFullError(Exception):
     """The page has no more room."""
 
 
-class _Room:
+class _SpaceInPage:
     """The bytes left in a page, and the arrays that take them."""
 
     def __init__(self, size: int) -> None:
@@ -99,11 +99,11 @@ class _Room:
         self.packs[name] = content
         self.arrays[name] = described
 
-    def part(self) -> _Room:
+    def part(self) -> _SpaceInPage:
         """Return an empty room with the bytes that are left here, for arrays that may not fit; `take` adds them."""
-        return _Room(self.left)
+        return _SpaceInPage(self.left)
 
-    def take(self, part: _Room) -> None:
+    def take(self, part: _SpaceInPage) -> None:
         """Add the arrays of a part that fitted."""
         self.left = part.left
         self.arrays |= part.arrays
@@ -136,7 +136,7 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
                 return _encode_whole_maps(record, sample, bits, room, report)
             except _PageFullError:
                 continue
-    size = MAP_SIZE
+    size = MAX_BLOCKS_PER_SIDE
     while size >= 8:
         try:
             return _encode_pooled_maps(record, sample, size, room, report, has_weights=has_weights)
@@ -146,12 +146,12 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
 
 
 def _encode_whole_maps(record: Record, sample: int, bits: int, size: int, report: Progress) -> StoredMaps:
-    room, rounding = _Room(size), maps.LargestRoundingError()
+    room, rounding = _SpaceInPage(size), maps.LargestRoundingError()
     total, done = sum(layer.num_heads for layer in record.layers), 0
     for number, one in _numbered_samples(record, sample):
         if (
-            max(one.num_queries, one.num_keys) > DIRECT_SIZE
-            and (small := _pooled_maps_of_layer(one, MAP_SIZE)) is not None
+            max(one.num_queries, one.num_keys) > MAX_UNPOOLED_SIZE
+            and (small := _pooled_maps_of_layer(one, MAX_BLOCKS_PER_SIDE)) is not None
         ):
             _add_pooled_maps(room, number, small, one, maps.LargestRoundingError())
         _add_margins(room, number, one)
@@ -166,7 +166,7 @@ def _encode_whole_maps(record: Record, sample: int, bits: int, size: int, report
 def _encode_pooled_maps(
     record: Record, sample: int, map_size: int, size: int, report: Progress, *, has_weights: bool
 ) -> StoredMaps:
-    room, rounding = _Room(size), maps.LargestRoundingError()
+    room, rounding = _SpaceInPage(size), maps.LargestRoundingError()
     found = [(number, one, _pooled_maps_of_layer(one, map_size)) for number, one in _numbered_samples(record, sample)]
     reason = "room" if has_weights else "statistics"
     if all(small is None for _, _, small in found):
@@ -188,7 +188,12 @@ def _encode_pooled_maps(
 
 
 def _add_largest_weights(
-    record: Record, sample: int, store: StoredMaps, room: _Room, rounding: maps.LargestRoundingError, report: Progress
+    record: Record,
+    sample: int,
+    store: StoredMaps,
+    room: _SpaceInPage,
+    rounding: maps.LargestRoundingError,
+    report: Progress,
 ) -> None:
     """Add each query's largest weights, as many per query as fit; none if not even one per query fits."""
     if _count_cells(record, sample) > MAX_CELLS:
@@ -215,7 +220,7 @@ def _add_encoded(
     record: Record,
     sample: int,
     store: StoredMaps,
-    room: _Room,
+    room: _SpaceInPage,
     report: Progress,
     encode: Callable[[SampleRecord], list[str]],
     *,
@@ -266,11 +271,11 @@ def _pooled_maps_of_layer(one: SampleRecord, size: int) -> Tensor | None:
     try:
         return one.map(bins=size)
     except ProbeError:
-        return found if size == MAP_SIZE else None
+        return found if size == MAX_BLOCKS_PER_SIDE else None
 
 
 def _add_pooled_maps(
-    room: _Room, number: int, small: Tensor, one: SampleRecord, rounding: maps.LargestRoundingError
+    room: _SpaceInPage, number: int, small: Tensor, one: SampleRecord, rounding: maps.LargestRoundingError
 ) -> tuple[int, int]:
     """Add the pooled maps of a layer; returns the rows and columns of weights per cell."""
     rows, columns = small.shape[-2:]
@@ -280,12 +285,12 @@ def _add_pooled_maps(
     return block
 
 
-def _add_margins(room: _Room, number: int, one: SampleRecord) -> None:
+def _add_margins(room: _SpaceInPage, number: int, one: SampleRecord) -> None:
     """Add the strips at the margins of a layer's maps: the mean weight on each key, and each query's entropy."""
-    for name in MARGINS:
+    for name in MARGIN_STATISTICS:
         if name in one.statistics:
             every = torch.stack([margin_of_map(one, head, name) for head in range(one.num_heads)])
-            values = maps.average_bins(every, STRIP_BINS)
+            values = maps.average_bins(every, MAX_BARS_PER_STRIP)
             top = float(values.nan_to_num(nan=0.0).max())
             content = maps.pack_margins(values, top)
             room.add(f"0/{number} {name}", content, shape=list(values.shape), coding="linear16", top=top)

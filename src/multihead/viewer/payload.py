@@ -20,9 +20,9 @@ from multihead.record.analysis.similar import affordable_queries
 from multihead.record.texts import Text
 from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
-from multihead.viewer.levels import SIDE, number_of_levels
+from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
 from multihead.viewer.page import installed_version
-from multihead.viewer.tokens import SPECIAL, layout_of_tokens
+from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 
-OPENING = 12  # tokens
+MAX_FIRST_WORDS_TOKENS = 12  # tokens
 
-DIRECT_SIZE = 96
+MAX_UNPOOLED_SIZE = 96
 """Up to this many queries and keys, small maps hold single weights; beyond, means over blocks."""
 
-LOOKING_HEADS, LOOKING_QUERIES = 8, 3
+MAX_LOOKING_HEADS, MAX_LOOKING_QUERIES = 8, 3
 """Heads, and queries per head, that are listed for a token which they look at."""
 
-MARGINS = ("received", "entropy")
+MARGIN_STATISTICS = ("received", "entropy")
 """The statistics at the margins of a map: per key below it, per query at its right."""
 
 
@@ -116,14 +116,14 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 def _first_words(record: Record, sample: int) -> str:
     """Return the first words of a text, for a list of texts; "" if its tokens are unknown."""
-    opening = main_sample(record, sample).text.part(0, OPENING)
+    opening = main_sample(record, sample).text.part(0, MAX_FIRST_WORDS_TOKENS)
     if opening.tokens is None:
         return ""
     words = layout_of_tokens(opening.tokens, special=opening.special, gaps=opening.gaps)
     shown = "".join(
         gap + word
         for gap, word, flags in zip(words["gaps"], words["shown"], words["flags"], strict=True)
-        if not flags & SPECIAL
+        if not flags & SPECIAL_FLAG
     )
     return " ".join(shown.split())[:40]
 
@@ -215,7 +215,7 @@ def describe_sample(
         "pattern": name_masks(profiles, lang),
         "texts": [each.layout for each in shown],
         "received": _attention_received_per_token(record, layers, sample, main.length),
-        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGINS},
+        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGIN_STATISTICS},
         "layers": layers,
         "noMaps": "" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
         "kinds": [kinds for one in profiles for kinds in one.kinds],
@@ -294,7 +294,7 @@ def heads_looking_at(
         for head, (share, of_head) in enumerate(
             zip(weights.nanmean(-1).tolist(), weights.nan_to_num(nan=0.0), strict=True)
         ):
-            best = of_head.topk(min(LOOKING_QUERIES, one.num_queries))
+            best = of_head.topk(min(MAX_LOOKING_QUERIES, one.num_queries))
             pairs = [
                 list(pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True) if pair[1] > 0
             ]
@@ -304,7 +304,7 @@ def heads_looking_at(
             totals[one.query_start :] += weights.nan_to_num(nan=0.0).sum(0)
             heads += one.num_heads
     found.sort(key=lambda each: -each["share"])
-    return {"heads": found[:LOOKING_HEADS], "tokens": finite_numbers_or_none(totals / max(1, heads))}
+    return {"heads": found[:MAX_LOOKING_HEADS], "tokens": finite_numbers_or_none(totals / max(1, heads))}
 
 
 def changed_heads(
@@ -382,7 +382,7 @@ def _describe_layer(
         "maps": has_maps(one),
         "blocks": blocks_of_levels(one),
         "rows": "all" if one.keeps_weights else "",
-        "margins": [name for name in MARGINS if name in one.statistics],
+        "margins": [name for name in MARGIN_STATISTICS if name in one.statistics],
         "queryText": query_text,
         "keyText": key_text,
     }
@@ -397,7 +397,7 @@ def blocks_of_levels(one: SampleRecord) -> list[tuple[int, int]]:
 
 def small_map_level(one: SampleRecord) -> int:
     """Return the level of the small maps: single weights of a short text, else the coarsest level."""
-    short = max(one.num_queries, one.num_keys) <= DIRECT_SIZE
+    short = max(one.num_queries, one.num_keys) <= MAX_UNPOOLED_SIZE
     return 0 if short else number_of_levels(one.num_queries, one.num_keys) - 1
 
 
@@ -414,7 +414,7 @@ def stored_small_maps(one: SampleRecord) -> Tensor | None:
     if one.keeps_weights and small_map_level(one) == 0:
         return None
     pooled = one.statistics.get("pooled_map")
-    return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
+    return None if pooled is None or max(pooled.shape[1:]) > MAX_COARSEST_SIDE else pooled
 
 
 def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, named: bool) -> int:

@@ -7,12 +7,18 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multihead.viewer.levels import BASE, IN_MEMORY, LayerMapLevels, MemoryBudget, number_of_levels
+from multihead.viewer.levels import (
+    FINEST_STORED_LEVEL,
+    MAX_BYTES_IN_MEMORY,
+    LayerMapLevels,
+    MemoryBudget,
+    number_of_levels,
+)
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
 
-Place = tuple[int, int]
+LayerAndHead = tuple[int, int]
 """The index of a layer, and the index of a head in that layer."""
 
 
@@ -30,13 +36,17 @@ class SampleMapLevels:
         self._record = record
         self._sample = sample
         self._folder = folder
-        self._room = room or MemoryBudget(IN_MEMORY)
+        self._room = room or MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._opened: dict[int, LayerMapLevels] = {}
         self._lock = threading.Lock()
-        self._started: dict[Place, tuple[Iterator[float], float]] = {}
-        self._wanted: list[Place] = []  # the newest last
+        self._started: dict[LayerAndHead, tuple[Iterator[float], float]] = {}
+        self._wanted: list[LayerAndHead] = []  # the newest last
         samples = [layer.sample(sample) for layer in record.layers]
-        deep = [index for index, one in enumerate(samples) if number_of_levels(one.num_queries, one.num_keys) > BASE]
+        deep = [
+            index
+            for index, one in enumerate(samples)
+            if number_of_levels(one.num_queries, one.num_keys) > FINEST_STORED_LEVEL
+        ]
         self._left = {(layer, head): None for layer in deep for head in range(samples[layer].num_heads)}
         self.total = len(self._left)
         """Number of heads with coarse levels; short texts need none."""
@@ -75,7 +85,7 @@ class SampleMapLevels:
         """Return whether a head's levels are built."""
         return (layer, head) not in self._left
 
-    def move_to_front(self, *places: Place) -> None:
+    def move_to_front(self, *places: LayerAndHead) -> None:
         """Move heads to the front of the queue, before those requested earlier."""
         left = [place for place in places if place in self._left]
         with self._lock:
@@ -100,7 +110,7 @@ class SampleMapLevels:
         assert self._folder is not None
         return self._folder / f"layer-{layer}.sample-{self._sample}.safetensors"
 
-    def _next_head(self) -> Place | None:
+    def _next_head(self) -> LayerAndHead | None:
         with self._lock:
             while self._wanted:
                 if self._wanted[-1] in self._left:

@@ -12,9 +12,9 @@ from starlette.routing import Route
 from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
-from multihead.viewer.levels import BASE, IN_MEMORY, Array, MemoryBudget, number_of_levels
+from multihead.viewer.levels import FINEST_STORED_LEVEL, MAX_BYTES_IN_MEMORY, Array, MemoryBudget, number_of_levels
 from multihead.viewer.payload import (
-    MARGINS,
+    MARGIN_STATISTICS,
     RecordedRun,
     changed_heads,
     describe_run,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from multihead.errors import MultiheadError
     from multihead.record.sample import SampleRecord
 
-Written = TypeVar("Written")
+Writer = TypeVar("Writer")
 
 
 class Viewer(Site):
@@ -75,7 +75,7 @@ class Viewer(Site):
         self.workers = WorkerThreads(idle=self.builder.build_strip)
         self.slow = WorkerThreads(1)  # a separate thread for computations of seconds, so that no tile waits for them
         self.cache = ArrayCache()
-        self.room = MemoryBudget(IN_MEMORY)
+        self.room = MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
@@ -161,7 +161,7 @@ class Viewer(Site):
             values: Array = pooled.float().numpy()
             return values
         _require_map(one)
-        if level < BASE:
+        if level < FINEST_STORED_LEVEL:
             return maps_of_all_heads(one, level, cancelled=cancelled)
         pyramid = self._require_levels(run, sample)
         if not all(pyramid.is_built(layer, head) for head in range(one.num_heads)):
@@ -181,9 +181,9 @@ class Viewer(Site):
         row = parse_number("row of tiles", params.get("row"), below=tiles_per_side(one.num_queries, level))
         column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
         sink = parse_flag("sink", params.get("sink"), default=True)
-        if number_of_levels(one.num_queries, one.num_keys) > BASE:
+        if number_of_levels(one.num_queries, one.num_keys) > FINEST_STORED_LEVEL:
             self._require_levels(run, sample).move_to_front((layer, head))
-        if level >= BASE:
+        if level >= FINEST_STORED_LEVEL:
             pyramid = self._require_levels(run, sample)
             if not pyramid.is_built(layer, head):
                 raise self._missing_levels_error(run, sample)
@@ -211,9 +211,9 @@ class Viewer(Site):
         """Return a statistic per key or per query, which is drawn at a margin of a head's map."""
         *_, head, one = self._requested_head(request)
         name = request.path_params["name"]
-        if name not in MARGINS or name not in one.statistics:
+        if name not in MARGIN_STATISTICS or name not in one.statistics:
             raise NotFoundError(
-                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGINS)}."
+                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGIN_STATISTICS)}."
             )
         return floats_response(margin_of_map(one, head, name).numpy())
 
@@ -338,7 +338,7 @@ class Viewer(Site):
         which = parse_number("head", head, below=one.num_heads)
 
         def compute_tile(level: int, row: int, column: int, *, sink: bool) -> Array:
-            if level < BASE:
+            if level < FINEST_STORED_LEVEL:
                 return fine_tile(one, which, level, row=row, column=column, sink=sink, cancelled=cancelled)
             pyramid = self._require_levels(run, sample)
             if not pyramid.is_built(index, which):
@@ -440,7 +440,7 @@ def _require_map(sample: SampleRecord) -> None:
         )
 
 
-def _requested_format(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
+def _requested_format(request: Request, forms: Mapping[str, Writer]) -> tuple[str, Writer]:
     form = request.path_params["form"]
     if form not in forms:
         raise NotFoundError(f"There is no export in the format {form[:40]!r}.", f"Request {' or '.join(forms)}.")

@@ -17,14 +17,14 @@ from starlette.responses import Response
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The Content-Security-Policy of the viewer: its page may load its own files and nothing else."""
 
-HEADERS = {
-    "Content-Security-Policy": POLICY,
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",  # the address holds the token
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -80,7 +80,7 @@ class AccessGuard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 present = {name.lower() for name, _ in message["headers"]}
-                more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                more = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
                 message["headers"] = [*message["headers"], *(each for each in more if each[0] not in present)]
             await send(message)
 

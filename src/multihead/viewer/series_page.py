@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "series/series"))
 """The style sheets of the page, in their order."""
 
-MOST_NUMBERS = 1 << 21
+MAX_NUMBERS = 1 << 21
 """Numbers that a page holds, about 12 MB; of a longer series it holds every n-th step and the last one."""
 
 
@@ -89,7 +89,7 @@ def render_series(series: TimeSeries, lang: str) -> str:
         title=words["title"],
         lang=lang,
         words=words,
-        lead=_lead(series, every, lang),
+        lead=_lead_sentence(series, every, lang),
         last=len(data["steps"]) - 1,
         facts=[
             (words["fact.grid"], f"{len(series.layers)} × {max(series.num_heads.values())}"),
@@ -103,7 +103,7 @@ def render_series(series: TimeSeries, lang: str) -> str:
 def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
     """Return the data of the page's script, and n where it holds every n-th step; None stands for no number."""
     heads = sum(series.num_heads.values())
-    every = -(-len(series.steps) * heads * len(series.statistics) // MOST_NUMBERS)
+    every = -(-len(series.steps) * heads * len(series.statistics) // MAX_NUMBERS)
     chosen = sorted({*range(0, len(series.steps), every), len(series.steps) - 1})
     columns = [describe_column(shown, lang) for shown in series.statistics.values()]
     values = {each["id"]: series.values_of_all_heads(each["id"]) for each in columns}
@@ -115,12 +115,12 @@ def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
         ],
         "columns": columns,
         "ends": {each["id"]: _ends_of_scale(values[each["id"]], each["format"]) for each in columns},
-        "values": {name: [_rounded(found[place]) for place in chosen] for name, found in values.items()},
+        "values": {name: [_rounded_or_none(found[place]) for place in chosen] for name, found in values.items()},
     }
     return data, every
 
 
-def _lead(series: TimeSeries, every: int, lang: str) -> str:
+def _lead_sentence(series: TimeSeries, every: int, lang: str) -> str:
     sizes = {"heads": sum(series.num_heads.values()), "first": f"{series.steps[0]:,}", "last": f"{series.steps[-1]:,}"}
     sentences = [text("series.lead", lang, **sizes)]
     if every > 1:
@@ -140,6 +140,6 @@ def _ends_of_scale(values: NDArray[np.float32], number_format: str) -> tuple[flo
     return (low, high) if high > low else (low, low + 1)
 
 
-def _rounded(values: NDArray[np.float32]) -> list[float | None]:
+def _rounded_or_none(values: NDArray[np.float32]) -> list[float | None]:
     """Return the values of all heads at one step with four digits; None where one is not finite."""
     return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -18,7 +18,7 @@ import torch
 from multihead.errors import ArgumentError
 from multihead.locale.texts import text
 from multihead.viewer.facts import readable_size
-from multihead.viewer.levels import TILE, number_of_levels
+from multihead.viewer.levels import TILE_SIDE, number_of_levels
 from multihead.viewer.maps import compress_planes
 from multihead.viewer.offline import offline_page
 from multihead.viewer.page import STYLES, json_in_script, read_package_file
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 MAX_BYTES = 20_000_000
 """Maximum size of a shared file."""
 
-ROWS = 64
+NUM_NEAR_QUERIES = 64
 """Queries around the chosen one whose weights are in the file even where single weights are not."""
 
-MOST_TILES = 16  # tiles per level and head around the place in view
-_NUMBERS = ("x", "y", "n", "q")
+MAX_TILES_IN_VIEW = 16  # tiles per level and head around the place in view
+_NUMBERS_IN_ADDRESS = ("x", "y", "n", "q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class PlaceInView:
     q: int = -1
 
 
-_Packed = Mapping[str, tuple[str, dict[str, Any]]]
+_PackedArrays = Mapping[str, tuple[str, dict[str, Any]]]
 """Name -> the numbers of an array, deflated and in base64, and its description."""
 
 
@@ -84,7 +84,7 @@ class _ArraysOfFile:
     arrays: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def add(self, packed: _Packed) -> None:
+    def add(self, packed: _PackedArrays) -> None:
         self.arrays |= packed
         self.num_bytes += _size_of_packed_arrays(packed)
 
@@ -172,7 +172,7 @@ def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView
     kept = {name: value for name, value in parse_qsl(given.removeprefix("#")) if name in {"a", "b", "v", "c", "s"}}
     numbers: dict[str, float] = {}
     for name, value in parse_qsl(given.removeprefix("#")):
-        if name in _NUMBERS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value):
+        if name in _NUMBERS_IN_ADDRESS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value):
             numbers[name] = float(value)
     address = kept | {name: f"{value:.0f}" for name, value in numbers.items()} | ({"rb": "1"} if second_run else {})
     view = PlaceInView(numbers.get("x", 0), numbers.get("y", 0), numbers.get("n", 0), int(numbers.get("q", -1)))
@@ -180,8 +180,8 @@ def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView
 
 
 def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tuple[int, int]]:
-    """List the (row, column) of a level's tiles in view; none if there are more than `MOST_TILES`."""
-    width = TILE << level
+    """List the (row, column) of a level's tiles in view; none if there are more than `MAX_TILES_IN_VIEW`."""
+    width = TILE_SIDE << level
     rows, columns = tiles_per_side(one.num_queries, level), tiles_per_side(one.num_keys, level)
     n = view.n or max(one.num_keys, one.num_queries)
 
@@ -189,10 +189,10 @@ def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tup
         return range(max(0, int(start // width)), min(tiles, int((start + n) // width) + 1))
 
     found = [(row, column) for row in tiles_across(view.y, rows) for column in tiles_across(view.x, columns)]
-    return found if len(found) <= MOST_TILES else []
+    return found if len(found) <= MAX_TILES_IN_VIEW else []
 
 
-def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> _Packed:
+def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> _PackedArrays:
     """Pack tiles of a head; those in the first column also without the first key, if their cells are means."""
     return {
         f"{one.name} {level} {row} {column} {int(sink)}": _pack_float32(one.tile(level, row, column, sink=sink))
@@ -201,11 +201,11 @@ def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) 
     }
 
 
-def _pack_rows_near_query(one: SharedHead, query: int) -> _Packed:
+def _pack_rows_near_query(one: SharedHead, query: int) -> _PackedArrays:
     """Pack the weights of the queries around the chosen one, and the index of the first, as `{head} rows`."""
     chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
-    first = max(0, chosen - ROWS // 2)
-    queries = slice(first, min(first + ROWS, one.sample.num_queries))
+    first = max(0, chosen - NUM_NEAR_QUERIES // 2)
+    queries = slice(first, min(first + NUM_NEAR_QUERIES, one.sample.num_queries))
     return {f"{one.name} rows": _pack_float32(weights_of_queries(one.sample, one.head, queries), first=first)}
 
 
@@ -253,5 +253,5 @@ def _pack_float32(values: Array, **described: Any) -> tuple[str, dict[str, Any]]
     return content, {"shape": list(values.shape), "coding": "float32"} | described
 
 
-def _size_of_packed_arrays(packed: _Packed) -> int:
+def _size_of_packed_arrays(packed: _PackedArrays) -> int:
     return sum(2 * len(name) + len(content) + 120 for name, (content, _) in packed.items())

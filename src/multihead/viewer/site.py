@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from multihead.viewer.responses import GONE, wait_for_disconnect
+from multihead.viewer.responses import STATUS_CLIENT_GONE, wait_for_disconnect
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -90,7 +90,7 @@ class Site(ABC):
         try:
             await asyncio.wait({done, *stops}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                raise HTTPException(GONE, "gone")  # 499 has no standard reason phrase
+                raise HTTPException(STATUS_CLIENT_GONE, "gone")  # 499 has no standard reason phrase
             return done.result()
         finally:
             for each in stops:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from multihead.probes.blocks import CancelledError
-from multihead.viewer.levels import TILE, Array, cells_per_side
+from multihead.viewer.levels import TILE_SIDE, Array, cells_per_side
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -38,7 +38,7 @@ def fine_tile(
     sink: bool = True,
     cancelled: Callable[[], bool] | None = None,
 ) -> Array:
-    """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE` a side, NaN = masked.
+    """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE_SIDE` a side, NaN = masked.
 
     Args:
         sample: one text in one layer, which kept q and k.
@@ -49,7 +49,7 @@ def fine_tile(
         sink: whether to include the first key.
         cancelled: called between strips; when it returns True, CancelledError is raised.
     """
-    block, width = 1 << level, TILE << level
+    block, width = 1 << level, TILE_SIDE << level
     found = sample.blocks(
         head,
         queries=slice(row * width, min((row + 1) * width, sample.num_queries)),
@@ -90,7 +90,7 @@ def tiles_per_side(length: int, level: int) -> int:
     >>> tiles_per_side(100, 0), tiles_per_side(8192, 0), tiles_per_side(8192, 5)
     (1, 32, 1)
     """
-    return -(-cells_per_side(length, level) // TILE)
+    return -(-cells_per_side(length, level) // TILE_SIDE)
 
 
 class ArrayCache:

@@ -43,30 +43,30 @@ from multihead.record.sample import SampleRecord
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
-from multihead.viewer.looking import Show, measure_on_repeated_tokens
+from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens
 from multihead.viewer.page import installed_version
 from multihead.viewer.payload import RecordedRun, describe_sample, finite_numbers_or_none
 from multihead.viewer.query_params import NotFoundError
 from multihead.viewer.tokens import layout_of_tokens
 
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 """Longest text: the outputs of all blocks and all predictions are kept."""
 
-LIKELIEST = 10
+NUM_LIKELIEST_TOKENS = 10
 """Number of likeliest next tokens that are listed, before and after."""
 
-WORSE = 0.5
+MIN_LOSS_INCREASE = 0.5
 """A prediction is worse where its loss rises by more nats than this."""
 
-CHANGED_HEADS, MAP_SIDE = 5, 96
+MAX_CHANGED_MAPS, MAX_CELLS_PER_MAP_SIDE = 5, 96
 """Number of changed maps that are listed, and cells per side of a map."""
 
-CONTINUATION = 40
+CONTINUATION_TOKENS = 40
 """Tokens of a greedy continuation."""
 
-_TEXTS_KEPT = 2
-_TOKENS_BEFORE = 8  # decoded before a next token, because many tokenizers leave out the space of a single one
-_SWEEP_BYTES = 1 << 28  # predictions of all copies of a batch in a sweep: 256 MiB
+_MAX_STORED_RUNS = 2
+_NUM_CONTEXT_TOKENS = 8  # decoded before a next token, because many tokenizers leave out the space of a single one
+_MAX_SWEEP_BYTES = 1 << 28  # predictions of all copies of a batch in a sweep: 256 MiB
 
 Cancelled = Callable[[], bool]
 """Returns whether nobody waits for the result any more."""
@@ -150,7 +150,7 @@ class TextRun:
     def decode_next(self, id_: int, place: int) -> str:
         """Return the text that a token adds after token `place`; of a part of a character the token alone."""
         tokenizer = self.loaded.tokenizer
-        before = self.batch["input_ids"][0, max(place - _TOKENS_BEFORE, 0) : place + 1].tolist()
+        before = self.batch["input_ids"][0, max(place - _NUM_CONTEXT_TOKENS, 0) : place + 1].tolist()
         added = _decode(tokenizer, [*before, id_])[len(_decode(tokenizer, before)) :]
         return visible(added or _decode(tokenizer, [id_]))
 
@@ -168,7 +168,7 @@ class Trial:
         self, loaded: LoadedModel, text: str | None = None, repeated: Mapping[str, RepeatedTokens] | None = None
     ) -> None:
         self.loaded, self.repeated = loaded, repeated or {}
-        self.task: Task = _NextTokens() if loaded.head == "language" else _Sentences()
+        self.task: Task = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
         self.text = self.task.default if text is None else text
         self._runs: OrderedDict[str, TextRun] = OrderedDict()
 
@@ -182,7 +182,7 @@ class Trial:
             "lang": lang,
             "kind": self.task.kind,
             "text": self.text,
-            "most_tokens": min(self.loaded.max_tokens or MOST_TOKENS, MOST_TOKENS),
+            "most_tokens": min(self.loaded.max_tokens or MAX_TOKENS, MAX_TOKENS),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
 
@@ -197,9 +197,9 @@ class Trial:
             return self._runs[text]
         rows = self.task.encode(self.loaded, text)
         longest = max(row.ids.shape[1] for row in rows)
-        if longest > MOST_TOKENS:
+        if longest > MAX_TOKENS:
             raise InputError(
-                f"The text is {longest:,} tokens long, and this page shows {MOST_TOKENS:,}.", "Give a shorter text."
+                f"The text is {longest:,} tokens long, and this page shows {MAX_TOKENS:,}.", "Give a shorter text."
             )
         batch = _padded_batch(self.loaded, rows)
         replay = Replay(self.loaded.model)
@@ -222,7 +222,7 @@ class Trial:
                 seconds = perf_counter() - begun  # from the middle and from the last block: about the mean of all heads
         run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds)
         self._runs[text] = run
-        while len(self._runs) > _TEXTS_KEPT:
+        while len(self._runs) > _MAX_STORED_RUNS:
             self._runs.popitem(last=False)
         return run
 
@@ -282,11 +282,11 @@ class Trial:
                 stack.enter_context(run.replay.start_at(block))
                 after = self._predict(run.batch)
             run.changed = (_key_of_factors(factors), seen)
-            distances = _distances(run.record, seen, first, cancelled)
+            distances = _distances_between_maps(run.record, seen, first, cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.works
         return self.task.compare(run, after, at) | {
-            "changed": sorted(far, key=lambda each: -each[2])[:CHANGED_HEADS],
+            "changed": sorted(far, key=lambda each: -each[2])[:MAX_CHANGED_MAPS],
             "distances": [{"layer": layer, "heads": values} for layer, values in distances],
             "seconds": perf_counter() - begun,
             "layers": None if first is None else [layers[0].number if whole else first, layers[-1].number],
@@ -306,7 +306,7 @@ class Trial:
         after = next((each for each in run.changed[1].layers if each.name == before.name), before)
         length = max(before.sample(row).num_queries, before.sample(row).num_keys)
         found = [
-            each.sample(row).blocks(head, block=-(-length // MAP_SIDE), cancelled=cancelled).means()[0]
+            each.sample(row).blocks(head, block=-(-length // MAX_CELLS_PER_MAP_SIDE), cancelled=cancelled).means()[0]
             for each in (before, after)
         ]
         maps: Array = torch.stack(found).float().numpy()
@@ -316,7 +316,7 @@ class Trial:
         """Switch off each head once: one item per layer, and at last how long it took."""
         layers = run.record.layers
         seconds = floor = 0.0
-        copies = max(1, _SWEEP_BYTES // max(run.before.nbytes, 1))
+        copies = max(1, _MAX_SWEEP_BYTES // max(run.before.nbytes, 1))
         found = sweep_layers(
             run.replay,
             run.batch,
@@ -369,7 +369,7 @@ class Trial:
     ) -> list[str]:
         """Generate tokens greedily, write each as soon as it is known, and return them."""
         streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"][0].tolist(), write, cancelled)
-        most = min(CONTINUATION, (self.loaded.max_tokens or MOST_TOKENS) - run.rows[0].ids.shape[1])
+        most = min(CONTINUATION_TOKENS, (self.loaded.max_tokens or MAX_TOKENS) - run.rows[0].ids.shape[1])
         if most < 1:
             return []
         model: Any = self.loaded.model
@@ -416,7 +416,7 @@ class Trial:
             yield
 
 
-class _NextTokens:
+class _NextTokenPredictions:
     """A language model: what it predicts after each token of a text."""
 
     kind = "language"
@@ -447,14 +447,14 @@ class _NextTokens:
         pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
         place = after.shape[1] - 1 if at is None else at
         rows = [logits[0, place] for logits in (run.before, after)]
-        ids = torch.cat([likeliest_tokens(row, LIKELIEST)[0] for row in rows]).unique()
+        ids = torch.cat([likeliest_tokens(row, NUM_LIKELIEST_TOKENS)[0] for row in rows]).unique()
         both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
         order = both.amax(0).argsort(descending=True)
         (divergence,) = finite_numbers_or_none(kl_divergence(*rows)[None])
         return {
             "losses": losses,
             "predictions": len(pairs),
-            "worse": sum(b - a > WORSE for a, b in pairs),
+            "worse": sum(b - a > MIN_LOSS_INCREASE for a, b in pairs),
             "at": place,
             "kl": divergence,
             "next": [
@@ -482,7 +482,7 @@ class _NextTokens:
         }
 
 
-class _Sentences:
+class _SentenceSimilarities:
     """An encoder: how similar it finds several sentences, by the cosine of their mean vectors."""
 
     kind = "encoder"
@@ -491,7 +491,7 @@ class _Sentences:
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
         """Encode each line of a text as a sentence, see `Task.encode`."""
-        lines = _lines(text)
+        lines = _lines_with_text(text)
         if len(lines) < self.least:
             raise InputError(
                 f"There {'is' if len(lines) == 1 else 'are'} {len(lines)} sentence{'s' * (len(lines) != 1)}, and an "
@@ -507,16 +507,16 @@ class _Sentences:
 
     def describe(self, run: TextRun) -> dict[str, Any]:
         """Describe the similarities, see `Task.describe`."""
-        return {"sentences": _lines(run.text), "similarity": _similarities(run.before).tolist()}
+        return {"sentences": _lines_with_text(run.text), "similarity": _cosine_similarities(run.before).tolist()}
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
         """Compare the similarities, see `Task.compare`."""
         nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
-        return {**nothing, "similarity": _similarities(after).tolist()}
+        return {**nothing, "similarity": _cosine_similarities(after).tolist()}
 
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
         """Return the largest change of a similarity, with its sign, (copies, 1)."""
-        change = _similarities(after.unflatten(0, (copies, -1))) - _similarities(run.before)
+        change = _cosine_similarities(after.unflatten(0, (copies, -1))) - _cosine_similarities(run.before)
         flat = change.flatten(1)
         return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
 
@@ -584,7 +584,7 @@ def load_for_trial(
 
 
 def open_trial(
-    loaded: LoadedModel, *, text: str | None = None, lang: str = "en", show: Show = lambda *_: None
+    loaded: LoadedModel, *, text: str | None = None, lang: str = "en", show: ShowStep = lambda *_: None
 ) -> Trial:
     """Prepare a model for a page: measure its heads on random repeats, and read the text to begin with.
 
@@ -648,17 +648,19 @@ def _losses_of_page(losses: Tensor) -> list[float | None]:
     return [None, *finite_numbers_or_none(losses, digits=9)]
 
 
-def _lines(text: str) -> list[str]:
+def _lines_with_text(text: str) -> list[str]:
     """Return the lines of a text that are not empty."""
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _similarities(vectors: Tensor) -> Tensor:
+def _cosine_similarities(vectors: Tensor) -> Tensor:
     """Return the cosine of each pair of vectors of length 1, (..., n, features) -> (..., n, n)."""
     return vectors.double() @ vectors.double().mT
 
 
-def _distances(before: Record, after: Record, first: int, cancelled: Cancelled) -> list[tuple[int, list[float]]]:
+def _distances_between_maps(
+    before: Record, after: Record, first: int, cancelled: Cancelled
+) -> list[tuple[int, list[float]]]:
     """Return how far the maps of the layers after layer `first` are from those before, for each of their heads.
 
     The distance is the mean over queries, of long texts over some of them, of half the sum of |before - after|.
@@ -671,12 +673,14 @@ def _distances(before: Record, after: Record, first: int, cancelled: Cancelled) 
         if cancelled():
             raise CancelledError
         pairs = list(zip(layer.samples, known[layer.name].samples, strict=True))
-        sums = sum((_distance(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64))
+        sums = sum(
+            (_mean_distance_between_maps(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64)
+        )
         found.append((layer.number, (sums / len(pairs)).tolist()))
     return found
 
 
-def _distance(one: SampleRecord, other: SampleRecord) -> Tensor:
+def _mean_distance_between_maps(one: SampleRecord, other: SampleRecord) -> Tensor:
     """Return half the sum of |one - other| over keys, its mean over queries, (heads,) float64."""
     rows = spaced_queries(one.num_queries, affordable_queries(one.num_keys * one.num_heads * 32))
     change = (one.weights(queries=rows).double() - other.weights(queries=rows).double()).abs()

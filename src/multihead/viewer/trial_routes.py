@@ -15,7 +15,7 @@ from multihead.viewer.responses import file_response, floats_response, try_page_
 from multihead.viewer.security import json_response
 from multihead.viewer.site import Site
 from multihead.viewer.tiles import WorkerThreads
-from multihead.viewer.trial import MOST_TOKENS, Cancelled, TextRun, Trial, parse_factors
+from multihead.viewer.trial import MAX_TOKENS, Cancelled, TextRun, Trial, parse_factors
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -102,7 +102,7 @@ class TrialSite(Site):
 
         def write_layers(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
             for line in self.trial.sweep(run, place, cancelled):
-                write(_line(line))
+                write(_json_line(line))
 
         return _lines_response(self.stream(self.model, object(), write_layers))
 
@@ -113,8 +113,8 @@ class TrialSite(Site):
         self.trial.check_continuation(run, factors)  # an answer that has begun cannot become an error
 
         def write_tokens(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
-            self.trial.continue_text(run, factors, lambda side, tokens: write(_line({side: tokens})), cancelled)
-            write(_line({"done": True}))
+            self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), cancelled)
+            write(_json_line({"done": True}))
 
         return _lines_response(self.stream(self.model, object(), write_tokens))
 
@@ -146,10 +146,10 @@ class TrialSite(Site):
 def _requested_place(request: Request) -> int | None:
     """Return the index of the chosen token; None for the last one."""
     given = request.query_params.get("at")
-    return None if given is None else parse_number("token", given, below=MOST_TOKENS)
+    return None if given is None else parse_number("token", given, below=MAX_TOKENS)
 
 
-def _line(content: dict[str, Any]) -> bytes:
+def _json_line(content: dict[str, Any]) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 

@@ -67,7 +67,7 @@ def two_runs(
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("tile", [1, 1 << 21])
 def test_every_head_has_the_divergence_of_its_whole_maps(mask: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similar, "TILE", tile)
+    monkeypatch.setattr(similar, "MAX_WEIGHTS_PER_TILE", tile)
     before, after = two_runs(mask)
     found = before.changed(after)
     assert len(found) == LAYERS * HEADS
@@ -109,7 +109,7 @@ def test_of_some_queries_the_divergence_is_that_of_these() -> None:
 
 
 def test_no_tile_holds_more_than_a_few_queries_of_a_long_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similar, "TILE", 200)
+    monkeypatch.setattr(similar, "MAX_WEIGHTS_PER_TILE", 200)
     before, after = two_runs()
     sizes: list[int] = []
     weights = SampleRecord.weights

@@ -27,7 +27,7 @@ def by_hand(p: Tensor, q: Tensor) -> float:
 
 @pytest.mark.parametrize("tile", [1, 1 << 21])
 def test_divergence_is_that_of_the_definition(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similar, "TILE", tile)
+    monkeypatch.setattr(similar, "MAX_WEIGHTS_PER_TILE", tile)
     record = read(ids(1, 20))
     found = record.nearest(0, 1, top=99)
     assert len(found) == 7
@@ -72,7 +72,7 @@ def test_queries_that_see_nothing_are_no_difference() -> None:
 def test_of_a_long_text_few_queries_are_looked_at_and_the_last_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     record = read(ids(1, 50))
     assert record.nearest(0, 0, queries=5)[0].queries == 5
-    monkeypatch.setattr(similar, "CELLS", 1)
+    monkeypatch.setattr(similar, "DEFAULT_COMPARED_WEIGHTS", 1)
     found = record.nearest(0, 0, top=1)[0]
     rows = similar.spaced_queries(50, similar.affordable_queries(10**9))
     assert found.queries == len(range(*rows.indices(50))) <= 16

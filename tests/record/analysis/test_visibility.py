@@ -66,7 +66,7 @@ def test_a_query_that_sees_no_key_is_counted_and_left_out_of_the_mean() -> None:
 def test_blocks_give_what_one_look_at_everything_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = sample_of(band(50, 50, 7, 0))
     whole = visibility_of(sample)
-    monkeypatch.setattr("multihead.record.analysis.visibility.TILE_CELLS", 300)
+    monkeypatch.setattr("multihead.record.analysis.visibility.MAX_TILE_CELLS", 300)
     parts = visibility_of(sample)
     assert (whole.pattern, whole.before) == (parts.pattern, parts.before) == ("causal window", 7)
     torch.testing.assert_close(whole.largest_entropy, parts.largest_entropy)

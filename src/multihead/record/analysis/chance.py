@@ -51,7 +51,7 @@ MIN_OBSERVATIONS = 4
 MIN_FLOAT32_KEYS = 4096
 """Number of keys from which chance levels are computed in float32 by the native kernel, instead of float64."""
 
-ROWS = 4096
+QUERIES_PER_BLOCK = 4096
 """Number of queries per block, after which `progress` is called."""
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -239,13 +239,13 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
 
 
 def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
-    """Yield a call in blocks of `ROWS` queries; in one block if it has a bias or its mask has tensors."""
+    """Yield a call in blocks of `QUERIES_PER_BLOCK` queries; in one block if it has a bias or its mask has tensors."""
     queries = request.shape.query_length
-    if queries <= ROWS or request.bias is not None or request.mask.holds_tensors:
+    if queries <= QUERIES_PER_BLOCK or request.bias is not None or request.mask.holds_tensors:
         yield request
         return
-    for first in range(0, queries, ROWS):
-        q = request.q[:, :, first : first + ROWS]
+    for first in range(0, queries, QUERIES_PER_BLOCK):
+        q = request.q[:, :, first : first + QUERIES_PER_BLOCK]
         shape = request.shape._replace(query_length=q.shape[2])
         yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + first)
 

@@ -19,7 +19,7 @@ from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.analysis.similar import divergence, have_same_texts, spaced_queries
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLine
+from multihead.record.notebook import HeadList, OneLineRepr
 from multihead.record.sample import SampleRecord
 
 Progress = Callable[[int, int], None]
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ChangedHead(OneLine):
+class ChangedHead(OneLineRepr):
     """One head in two runs.
 
     Attributes:

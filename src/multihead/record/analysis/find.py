@@ -14,8 +14,8 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLine
-from multihead.record.summaries import Of
+from multihead.record.notebook import HeadList, OneLineRepr
+from multihead.record.summaries import SummaryName
 
 RENAMED_KINDS = {
     "previous_token": "previous",
@@ -28,7 +28,7 @@ RENAMED_KINDS = {
 
 
 @dataclass(frozen=True, repr=False)
-class FoundHead(OneLine):
+class FoundHead(OneLineRepr):
     """A head that `find` returns.
 
     Attributes:
@@ -67,7 +67,7 @@ def find(
     layers: Sequence[LayerRecord],
     wanted: Mapping[str, Range],
     *,
-    of: Of = "mean",
+    of: SummaryName = "mean",
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> HeadList[FoundHead]:
@@ -110,7 +110,7 @@ def _format_of_kind(kind: Kind) -> Statistic:
 def _wanted_values(
     layer: LayerRecord,
     wanted: tuple[str, ...],
-    of: Of,
+    of: SummaryName,
     by_name: Mapping[str, Kind],
     statistics: Mapping[str, Statistic],
 ) -> dict[str, Tensor]:

@@ -31,9 +31,9 @@ from multihead.record.analysis.chance import (
 )
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import CHANCE, HeadList, OneLine
+from multihead.record.notebook import CHANCE_SUFFIX, HeadList, OneLineRepr
 from multihead.record.sample import SampleRecord
-from multihead.record.summaries import Measured
+from multihead.record.summaries import MeasuredStatistic
 
 MIN_EXCESS_DISTANCE = 0.5
 """A head attends far away if its mean distance exceeds the chance level by this share of the chance level, and by
@@ -42,7 +42,7 @@ three standard errors."""
 DISTANCE_TOPIC = "distance"
 """Topic of the finding about the head with the largest distance, which is not a kind."""
 
-DISTANCE_RANK = 90
+RANK_OF_DISTANCE_FINDING = 90
 """Rank of this finding among the findings, see `Kind.finding`."""
 
 MAX_FINDINGS = 6
@@ -77,7 +77,7 @@ class LayerKinds:
 
         `kind` is a word such as "first+local", and the chance level of `previous_mass` is `previous_mass_chance`.
         """
-        chances = {f"{name}{CHANCE}": float(values[head]) for name, values in self.chance.items()}
+        chances = {f"{name}{CHANCE_SUFFIX}": float(values[head]) for name, values in self.chance.items()}
         return {"kind": "+".join(self.kinds[head]), **chances}
 
 
@@ -93,7 +93,7 @@ class LayerProfile(LayerKinds):
 
 
 @dataclass(frozen=True, repr=False)
-class HeadKind(OneLine):
+class HeadKind(OneLineRepr):
     """A kind of a head, and the numbers that decide it.
 
     Attributes:
@@ -156,7 +156,7 @@ def heads_of_kinds(
 
 
 @dataclass(frozen=True, repr=False)
-class Finding(OneLine):
+class Finding(OneLineRepr):
     """A notable head, described in a sentence.
 
     Attributes:
@@ -316,7 +316,7 @@ def _statistics_and_chance(
     shown: Mapping[str, Statistic],
     known: ChanceCache,
     progress: Progress | None,
-) -> tuple[dict[str, Measured], dict[str, Tensor]]:
+) -> tuple[dict[str, MeasuredStatistic], dict[str, Tensor]]:
     """Return the statistics of a sample, including separator and near mass, and the chance level of each."""
     found = dict(one.measured())
     marks = one.text.special if special is None else special
@@ -328,14 +328,14 @@ def _statistics_and_chance(
         # special_mass includes the first token if that token is special; its mass is subtracted.
         both = marks[0] and "first_mass" in found
         values, counted, _ = found["special_mass"]
-        found[SEPARATOR.name] = Measured(
+        found[SEPARATOR.name] = MeasuredStatistic(
             (values - found["first_mass"].values if both else values).clamp(min=0), counted
         )
         if "special_mass" in levels:
             level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
             levels[SEPARATOR.name] = level.clamp(min=0)
     if not crosses:
-        found[NEAR.name] = Measured(near_mass(one, visibility), one.sees)
+        found[NEAR.name] = MeasuredStatistic(near_mass(one, visibility), one.sees)
     return found, levels
 
 
@@ -377,7 +377,7 @@ def findings(
     separator = quote(separators.pop()) if len(separators) == 1 else words["separators"]
     ranked = [(kind.finding, kind.name, kind) for kind in among if kind.finding is not None]
     topics: list[Kind | None] = [
-        kind for *_, kind in sorted([*ranked, (DISTANCE_RANK, DISTANCE_TOPIC, None)], key=itemgetter(0))
+        kind for *_, kind in sorted([*ranked, (RANK_OF_DISTANCE_FINDING, DISTANCE_TOPIC, None)], key=itemgetter(0))
     ]
     near = {kind.name for kind in among if DISTANCE_TOPIC in kind.hides}
     found = HeadList[Finding]()
@@ -408,7 +408,7 @@ def findings(
     return found
 
 
-def telling_heads(found: Sequence[Finding], kinds: Sequence[HeadKind]) -> dict[tuple[int, int], int]:
+def heads_of_short_table(found: Sequence[Finding], kinds: Sequence[HeadKind]) -> dict[tuple[int, int], int]:
     """Return layer and head of those that a short table shows first, with their ranks from 0.
 
     They are the heads of the findings, then the strongest head of each kind, the second of each, and so on.

@@ -17,17 +17,17 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.probes.similarity import entropy_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLine
+from multihead.record.notebook import HeadList, OneLineRepr
 from multihead.record.sample import SampleRecord
 
-CELLS = 1 << 25
+DEFAULT_COMPARED_WEIGHTS = 1 << 25
 """Number of weights of all heads that are compared by default, which takes 1 to 2 seconds."""
 
-TILE = 1 << 21  # largest number of weights of one layer in memory
+MAX_WEIGHTS_PER_TILE = 1 << 21  # largest number of weights of one layer in memory
 
 
 @dataclass(frozen=True, repr=False)
-class NearHead(OneLine):
+class NearHead(OneLineRepr):
     """A head, and the divergence between its weights and the weights of a given head.
 
     Attributes:
@@ -110,7 +110,7 @@ def have_same_texts(one: SampleRecord, other: SampleRecord) -> bool:
 
 def affordable_queries(cells_per_query: int) -> int:
     """Return how many queries can be compared in 1 to 2 seconds."""
-    return max(16, CELLS // max(cells_per_query, 1))
+    return max(16, DEFAULT_COMPARED_WEIGHTS // max(cells_per_query, 1))
 
 
 def spaced_queries(length: int, most: int) -> slice:
@@ -146,7 +146,7 @@ def divergence(
     count = torch.zeros_like(total)
     intervals = [each.intervals() for each in (one, other)]
     places = range(*rows.indices(one.num_queries))
-    step = max(1, TILE // max(other.num_heads * one.num_keys, 1))
+    step = max(1, MAX_WEIGHTS_PER_TILE // max(other.num_heads * one.num_keys, 1))
     for first in range(0, len(places), step):
         part = places[first : first + step]
         chosen = slice(part.start, part.stop, part.step)

@@ -13,7 +13,7 @@ from multihead.kinds import LOCAL_REACH
 from multihead.probes.catalogue import offset_mass
 from multihead.record.sample import SampleRecord
 
-TILE_CELLS = 1 << 20
+MAX_TILE_CELLS = 1 << 20
 """Largest number of heads x queries x keys in a tile: 8 MB in float64, to fit into a CPU cache."""
 
 
@@ -42,12 +42,12 @@ class Visibility:
 
 
 def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
-    """Yield slices of queries with at most `TILE_CELLS` cells each, but at least one query.
+    """Yield slices of queries with at most `MAX_TILE_CELLS` cells each, but at least one query.
 
     >>> list(query_blocks(5, 1 << 19))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    step = max(1, TILE_CELLS // max(1, cells_per_query))
+    step = max(1, MAX_TILE_CELLS // max(1, cells_per_query))
     for start in range(0, num_queries, step):
         yield slice(start, min(start + step, num_queries))
 

@@ -22,13 +22,13 @@ from multihead.viewer.server import build_application_in_process
 if TYPE_CHECKING:
     from multihead.viewer.payload import RecordedRun
 
-MAX_BYTES = 512 << 10
+MAX_BYTES_PER_MESSAGE = 512 << 10
 """Maximum number of bytes of an answer's body in one message."""
 
-HEADERS = ("content-type", "content-disposition", "x-shape", "x-block")
+FORWARDED_HEADERS = ("content-type", "content-disposition", "x-shape", "x-block")
 """The headers of an answer that the page's script reads."""
 
-Send = Callable[[dict[str, Any], bytes], None]
+SendPart = Callable[[dict[str, Any], bytes], None]
 """Sends a part of an answer: {"status", "headers", "last"} and the next bytes of its body."""
 
 
@@ -51,7 +51,7 @@ class InProcessServer:
         threading.Thread(target=_run_loop, args=(self._loop,), name="multihead widget", daemon=True).start()
         weakref.finalize(self, _stop_loop, viewer, self._loop).atexit = False
 
-    def start_answer(self, path: str, send: Send) -> Future[None]:
+    def start_answer(self, path: str, send: SendPart) -> Future[None]:
         """Answer a request; cancelling the result cancels the computation.
 
         Args:
@@ -62,7 +62,7 @@ class InProcessServer:
         pending.add_done_callback(_print_failure)
         return pending
 
-    async def _answer(self, path: str, send: Send) -> None:
+    async def _answer(self, path: str, send: SendPart) -> None:
         address, _, query = path.partition("?")
         scope = {
             "type": "http",
@@ -91,27 +91,27 @@ class InProcessServer:
             if message["type"] == "http.response.start":
                 found = {name.decode().lower(): value.decode() for name, value in message["headers"]}
                 head["status"] = message["status"]
-                head["headers"] = {name: found[name] for name in HEADERS if name in found}
+                head["headers"] = {name: found[name] for name in FORWARDED_HEADERS if name in found}
                 return
             body.extend(message.get("body", b""))
-            while len(body) > MAX_BYTES:
-                send({**head, "last": False}, bytes(body[:MAX_BYTES]))
-                del body[:MAX_BYTES]
+            while len(body) > MAX_BYTES_PER_MESSAGE:
+                send({**head, "last": False}, bytes(body[:MAX_BYTES_PER_MESSAGE]))
+                del body[:MAX_BYTES_PER_MESSAGE]
             if not message.get("more_body", False):
                 send({**head, "last": True}, bytes(body))
 
         await self._app(scope, receive, send_part)
 
 
-_SHARED: weakref.WeakValueDictionary[tuple[object, ...], InProcessServer] = weakref.WeakValueDictionary()
+_SHARED_SERVERS: weakref.WeakValueDictionary[tuple[object, ...], InProcessServer] = weakref.WeakValueDictionary()
 
 
 def shared_server(runs: Sequence[RecordedRun], lang: str) -> InProcessServer:
     """Return the server of these records: an existing one if a widget shows the same records, else a new one."""
     key = (*(id(run.record) for run in runs), lang)  # the object keeps the records, so the ids are not reused
-    found = _SHARED.get(key)
+    found = _SHARED_SERVERS.get(key)
     if found is None:
-        found = _SHARED[key] = InProcessServer(runs, lang)
+        found = _SHARED_SERVERS[key] = InProcessServer(runs, lang)
     return found
 
 
