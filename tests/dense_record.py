@@ -66,7 +66,7 @@ class DenseSample:
     num_keys = property(lambda self: self.dense.shape[2])
     keeps_weights = property(lambda self: self.keep != "statistics")
     query_text = Text()
-    crosses = False
+    cross_attention = False
     map_size = 64
 
     @property

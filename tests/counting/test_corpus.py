@@ -134,16 +134,16 @@ class TestVersions:
         file.write_bytes(content)
         os.utime(file, ns=(time, time))
         after = version_of(str(file))
-        assert after.written == before.written
-        assert after.ends != before.ends
+        assert after.last_written == before.last_written
+        assert after.hash_of_ends != before.hash_of_ends
 
     def test_the_time_counts_if_the_ends_are_the_same(self, tmp_path: Path) -> None:
         file = jsonl(tmp_path / "texts.jsonl", TEXTS)
         before = version_of(file)
         os.utime(file, (1, 1))
         after = version_of(file)
-        assert (after.written, after.ends) == ("1970-01-01T00:00:01+00:00", before.ends)
-        assert before.written != after.written
+        assert (after.last_written, after.hash_of_ends) == ("1970-01-01T00:00:01+00:00", before.hash_of_ends)
+        assert before.last_written != after.last_written
 
     def test_a_file_at_an_address_has_what_its_server_knows(self) -> None:
         name = "memory://versions/a.txt"
@@ -152,8 +152,8 @@ class TestVersions:
             with fsspec.open(name, "w") as file:
                 file.write("w1")
             found.append(version_of(name))
-        assert found[0].ends == found[1].ends
-        assert found[0].written != found[1].written
+        assert found[0].hash_of_ends == found[1].hash_of_ends
+        assert found[0].last_written != found[1].last_written
 
     def test_a_file_that_cannot_be_read_has_none_and_no_size(self, tmp_path: Path) -> None:
         gone = str(tmp_path / "gone.txt")

@@ -25,7 +25,7 @@ from multihead.errors import ModelError
 class FakeWorker:
     """A worker that counts at once, and whose process ends as `fates` says: shard, or None for loading -> how often."""
 
-    ended: tuple[type[Exception], ...] = (BrokenProcessPool,)
+    errors_of_ended_process: tuple[type[Exception], ...] = (BrokenProcessPool,)
 
     def __init__(self, fates: dict[int | None, int], events: list[str]) -> None:
         self.fates, self.events = fates, events
@@ -79,13 +79,13 @@ def test_a_shard_whose_process_ended_is_counted_again_after_all_others(run: Run)
         *("load", "count 2", "count 3", "end"),
         *("load", "count 1", "end"),
     ]
-    assert (results.failed, results.progress.shards, results.progress.texts) == ({}, 4, 4)
+    assert (results.failure_of_shard, results.progress.shards, results.progress.texts) == ({}, 4, 4)
 
 
 def test_a_shard_that_ends_two_processes_is_named_and_the_others_are_counted(run: Run) -> None:
     results, events = run({0: 5, 3: 1}, 2)
     place = results.plan.shards[0]
-    assert results.failed == {0: f"{place}: two processes that counted it ended by signal 9."}
+    assert results.failure_of_shard == {0: f"{place}: two processes that counted it ended by signal 9."}
     assert (results.progress.shards, events.count("count 0"), events.count("count 3")) == (3, 2, 2)
     assert events.count("load") == events.count("end")
 

@@ -196,7 +196,7 @@ TOKENS = ["[CLS]", *["word"] * 28, "[SEP]"]
 
 
 def given(tokens: list[str], special: list[bool] | None = None) -> PageText:
-    return PageText(len(tokens), tokens, special, layout_of_tokens(tokens), given=True)
+    return PageText(len(tokens), tokens, special, layout_of_tokens(tokens), given_by_caller=True)
 
 
 def described(record: DenseRecord, *texts: PageText) -> dict[str, Any]:

@@ -38,12 +38,12 @@ class FileVersion(NamedTuple):
     """What identifies the content of a file, next to its size.
 
     Attributes:
-        written: when it was last written, or what its server calls this version of it; "" if fsspec knows neither.
-        ends: a hash of its first and its last block.
+        last_written: when it was last written, or what its server calls this version of it; "" if fsspec knows neither.
+        hash_of_ends: a hash of its first and its last block.
     """
 
-    written: str
-    ends: str
+    last_written: str
+    hash_of_ends: str
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
@@ -143,7 +143,7 @@ def _parts_of_file(file: str, size: int | None, column: str) -> list[FilePart]:
         return [FilePart(whole, size * ASSUMED_COMPRESSION_RATIO, 1)]
     if size is not None:
         try:
-            return found.parts(whole, size, column)
+            return found.list_parts(whole, size, column)
         except Exception:  # noqa: BLE001 - reading its texts raises the error again, and there it is reported
             pass
     return [FilePart(whole, 0, 1)]

@@ -69,7 +69,7 @@ class Shard(NamedTuple):
         """The file and the place of the shard in it, for messages."""
         if self.stop < 0 and not self.start:
             return self.file
-        return f"{self.file} {FORMATS[self.kind].place.format(self.group)} from {self.start}"
+        return f"{self.file} {FORMATS[self.kind].start_label.format(self.group)} from {self.start}"
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,17 @@ class Format:
         name: its name in a plan.
         suffixes: the suffixes of its files in lower case.
         magic: what its files begin with; empty for those of text, which may be compressed as a whole.
-        place: what the start of a shard counts, for messages; "{}" is the row group.
-        rows: reads the rows of a shard; the other argument is the column of the texts.
-        parts: returns the parts of a file, given as one shard, its size, and the column of the texts.
+        start_label: what the start of a shard counts, for messages; "{}" is the row group.
+        read_rows: reads the rows of a shard; the other argument is the column of the texts.
+        list_parts: returns the parts of a file, given as one shard, its size, and the column of the texts.
     """
 
     name: str
     suffixes: tuple[str, ...]
     magic: bytes
-    place: str
-    rows: Callable[[Shard, str], Iterator[Row]]
-    parts: Callable[[Shard, int, str], list[FilePart]]
+    start_label: str
+    read_rows: Callable[[Shard, str], Iterator[Row]]
+    list_parts: Callable[[Shard, int, str], list[FilePart]]
 
 
 class _Compression(NamedTuple):
@@ -246,7 +246,7 @@ def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
         InputError: it is damaged or of another format, or has no such column.
     """
     try:
-        for row in FORMATS[shard.kind].rows(shard, column):
+        for row in FORMATS[shard.kind].read_rows(shard, column):
             yield _check_row(row)
     except MultiheadError:
         raise

@@ -40,13 +40,13 @@ class MergedSums:
 
     Attributes:
         examples: how many of the strongest examples are kept.
-        place: the row of each (layer, statistic, head).
+        row_of_head: the row of each (layer, statistic, head).
         names: the name of each layer.
         shards: the metadata of each shard's file: how many rows, texts and tokens were read.
     """
 
     examples: int
-    place: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    row_of_head: dict[tuple[int, str, int], int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     shards: list[dict[str, Any]] = field(default_factory=list)
     count: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -60,8 +60,8 @@ class MergedSums:
     minimum: FloatArray = field(default_factory=lambda: np.zeros(0))
     maximum: FloatArray = field(default_factory=lambda: np.zeros(0))
     _bins: list[Any] = field(default_factory=list)  # tables of (row, value, count): the bins that are not empty
-    _best: Any = None  # the examples of all rows; `_row_of_best` has their rows
-    _row_of_best: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    _examples: Any = None  # the examples of all rows; `_row_of_example` has their rows
+    _row_of_example: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add_shard(self, table: Any) -> None:
         """Add the table of one shard; shards come in the order of the plan."""
@@ -71,9 +71,9 @@ class MergedSums:
         keys = list(
             zip(*(table[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
         )  # (layer, statistic, head) of each row
-        rows = np.array([self.place.setdefault(key, len(self.place)) for key in keys])
+        rows = np.array([self.row_of_head.setdefault(key, len(self.row_of_head)) for key in keys])
         self.names.update(zip((key[0] for key in keys), table["name"].to_pylist(), strict=True))
-        self._reserve_rows(len(self.place))
+        self._reserve_rows(len(self.row_of_head))
         self._add_moments(table, rows)
         self._add_bins(table, rows)
         self._add_examples(table, rows)
@@ -138,21 +138,21 @@ class MergedSums:
 
         lists = table["examples"].combine_chunks()
         best, row = pc.list_flatten(lists), rows[pc.list_parent_indices(lists).to_numpy()]
-        if self._best is not None:
-            best, row = pa.concat_arrays([self._best, best]), np.append(self._row_of_best, row)
+        if self._examples is not None:
+            best, row = pa.concat_arrays([self._examples, best]), np.append(self._row_of_example, row)
         shard, text, position = (best.field(name).to_numpy() for name in ("shard", "text", "position"))
         order = np.lexsort((position, text, shard, -best.field("value").to_numpy(), row))
         row = row[order]
         rank = np.arange(len(row)) - np.searchsorted(row, row)
         kept = rank < self.examples
-        self._best, self._row_of_best = best.take(pa.array(order[kept])), row[kept]
+        self._examples, self._row_of_example = best.take(pa.array(order[kept])), row[kept]
 
     def heads_table(self) -> Any:
         """Return the table of heads, by layer, statistic and head: statistics in the order of the probes."""
         import pyarrow as pa
 
-        rows = sorted(self.place, key=lambda key: (key[0], self.place[key]))
-        order = np.array([self.place[key] for key in rows], np.int64)
+        rows = sorted(self.row_of_head, key=lambda key: (key[0], self.row_of_head[key]))
+        order = np.array([self.row_of_head[key] for key in rows], np.int64)
         none = self.count[order] == 0
         columns: dict[str, Any] = {
             "layer": [key[0] for key in rows],
@@ -172,7 +172,7 @@ class MergedSums:
         bins = self._bins[0].sort_by([("row", "ascending"), ("value", "ascending")])
         columns["bin_value"] = group_values_by_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
         columns["bin_count"] = group_values_by_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
-        columns["examples"] = group_values_by_row(self._row_of_best, self._best, order)
+        columns["examples"] = group_values_by_row(self._row_of_example, self._examples, order)
         return pa.Table.from_pydict(columns, schema=heads_schema())
 
 

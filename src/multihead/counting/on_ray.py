@@ -54,7 +54,7 @@ class RayWorker:
         import ray
         from ray.exceptions import OutOfMemoryError, RayActorError
 
-        self.ended: tuple[type[Exception], ...] = (RayActorError, OutOfMemoryError)
+        self.errors_of_ended_process: tuple[type[Exception], ...] = (RayActorError, OutOfMemoryError)
         self._plan, self._kill = plan, ray.kill
         gpus = 1 if torch.device(plan.device).type == "cuda" else 0
         remote = ray.remote(CountingActor).options(num_cpus=threads, num_gpus=gpus)

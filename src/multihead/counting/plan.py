@@ -167,14 +167,16 @@ class Plan:
         was, now = self.versions.get(file), other.versions.get(file)
         if was is None or now is None or was == now:
             return None
-        if was.ends != now.ends:
+        if was.hash_of_ends != now.hash_of_ends:
             return "its first or its last bytes differ", ""
-        if not (was.written and now.written):
+        if not (was.last_written and now.last_written):
             return None
         mend = (
-            f"; if its content is the same, restore its time with touch -d {was.written}" if "://" not in file else ""
+            f"; if its content is the same, restore its time with touch -d {was.last_written}"
+            if "://" not in file
+            else ""
         )
-        return f"it was written at {now.written}, not at {was.written}", mend
+        return f"it was written at {now.last_written}, not at {was.last_written}", mend
 
     def write_or_check(self, folder: Path) -> Plan:
         """Write the plan, or check the one that the directory holds.

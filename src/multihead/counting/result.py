@@ -309,7 +309,7 @@ class Census:
             named = kinds_of_heads(evidence, heads=layer.num_heads, among=self.all_kinds)
             chance = {name: each.chance for name, each in evidence.items()}
             means = layer.summary()
-            found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, crosses=False))
+            found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, cross_attention=False))
         return found
 
     def kinds(self, *names: str) -> list[HeadKind]:

@@ -161,7 +161,7 @@ def census(
             count_on_ray(ray, missing, workers, threads or 1, results)
         else:
             count_in_workers(partial(ProcessWorker, plan, folder, threads or 1), missing, workers, results)
-    found = Census.load(folder, problems=list(results.failed.values()))
+    found = Census.load(folder, problems=list(results.failure_of_shard.values()))
     try:
         found.write_tables()
     except InputError as error:  # the disk is full: the files of the shards are complete, and are read instead

@@ -90,12 +90,12 @@ class ShardCounter:
     plan: Plan
     probes: tuple[Probe, ...]
 
-    def count_shard(self, index: int, renew: ReportBatch = lambda texts, tokens: None) -> bytes:
+    def count_shard(self, index: int, report_batch: ReportBatch = lambda texts, tokens: None) -> bytes:
         """Count a shard, and return the bytes of its parquet file.
 
         Args:
             index: the shard.
-            renew: called after each batch.
+            report_batch: called after each batch.
 
         Raises:
             OSError, InputError: its texts cannot be read.
@@ -112,16 +112,16 @@ class ShardCounter:
                     tally.add_batch(batch)
                     counts.texts += len(batch.lengths)
                     counts.tokens += batch.num_tokens
-                    renew(len(batch.lengths), batch.num_tokens)
+                    report_batch(len(batch.lengths), batch.num_tokens)
                 if counts.texts:
                     tally.check_complete()
                 kept |= texts
                 kept = {each: kept[each] for each in sorted(tally.texts_of_examples())}
         return _shard_as_parquet(tally.layers, _ShardExamples(self, index, kept), counts, plan, index)
 
-    def write_shard(self, folder: Path, index: int, renew: ReportBatch = lambda texts, tokens: None) -> None:
+    def write_shard(self, folder: Path, index: int, report_batch: ReportBatch = lambda texts, tokens: None) -> None:
         """Count a shard and write its file, whole or not at all."""
-        write_atomically(self.plan.shard_file(folder, index), self.count_shard(index, renew))
+        write_atomically(self.plan.shard_file(folder, index), self.count_shard(index, report_batch))
 
     def _read_texts(self, index: int, counts: ShardCounts) -> Iterator[tuple[int, str]]:
         """Read the texts of a shard with their indices, and count the other rows."""
@@ -212,7 +212,8 @@ class _ShardExamples:
     def examples_of_layer(self, layer: LayerSums) -> list[list[dict[str, Any]]]:
         """Return the examples of each row of a layer, the strongest first, as dicts for the table."""
         best = layer.strongest
-        numbers = (each.tolist() for each in (best.value, best.text, best.position, best.largest_key, best.values))
+        columns = best.largest_value, best.text_index, best.query_position, best.largest_key, best.values_around
+        numbers = (each.tolist() for each in columns)
         return [
             [self._example_fields(*each) for each in zip(*row, strict=True) if each[0] > -inf]
             for row in zip(*numbers, strict=True)

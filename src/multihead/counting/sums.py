@@ -56,19 +56,19 @@ class StrongestExamples:
     """The k texts with the largest values of each statistic and head; of equal values the earlier is kept.
 
     Attributes:
-        value: (rows, k) float64, descending: the largest value of a text; -inf where there are fewer.
-        text: (rows, k) int64, index of the value's text in its shard.
-        position: (rows, k) int64, position of the query with that value in its text.
+        largest_value: (rows, k) float64, descending: the largest value of a text; -inf where there are fewer.
+        text_index: (rows, k) int64, index of the value's text in its shard.
+        query_position: (rows, k) int64, position of the query with that value in its text.
         largest_key: (rows, k) int64, the key with the largest weight of that query, -1 where unknown.
-        values: (rows, k, window) float32, the statistic at the tokens around the query; NaN outside the text and
+        values_around: (rows, k, window) float32, the statistic at the tokens around the query; NaN outside the text and
             where a query does not count.
     """
 
-    value: Tensor
-    text: Tensor
-    position: Tensor
+    largest_value: Tensor
+    text_index: Tensor
+    query_position: Tensor
     largest_key: Tensor
-    values: Tensor
+    values_around: Tensor
 
     @staticmethod
     def empty(rows: int, k: int) -> StrongestExamples:
@@ -91,10 +91,10 @@ class StrongestExamples:
             batch: the tokens.
             largest_keys: (heads, tokens) int64, the key with the largest weight, its position in its text.
         """
-        k, heads = self.value.shape[1], values.shape[1]
+        k, heads = self.largest_value.shape[1], values.shape[1]
         flat = values.flatten(0, 1)
         best = flat.amax(-1).double()
-        weakest, last_text = self.value[:, -1], self.text[:, -1]
+        weakest, last_text = self.largest_value[:, -1], self.text_index[:, -1]
         # A value equal to the weakest example replaces it if its text may be an earlier one.
         better = (best > weakest) | ((best == weakest) & (batch.texts[0] < last_text) & (best > -torch.inf))
         rows = better.nonzero().flatten()
@@ -125,12 +125,13 @@ class StrongestExamples:
 
     def _merge_rows(self, rows: Tensor, new: StrongestExamples) -> None:
         """Merge new examples into the rows with the indices `rows`."""
-        k = self.value.shape[1]
+        k = self.largest_value.shape[1]
         both = {
             name: torch.cat([getattr(self, name)[rows], getattr(new, name)], 1)
-            for name in ("value", "text", "position", "largest_key", "values")
+            for name in ("largest_value", "text_index", "query_position", "largest_key", "values_around")
         }
-        order = np.lexsort((both["position"].numpy(), both["text"].numpy(), -both["value"].numpy()), axis=-1)
+        keys = both["query_position"], both["text_index"], -both["largest_value"]
+        order = np.lexsort([key.numpy() for key in keys], axis=-1)
         chosen = torch.from_numpy(order[:, :k].copy())
         for name, value in both.items():
             index = chosen if value.dim() == 2 else chosen[..., None].expand(-1, -1, value.shape[2])
@@ -146,7 +147,7 @@ class LayerSums(RunningSummary):
     Attributes:
         name: the layer's qualified name.
         examples: how many of the strongest examples are kept.
-        reading: the texts that the model reads now.
+        current: the texts that the model reads now.
         sums: one sketch of all rows; the sketches in `statistics` are views of it.
         nonfinite: (rows,) int64, how many further values of queries that count were NaN or infinite.
         mean: (rows,) float64.
@@ -164,7 +165,7 @@ class LayerSums(RunningSummary):
 
     name: str = field(kw_only=True)
     examples: int = field(kw_only=True)
-    reading: CurrentBatch = field(kw_only=True)
+    current: CurrentBatch = field(kw_only=True)
     sums: QuantileSketch = field(init=False)
     nonfinite: Tensor = field(init=False)
     mean: Tensor = field(init=False)
@@ -204,7 +205,7 @@ class LayerSums(RunningSummary):
     def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
         """Add the queries of a batch; `measured` holds "largest_key" too, as positions in each text."""
         self.num_samples += samples
-        batch, names = self.reading.batch, [name for name in measured if name != LARGEST_KEY.name]
+        batch, names = self.current.batch, [name for name in measured if name != LARGEST_KEY.name]
         if not self.statistics:
             self._create_sums(names)
         values = torch.stack([batch.drop_padding(measured[each].values) for each in self.statistics])
@@ -234,11 +235,11 @@ class LayerSums(RunningSummary):
         """Return a statistic's level of chance at each token: (heads, tokens), NaN where it is unknown."""
         if measured.chance is None:
             return torch.full_like(like, torch.nan)
-        return self.reading.batch.drop_padding(measured.chance).expand_as(like)
+        return self.current.batch.drop_padding(measured.chance).expand_as(like)
 
     def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: QuantileSketch) -> None:
         """Add the chance, and each text's mean of value - chance, of a batch; arguments are (rows, tokens)."""
-        starts = self.reading.batch.text_starts.numpy()
+        starts = self.current.batch.text_starts.numpy()
         difference = torch.where(taken, flat.double() - level, 0.0)
         excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
         numbers = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))

@@ -69,11 +69,11 @@ class Tally:
 
     Attributes:
         model: the model whose layers are measured.
-        reading: the batch that the model runs on now.
+        current: the batch that the model runs on now.
     """
 
     model: nn.Module
-    reading: CurrentBatch
+    current: CurrentBatch
     _recorder: Recorder
 
     @staticmethod
@@ -86,18 +86,18 @@ class Tally:
         layer_filter: LayerFilter | None = None,
     ) -> Iterator[Tally]:
         """Measure every forward pass of a model in this context; arguments as in `census_probes` and `observe`."""
-        reading = CurrentBatch()
+        current = CurrentBatch()
 
         def new_layer_sums(name: str, num_heads: int) -> LayerSums:
-            return LayerSums(num_heads, name=name, examples=examples, reading=reading)
+            return LayerSums(num_heads, name=name, examples=examples, current=current)
 
         measuring = StatisticsMeasurer(model, module_names(model), (*probes, LARGEST_KEY), tuple(special_ids))
         with recording_calls(Record(), layer_filter, "summary", measuring, new_layer_sums) as recorder:
-            yield Tally(model, reading, recorder)
+            yield Tally(model, current, recorder)
 
     def add_batch(self, batch: Batch) -> None:
         """Run the model on a batch, and add the statistics of its attention calls."""
-        self.reading.batch = batch
+        self.current.batch = batch
         run_batch(self.model, batch)
 
     @property
@@ -109,7 +109,7 @@ class Tally:
     def texts_of_examples(self) -> set[int]:
         """Return the indices of the texts that have one of the strongest examples so far."""
         best = [sums.strongest for sums in self.layers.values()]
-        return {text for each in best for text in each.text[each.value > -torch.inf].tolist()}
+        return {text for each in best for text in each.text_index[each.largest_value > -torch.inf].tolist()}
 
     def check_complete(self) -> None:
         """Raise ModelError if the batches so far called no attention that can be measured, see `Recorder`."""

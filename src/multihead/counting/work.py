@@ -64,15 +64,15 @@ class Results:
         folder: the directory of the census.
         progress: how far the run is.
         report: called with the progress after each change.
-        failed: shard -> why the shard has no result. The directory stores the reasons too, so that another process can
-            tell a shard that cannot be counted from one that is not counted yet.
+        failure_of_shard: index of a shard -> why the shard has no result. The directory stores the reasons too, so that
+            another process can tell a shard that cannot be counted from one that is not counted yet.
     """
 
     plan: Plan
     folder: Path
     progress: Progress
     report: ReportProgress
-    failed: dict[int, str] = field(default_factory=dict)
+    failure_of_shard: dict[int, str] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
 
     def add_batch(self, texts: int, tokens: int) -> None:
@@ -85,7 +85,7 @@ class Results:
         """Add a shard that was counted, or why it failed."""
         file = self.plan.problem_file(self.folder, index)
         if problem:
-            self.failed[index] = problem
+            self.failure_of_shard[index] = problem
             with suppress(InputError):  # on a full disk only this run knows the reason
                 write_atomically(file, problem)
         else:

@@ -42,10 +42,10 @@ class Worker(Protocol):
     """A process that loads the model, and then counts one shard at a time.
 
     Attributes:
-        ended: the errors of a future whose process has ended.
+        errors_of_ended_process: the errors of a future whose process has ended.
     """
 
-    ended: tuple[type[Exception], ...]
+    errors_of_ended_process: tuple[type[Exception], ...]
 
     def load(self) -> Future[Any]:
         """Start the process, and load the model in it."""
@@ -79,23 +79,23 @@ class _CountingPass:
     """Counts each of some shards once.
 
     Attributes:
-        left: the shards that no worker has taken yet.
+        waiting_shards: the shards that no worker has taken yet.
         running: what each worker does now: the shard that it counts, or None while it loads the model.
-        ended: the shards whose process ended -> how it ended.
-        attempts: how many processes ended while they loaded the model.
+        ended_shards: the shards whose process ended -> how it ended.
+        failed_loads: how many processes ended while they loaded the model.
     """
 
     def __init__(self, new_worker: Callable[[], Worker], shards: Sequence[int], results: Results) -> None:
         self.new_worker, self.results = new_worker, results
-        self.left = deque(shards)
+        self.waiting_shards = deque(shards)
         self.running: dict[Future[Any], tuple[Worker, int | None]] = {}
-        self.ended: dict[int, str] = {}
-        self.attempts = 0
+        self.ended_shards: dict[int, str] = {}
+        self.failed_loads = 0
 
     def run(self, number: int) -> dict[int, str]:
-        """Count the shards in at most `number` workers, and return `ended`."""
+        """Count the shards in at most `number` workers, and return `ended_shards`."""
         try:
-            for _ in range(min(number, len(self.left))):
+            for _ in range(min(number, len(self.waiting_shards))):
                 self._start_worker()
             while self.running:
                 done, _ = wait(self.running, PROGRESS_INTERVAL, FIRST_COMPLETED)
@@ -104,14 +104,14 @@ class _CountingPass:
                         self.results.add_batch(*batch)
                 for future in done:
                     self._handle_finished(future)
-                if not self.left:
+                if not self.waiting_shards:
                     self._end_loading_workers()
                 self.results.progress.processes = sum(index is not None for _, index in self.running.values())
                 self.results.report_progress()
         finally:
             for worker, _ in self.running.values():
                 worker.end()
-        return self.ended
+        return self.ended_shards
 
     def _start_worker(self) -> None:
         worker = self.new_worker()
@@ -122,19 +122,19 @@ class _CountingPass:
         worker, index = self.running[future]
         try:
             result = future.result()
-        except worker.ended:
+        except worker.errors_of_ended_process:
             del self.running[future]
             how = worker.end()
             if index is not None:
-                self.ended[index] = how
+                self.ended_shards[index] = how
             else:
-                self.attempts += 1
-                if self.attempts == MAX_FAILED_LOADS:
+                self.failed_loads += 1
+                if self.failed_loads == MAX_FAILED_LOADS:
                     raise ModelError(
                         f"{MAX_FAILED_LOADS} processes that loaded the model ended{how}.",
                         "Each process needs memory for the whole model: use fewer workers.",
                     ) from None
-            if self.left:
+            if self.waiting_shards:
                 self._start_worker()
             return
         if index is not None:
@@ -142,8 +142,8 @@ class _CountingPass:
             self.results.add_batch(texts, tokens)
             self.results.add_shard(index, problem)
         del self.running[future]
-        if self.left:
-            index = self.left.popleft()
+        if self.waiting_shards:
+            index = self.waiting_shards.popleft()
             self.running[worker.count(index)] = worker, index
         else:
             worker.end()
@@ -157,7 +157,7 @@ class _CountingPass:
 class ProcessWorker:
     """A process on this machine, in a pool of its own: a pool that breaks names the shard that was counted."""
 
-    ended: tuple[type[Exception], ...] = (BrokenProcessPool,)
+    errors_of_ended_process: tuple[type[Exception], ...] = (BrokenProcessPool,)
 
     def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
         self._plan, self._folder, self._context = plan, folder, SpawningContext()

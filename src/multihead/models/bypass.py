@@ -33,12 +33,12 @@ class CallCounts(threading.local):
 
     Attributes:
         count: number of calls so far.
-        before: id of a module -> `count`, and the number of mask reads, when its newest forward pass began.
+        counts_at_start: id of a module -> `count`, and the number of mask reads, when its newest forward pass began.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.before: dict[int, tuple[int, int]] = {}
+        self.counts_at_start: dict[int, tuple[int, int]] = {}
 
 
 call_counts = CallCounts()
@@ -93,7 +93,7 @@ def _count_call(*_: object) -> None:
 
 def _begin_forward(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():
-        call_counts.before[id(module)] = call_counts.count, mask_reads.count
+        call_counts.counts_at_start[id(module)] = call_counts.count, mask_reads.count
 
 
 def _report_if_bypassed(
@@ -101,7 +101,7 @@ def _report_if_bypassed(
 ) -> None:
     if torch.compiler.is_compiling():
         return
-    before = call_counts.before.pop(id(module), None)
+    before = call_counts.counts_at_start.pop(id(module), None)
     if before is None or before[0] != call_counts.count or not (attends or before[1] != mask_reads.count):
         return
     if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation and not _is_compiled(module):

@@ -63,22 +63,22 @@ class _Guard:
     """Part of a cache's class that checks each update.
 
     Attributes:
-        owner: weak reference to the model.
-        filled: the states of the changes under which the cache was filled.
+        model_reference: weak reference to the model.
+        states_when_filled: the states of the changes under which the cache was filled.
     """
 
-    owner: weakref.ref[nn.Module]
-    filled: frozenset[object]
+    model_reference: weakref.ref[nn.Module]
+    states_when_filled: frozenset[object]
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Append keys and values if the same heads are switched off as before, or if the cache is empty."""
-        model, whole = self.owner(), cast("Any", super())
-        if model is not None and (head_changes.active or self.filled):
+        model, whole = self.model_reference(), cast("Any", super())
+        if model is not None and (head_changes.active or self.states_when_filled):
             states = head_changes.states_of(model)
             if whole.get_seq_length() > 0:
-                head_changes.check_same_states(self.filled, states)
+                head_changes.check_same_states(self.states_when_filled, states)
             else:
-                self.filled = states or frozenset()
+                self.states_when_filled = states or frozenset()
         return whole.update(*args, **kwargs)
 
 
@@ -91,6 +91,6 @@ def _guarded_class(kind: Any) -> type:
 def _guard(cache_: Any, module: nn.Module, states: frozenset[object] | None) -> None:
     """Make a cache check its updates, unless it may be continued under any changes."""
     if states is not None:
-        cache_.owner, cache_.filled = weakref.ref(module), states
+        cache_.model_reference, cache_.states_when_filled = weakref.ref(module), states
         kind: Any = type(cache_)
         cache_.__class__ = _guarded_class(kind)

@@ -47,7 +47,7 @@ ReportStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class _Head:
+class _HeadNames:
     """A head that predicts tokens, as transformers and errors name it.
 
     Attributes:
@@ -63,9 +63,9 @@ class _Head:
     models: str
 
 
-_HEADS: dict[OutputHead, _Head] = {
-    "language": _Head("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "the next token", "a language model"),
-    "masked": _Head("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "masked tokens", "an encoder"),
+_HEADS: dict[OutputHead, _HeadNames] = {
+    "language": _HeadNames("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "the next token", "a language model"),
+    "masked": _HeadNames("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "masked tokens", "an encoder"),
 }
 
 
@@ -78,18 +78,18 @@ class ModelDescription:
         title: a short name to show.
         config: the configuration of transformers.
         tokenizer: the tokenizer of transformers, or None where the model has none.
-        found: what the MODEL argument names.
-        source: the arguments of `from_pretrained`.
-        generates: whether it was saved with the head that generates the text of a decoder.
+        found_model: what the MODEL argument names.
+        pretrained_arguments: the arguments of `from_pretrained`.
+        has_generating_head: whether it was saved with the head that generates the text of a decoder.
     """
 
     name: str
     title: str
     config: Any
     tokenizer: Any
-    found: FoundModel
-    source: dict[str, str]
-    generates: bool
+    found_model: FoundModel
+    pretrained_arguments: dict[str, str]
+    has_generating_head: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +265,7 @@ def saved_head(model: ModelDescription) -> OutputHead | None:
     head = family_head(model)
     if head is None:
         return None
-    if "gguf_file" in model.source:
+    if "gguf_file" in model.pretrained_arguments:
         return head if head == "language" else None
     saved = _classes_with_head(_import_transformers(), head)[type(model.config)].__name__
     return head if saved in (model.config.architectures or ()) else None
@@ -307,12 +307,12 @@ def load(
     transformers = _import_transformers()
     if head is not None:
         _check_head(transformers, described, head)
-    with silence_transformers(), hub_access(online=described.found.online):
+    with silence_transformers(), hub_access(online=described.found_model.online):
         (stage or (lambda name: None))("weights")
         network = _load_weights(transformers, described, dtype, head).to(target).eval()
         loaded = LoadedModel(described.name, described.title, network, described.tokenizer, head=head)
         if loaded.reads_audio:
-            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, described.source))
+            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, described.pretrained_arguments))
     return loaded
 
 
@@ -590,13 +590,13 @@ def _load_weights(transformers: Any, described: ModelDescription, dtype: str, he
     if head is not None:
         classes: tuple[str, ...] = (_HEADS[head].auto_class,)
     else:
-        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.generates else _AUTO_CLASSES
+        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.has_generating_head else _AUTO_CLASSES
     for each in classes:
         options = {"config": deepcopy(described.config), "dtype": choice, "trust_remote_code": False}
-        with _explain_reading(described.found, described.source):
+        with _explain_reading(described.found_model, described.pretrained_arguments):
             try:
                 network, report = getattr(transformers, each).from_pretrained(
-                    **described.source, **options, output_loading_info=True
+                    **described.pretrained_arguments, **options, output_loading_info=True
                 )
             except ValueError as error:
                 if "Unrecognized configuration class" not in str(error):

@@ -126,7 +126,7 @@ class LazyWeights(Tensor):
     _request: AttentionRequest | None  # None once the weights are computed
     _logsumexp: Tensor
     _differentiable: bool
-    _found: Tensor
+    _computed_weights: Tensor
 
     @staticmethod
     def __new__(cls: type[LazyWeights], request: AttentionRequest, logsumexp: Tensor) -> LazyWeights:
@@ -149,8 +149,8 @@ class LazyWeights(Tensor):
         if self._request is not None:
             self._check_size(self.numel())
             with torch.set_grad_enabled(self._differentiable):
-                self._found, self._request = _compute_weights(self._request, self._logsumexp), None
-        return self._found
+                self._computed_weights, self._request = _compute_weights(self._request, self._logsumexp), None
+        return self._computed_weights
 
     def read_index(self, index: Any) -> Tensor:
         """Compute only the weights at an index, for tensors with more than `MAX_WEIGHTS` weights."""

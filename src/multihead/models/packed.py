@@ -51,17 +51,17 @@ class PackedFamily:
     Attributes:
         name: name of the family in the documentation and in errors.
         masks: returns the mask within one sample from the configuration, or a dict: layer type -> mask.
-        positions: returns the default position ids of a padded batch, (batch or 1, length); None for models without
-            position ids.
-        read_by_model: submodule whose output the model's pooler reads as a padded batch; "" for none.
-        relative: submodule that computes a relative position bias; "" for none.
+        default_positions: returns the default position ids of a padded batch, (batch or 1, length); None for models
+            without them.
+        pooler_input: submodule whose output the model's pooler reads as a padded batch; "" for none.
+        relative_bias_module: submodule that computes a relative position bias; "" for none.
     """
 
     name: str
     masks: Callable[[Any], Mask | dict[str, Mask]]
-    positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
-    read_by_model: str = ""
-    relative: str = ""
+    default_positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
+    pooler_input: str = ""
+    relative_bias_module: str = ""
 
 
 def _columns_in_padded_row(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
@@ -105,9 +105,9 @@ def _masks_by_attention_type(config: Any) -> dict[str, Mask]:
 
 
 PACKED_FAMILIES = {
-    "BertModel": PackedFamily("BERT", _full_mask, _columns_in_padded_row, read_by_model="encoder"),
-    "RobertaModel": PackedFamily("RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
-    "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
+    "BertModel": PackedFamily("BERT", _full_mask, _columns_in_padded_row, pooler_input="encoder"),
+    "RobertaModel": PackedFamily("RoBERTa", _full_mask, _roberta_positions, pooler_input="encoder"),
+    "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, pooler_input="encoder"),
     "DistilBertModel": PackedFamily("DistilBERT", _full_mask, _columns_in_padded_row),
     "ElectraModel": PackedFamily("ELECTRA", _full_mask, _columns_in_padded_row),
     "ModernBertModel": PackedFamily("ModernBERT", _masks_by_attention_type, _columns_in_padded_row),
@@ -115,7 +115,7 @@ PACKED_FAMILIES = {
     "MistralModel": PackedFamily("Mistral", _causal_window, _columns_in_padded_row),
     "Qwen2Model": PackedFamily("Qwen2", _causal_masks_by_layer, _columns_in_padded_row),
     "Qwen3Model": PackedFamily("Qwen3", _causal_masks_by_layer, _columns_in_padded_row),
-    "T5Stack": PackedFamily("T5", _full_mask, None, relative="block.0"),
+    "T5Stack": PackedFamily("T5", _full_mask, None, relative_bias_module="block.0"),
 }
 """The supported families, by the class of transformers that holds their layers."""
 
@@ -164,11 +164,13 @@ def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], u
     undo.callback(used.close)
     for module, family in stacks:
         undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
-        read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
+        read = [module.get_submodule(family.pooler_input)] if family.pooler_input else []
         for part in (module, *read):
             undo.hook_after_forward(part, _unpack_outputs, with_kwargs=True)
-        if family.relative:
-            undo.hook_before_forward(module.get_submodule(family.relative), _add_relative_bias, with_kwargs=True)
+        if family.relative_bias_module:
+            undo.hook_before_forward(
+                module.get_submodule(family.relative_bias_module), _add_relative_bias, with_kwargs=True
+            )
 
 
 @contextmanager
@@ -229,11 +231,13 @@ def _pack_inputs(
         return None
     masks = family.masks(model.config)
     windows = any(mask.lookback is not None for mask in (masks.values() if isinstance(masks, dict) else (masks,)))
-    if (windows and _fills_cache(model, inputs)) or ((windows or family.relative) and _has_inner_padding(real, tokens)):
+    if (windows and _fills_cache(model, inputs)) or (
+        (windows or family.relative_bias_module) and _has_inner_padding(real, tokens)
+    ):
         return None
     packing = Packing(lengths, real.flatten().nonzero().flatten(), batch, length)
-    if family.positions is not None and inputs.get("position_ids") is None:
-        inputs["position_ids"] = family.positions(model, inputs, real)
+    if family.default_positions is not None and inputs.get("position_ids") is None:
+        inputs["position_ids"] = family.default_positions(model, inputs, real)
     for name in _PER_TOKEN_ARGUMENTS:
         if isinstance(value := inputs.get(name), Tensor):
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))

@@ -127,10 +127,10 @@ class Record:
         marks = frozenset(ids)
         for layer in self.layers:
             for one in layer.samples:
-                for reading in (one.keys_read, one.queries_read):
+                for reading in (one.growing_key_text, one.growing_query_text):
                     if reading.ids is not None:
-                        known = reading.ids.whole()
-                        reading.named = Text(known, None, [each in marks for each in known.tolist()])
+                        known = reading.ids.all_rows()
+                        reading.complete_text = Text(known, None, [each in marks for each in known.tolist()])
 
     def set_text(self, text: Text, *, sample: int = 0) -> None:
         """Set the tokens of a sample in all layers where it has one key per token.
@@ -142,7 +142,7 @@ class Record:
             layer.samples[sample]
             for layer in self.layers
             if -layer.num_samples <= sample < layer.num_samples
-            and not layer.samples[sample].crosses
+            and not layer.samples[sample].cross_attention
             and layer.samples[sample].num_keys == text.length
         ]
         if not taking:
@@ -151,7 +151,7 @@ class Record:
                 "Give the text that the model read, one token per key.",
             )
         for one in taking:
-            one.keys_read.named = text
+            one.growing_key_text.complete_text = text
 
     def name_text(self, text: Text) -> None:
         """Set the tokens of all samples with the ids of a text, as keys or as queries of cross-attention.
@@ -162,9 +162,9 @@ class Record:
         known = False
         for layer in self.layers:
             for one in layer.samples:
-                for reading in (one.keys_read, one.queries_read):
-                    if reading.ids is not None and torch.equal(reading.ids.whole(), text.ids):
-                        reading.named, known = text, True
+                for reading in (one.growing_key_text, one.growing_query_text):
+                    if reading.ids is not None and torch.equal(reading.ids.all_rows(), text.ids):
+                        reading.complete_text, known = text, True
         if not known:
             self.set_text(text)
 
@@ -180,10 +180,10 @@ class Record:
         known: dict[tuple[int, ...], Text] = {}
         for layer in self.layers:
             for one in layer.samples:
-                for reading in (one.keys_read, one.queries_read):
+                for reading in (one.growing_key_text, one.growing_query_text):
                     if reading.ids is None:
                         continue
-                    ids = reading.ids.whole()
+                    ids = reading.ids.all_rows()
                     key = tuple(ids.tolist())
                     if key not in known:
                         special = [each in set(tokenizer.all_special_ids) for each in key]
@@ -193,7 +193,7 @@ class Record:
                             special,
                             wordpiece_continuations(tokenizer, key),
                         )
-                    reading.named = known[key]
+                    reading.complete_text = known[key]
 
     def table(
         self, *, sort: str = "layer", top: int | None = None, of: SummaryName = "mean", kinds: bool = True

@@ -38,8 +38,8 @@ class LayerRecord:
     Attributes:
         name: the layer's qualified name in the model, with "#2" and so on for further calls in one forward pass.
         running_summary: summary of all texts if observed with keep="summary", else None.
-        number: index of the layer among all attention layers of the model, recorded or not, in the order in which they
-            first ran: L17 is the layer that `observe(layers=17)` selects.
+        number: index of the layer among all attention layers of the model, recorded or not, in the order of their first
+            calls: L17 is the layer that `observe(layers=17)` selects.
         batches: recorded batches whose samples are sliced when `samples` is read.
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
         repeated: attention of the heads on repeated random tokens; None if it was not measured.
@@ -192,7 +192,7 @@ def texts_of(layers: Sequence[LayerRecord]) -> list[Text]:
     found: list[Text] = []
     for layer in layers:
         for index, one in enumerate(layer.samples):
-            text = Text() if one.crosses else one.text
+            text = Text() if one.cross_attention else one.text
             if index == len(found):
                 found.append(text)
             elif not found[index].length:

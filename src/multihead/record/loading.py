@@ -36,7 +36,7 @@ MAX_COUNT = 1 << 40  # largest count without a tighter limit
 
 MAX_TOKENS = 1 << 28
 """Largest number of queries or keys of a sample; the longest contexts of models have 2^24 tokens. A damaged file can
-claim more in a few bytes, and reading it would then take minutes or run out of memory."""
+claim more tokens in a few bytes, and reading that file would take minutes or run out of memory."""
 
 MAX_KEYS_WITHOUT_DATA = 1 << 22
 """Largest number of keys of a sample for which the file stores nothing per key: neither k, ids nor a statistic."""
@@ -218,7 +218,8 @@ def _record_of_metadata(
         samples = []
         for one in _checked_type(each["samples"], list, "the samples"):
             sample = _SampleReader(one, name, tensors, stored, texts)
-            if sample.tensor_name() in claimed:  # otherwise a small file could list one large sample many times
+            # a sample is read only once: otherwise a small file could list one large sample many times
+            if sample.tensor_name() in claimed:
                 raise _InvalidValueError(f"two samples are called {sample.tensor_name()!r}")
             claimed.add(sample.tensor_name())
             samples.append(sample.read())
@@ -416,7 +417,7 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
 
 
 def _read_patches(data: Any, tokens: int) -> tuple[int, int] | None:
-    """Read the rows and columns of an image, checking that they are not more than its tokens; None of a text."""
+    """Read an image's numbers of rows and columns, which must not exceed its number of tokens; None for a text."""
     if data is None:
         return None
     sizes = [_checked_count(each, "a size of an image", least=1) for each in _checked_type(data, list, "the image")]
@@ -446,7 +447,7 @@ class _SampleReader:
         if self.data["map_pool"] not in ("mean", "max"):
             raise _InvalidValueError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
-        one.crosses = _checked_type(self.data["crosses"], bool, "crosses")
+        one.cross_attention = _checked_type(self.data["crosses"], bool, "crosses")
         for each in _checked_type(self.data["pieces"], list, "the pieces"):
             rows = one.segments[-1].row_stop if one.segments else 0
             one.segments.append(self.read_segment(_checked_type(each, dict, "a piece"), rows))
@@ -455,7 +456,7 @@ class _SampleReader:
         if self.data.get("split") is not None:
             both = _checked_type(self.data["split"], list, "the tokens of a rank")
             lengths = (one.segments[0].num_queries, one.num_keys)
-            if len(both) != 2 or len(one.segments) > 1 or one.crosses:
+            if len(both) != 2 or len(one.segments) > 1 or one.cross_attention:
                 raise _InvalidValueError("the tokens of a rank do not belong to one call")
             one.split = TokensOfRank(*(_read_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
         queries, keys = one.num_queries, one.num_keys
@@ -463,9 +464,9 @@ class _SampleReader:
         one.calls = self.read_calls(one)
         one.set_statistics(self.read_statistics(queries, keys))
         if (text := self.read_text("text", keys)) is not None:
-            one.keys_read = GrowingText.from_text(text)
+            one.growing_key_text = GrowingText.from_text(text)
         if (text := self.read_text("query_text", queries)) is not None:
-            one.queries_read = GrowingText.from_text(text)
+            one.growing_query_text = GrowingText.from_text(text)
         held = one.k is not None or self.data["text"] is not None or not STATISTICS_PER_KEY.isdisjoint(one.statistics)
         if keys > MAX_KEYS_WITHOUT_DATA and not held:
             raise _InvalidValueError(f"it stores no data for the {keys:,} keys of a sample")
@@ -481,7 +482,7 @@ class _SampleReader:
         start = _checked_type(data["query_start"], int, "the position of a query")
         if abs(start) > MAX_TOKENS:
             raise _InvalidValueError(f"the position of a query is {start}")
-        blank = torch.empty((), dtype=self.dtype)  # expanded to q, k and v without memory
+        blank = torch.empty((), dtype=self.dtype)  # one number, expanded to the shapes of q, k and v without memory
         request = request_of(
             blank.expand(1, self.heads, queries, self.head_dim),
             blank.expand(1, self.kv_heads, keys, self.head_dim),
@@ -496,8 +497,8 @@ class _SampleReader:
         )
         nothing = torch.empty(0)
         key_start = _checked_count(data["key_start"], "the index of a key", most=MAX_TOKENS)
-        apart = _checked_type(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
-        return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
+        is_window = _checked_type(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
+        return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, is_window)
 
     def read_sinks(self, data: dict[str, Any]) -> Tensor | None:
         """Read the learned sinks of a segment, (heads,); None if the file does not store them."""

@@ -11,7 +11,7 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 
 MAX_SHOWN_HEADS = 24
-"""Heads that a notebook shows."""
+"""Largest number of heads that the table in a notebook shows."""
 
 
 HEAD_COLUMNS = ("layer", "head", "name")
@@ -24,7 +24,7 @@ CHANCE_SUFFIX = "_chance"
 """Suffix of a column with the chance level of a statistic, after the name of the statistic."""
 
 MAX_CHANCE_ROWS = 4
-"""Largest number of rows with chance levels in a table; layers with different masks have different levels."""
+"""Largest number of rows with chance levels in a table; layers with different masks have different chance levels."""
 
 
 class OneLineRepr:
@@ -49,7 +49,7 @@ Found = TypeVar("Found", bound=OneLineRepr)
 
 
 class HeadList(list[Found]):
-    """Heads that were found: a line for each in a terminal, a row of a table in a notebook.
+    """A list of heads, shown as one line per head in a terminal, and as one table row per head in a notebook.
 
     >>> class Head(OneLineRepr):
     ...     def __str__(self):
@@ -98,9 +98,9 @@ def html_of_table(
         title: shown in bold; "" shows neither title nor caption.
         caption: one sentence without its full stop.
         rows: one dict per head: "layer", "head", "name", and its statistics.
-        places: which of "layer", "head" and "name" are columns; "kind" is one if the rows have it.
+        places: which of "layer", "head" and "name" are columns; "kind" is a column if the rows have kinds.
         statistics: label, unit and number format of the statistics that are not built in.
-        rest: the method that returns all rows, named below the first `MAX_SHOWN_HEADS`.
+        rest: the call that returns all rows, which a line below the first `MAX_SHOWN_HEADS` rows names.
 
     >>> html_of_table("<b>", "nothing was recorded yet", [], [])
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
@@ -136,7 +136,7 @@ def _html_rows(
 
 
 def _html_table(headings: Collection[str], rows: Iterable[Sequence[str]], last: Iterable[Sequence[str]] = ()) -> str:
-    """Return a table of texts; each of the last rows has a heading, which is as wide as the columns it lacks."""
+    """Return an HTML table; each row of `last` begins with a heading that spans the columns it has no cell for."""
     head = "".join(f"<th>{escape(each)}</th>" for each in headings)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     for name, *cells in last:

@@ -17,14 +17,14 @@ from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
 MAX_DRAWN_CELLS = 512
-"""Largest number of rows and columns of a drawn map; of a larger map the means of blocks are drawn."""
+"""Largest number of rows and columns of a drawn map; a larger map is drawn as the means of blocks."""
 
 MAX_TOKEN_LABELS = 48
 """Largest number of tokens that are drawn as labels along an axis of a map."""
 
 MAX_GRID_MAP_CELLS = 96  # largest number of rows and columns of each map in a grid
 _COLOURS_OF_SCALE = (
-    "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # as static/shared/colour.js
+    "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # the colours of static/shared/colour.js
 )
 _COLOUR_OF_HIDDEN_CELLS = "#E4E2DC"
 
@@ -66,7 +66,7 @@ def plot_map(
         ax, weights, end := end_of_color_scale(weights, single=max(block) <= 1), extent=(*columns, rows[1], rows[0])
     )
     for axis, (first, last), tokens in (
-        (ax.yaxis, rows, sample.query_text.tokens if sample.crosses else sample.text.tokens),
+        (ax.yaxis, rows, sample.query_text.tokens if sample.cross_attention else sample.text.tokens),
         (ax.xaxis, columns, sample.text.tokens),
     ):
         if tokens is not None and last - first <= MAX_TOKEN_LABELS:

@@ -1,9 +1,9 @@
 """Summarise statistics of a layer over any number of texts in constant memory, by sums, counts and histograms.
 
-Medians over any number of batches are exact to 1 %. A histogram has 64 bins per power of two, so the bin of a value is
-read from its first bits, without a logarithm. The native library adds a batch in one pass, head by head; most of the
-remaining time goes to the first access to the memory of the histograms. In files of version 1 each bin is 1.02 times as
-wide as the one before; these histograms are converted when they are read.
+Medians over any number of batches are exact to 1 %. A histogram has 64 bins per power of two, so the bin of a value
+follows from the value's first bits, without a logarithm. The native library adds a batch to the histograms in one pass,
+head by head; most of its time goes to the first access to their memory. Histograms in files of version 1, whose bins
+are each 1.02 times as wide as the one before, are converted when read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class QuantileSketch:
             library.add_to_histograms(values, counted, first_bin, self.total, self.count, self.bins)
             return
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
-        # Multiplying bits by False sets uncounted values to 0, even NaN, and is 10 times faster than masked_fill.
+        # Multiplying the bits of a value by False sets it to 0, even NaN, and is 10 times faster than masked_fill.
         bits = _bits_as_integers(values) * counted
         count = counted.sum(rest)
         floats = torch.float64 if bits.dtype == torch.int64 else torch.float32
@@ -108,7 +108,7 @@ class RunningSummary:
         num_samples: number of texts.
         statistics: name of a statistic -> its sketch.
         maxima: names of the statistics whose exact maximum is recorded.
-        takes_batches: whether `add` must get complete texts, all texts of a call at once.
+        takes_batches: whether `add` must receive all texts of an attention call at once, and each text completely.
     """
 
     num_heads: int
@@ -134,7 +134,7 @@ class RunningSummary:
             self.statistics[name].add(each.values, each.counted)
 
     def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return name -> (heads,) float64, the summary `of` each statistic; means are exact, others are within 1 %."""
+        """Return the summary `of` each statistic: name -> (heads,) float64; means are exact, others within 1 %."""
         check_summary_name(of)
         chosen = {name: each for name, each in self.statistics.items() if names is None or name in names}
         if of == "mean":

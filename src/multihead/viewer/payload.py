@@ -137,14 +137,14 @@ class PageText:
         tokens: its tokens; None if they are unknown.
         special: whether each token is a special one; None if that is unknown.
         layout: the result of `layout_of_tokens`; None without tokens.
-        given: whether the caller of the page gave it: a layer may then be matched to it by its length.
+        given_by_caller: whether the caller of the page gave it: a layer may then be matched to it by its length.
     """
 
     length: int
     tokens: Sequence[str] | None = None
     special: Sequence[bool] | None = None
     layout: dict[str, Any] | None = None
-    given: bool = False
+    given_by_caller: bool = False
 
     @classmethod
     def of(cls, text: Text, length: int) -> PageText:
@@ -346,13 +346,13 @@ def has_maps(one: SampleRecord) -> bool:
 def main_sample(record: Record, sample: int) -> SampleRecord:
     """Return the sample of the first self-attention layer that has tokens; its keys are the main text of a page."""
     ones = [layer.sample(sample) for layer in record.layers]
-    alone = [one for one in ones if not one.crosses] or ones
+    alone = [one for one in ones if not one.cross_attention] or ones
     return next((one for one in alone if one.text.tokens is not None), alone[0])
 
 
 def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> Text | None:
     """Return the other text of the cross-attention layers, beside `tokens`; None if there is none with tokens."""
-    crossing = [one for one in (layer.sample(sample) for layer in record.layers) if one.crosses]
+    crossing = [one for one in (layer.sample(sample) for layer in record.layers) if one.cross_attention]
     texts = [each for one in crossing for each in (one.query_text, one.text) if each.tokens is not None]
     return next((each for each in texts if each.tokens != list(tokens)), None)
 
@@ -360,11 +360,11 @@ def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> 
 def _describe_layer(
     layer: LayerRecord, one: SampleRecord, profile: LayerProfile, role: str, texts: list[PageText]
 ) -> dict[str, Any]:
-    crosses = one.crosses or profile.crosses
+    cross_attention = one.cross_attention or profile.cross_attention
     key_text = _find_or_append_text(one.text, one.num_keys, texts, named=bool(role))
     query_text = key_text
-    if crosses:  # the queries are of another text than the keys; its tokens may be unknown
-        of_queries = one.query_text if one.crosses else Text()
+    if cross_attention:  # the queries are of another text than the keys; its tokens may be unknown
+        of_queries = one.query_text if one.cross_attention else Text()
         query_text = _find_or_append_text(of_queries, one.num_queries, texts, named=bool(role))
     return {
         "number": layer.number,
@@ -375,9 +375,9 @@ def _describe_layer(
         "queries": one.num_queries,
         "keys": one.num_keys,
         "queryStart": one.query_start,
-        "crosses": crosses,
+        "crosses": cross_attention,
         "pattern": profile.visibility.pattern,
-        "hides": profile.visibility.hides,
+        "hides": profile.visibility.hides_keys,
         "blind": profile.visibility.blind_queries,
         "maps": has_maps(one),
         "blocks": blocks_of_levels(one),
@@ -427,7 +427,9 @@ def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, name
         if text.tokens is not None and each.tokens is not None and list(each.tokens) == text.tokens:
             return index
     for index, each in enumerate(texts):
-        if each.length == length and ((each.given and not named) or (each.tokens is None and text.tokens is None)):
+        if each.length == length and (
+            (each.given_by_caller and not named) or (each.tokens is None and text.tokens is None)
+        ):
             return index
     texts.append(PageText.of(text, length))
     return len(texts) - 1

@@ -146,11 +146,11 @@ def write_report(
     if tokens is not None:
         _check_tokens(record, tokens, sample)
         layout = layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets)
-        texts[0] = PageText(len(tokens), tokens, special, layout, given=True)
+        texts[0] = PageText(len(tokens), tokens, special, layout, given_by_caller=True)
         if (other := cross_attention_text(record, sample, tokens)) is not None:
             texts[1:] = [PageText.of(other, other.length)]
     if key_tokens is not None:
-        texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given=True)]
+        texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given_by_caller=True)]
     title = visible(title or record.title)
     run = RecordedRun(title, record)
     described = describe_sample(run, sample, lang, texts=texts, profiles=profiles)

@@ -73,9 +73,11 @@ class Viewer(Site):
         self.lang = lang
         self.builder = LevelBuilder(progress)
         self.workers = WorkerThreads(idle=self.builder.build_strip)
-        self.slow = WorkerThreads(1)  # a separate thread for computations of seconds, so that no tile waits for them
-        self.cache = ArrayCache()
-        self.room = MemoryBudget(MAX_BYTES_IN_MEMORY)
+        self.slow_workers = WorkerThreads(
+            1
+        )  # a separate thread for computations of seconds, so that no tile waits for them
+        self.array_cache = ArrayCache()
+        self.memory_budget = MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
@@ -104,7 +106,7 @@ class Viewer(Site):
         """Cancel running computations and release the requests that wait for them."""
         self.closing.set()
         self.workers.close()
-        self.slow.close()
+        self.slow_workers.close()
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
@@ -125,7 +127,7 @@ class Viewer(Site):
 
         if place not in self._described:
             await self._compute_in_worker(
-                request, ("sample", *place), lambda _: self._cached_description(run, sample), by=self.slow
+                request, ("sample", *place), lambda _: self._cached_description(run, sample), by=self.slow_workers
             )
         return json_response(self._described[place])
 
@@ -222,7 +224,7 @@ class Viewer(Site):
         run, sample = self._requested_sample(request)
         form, write = _requested_format(request, downloads.TABLES)
         rows = await self._compute_in_worker(
-            request, ("table", run, sample), lambda _: table_rows_of_heads(self.runs[run], sample), by=self.slow
+            request, ("table", run, sample), lambda _: table_rows_of_heads(self.runs[run], sample), by=self.slow_workers
         )
         return download_response(write(rows), f"heads-{sample}", form)
 
@@ -239,7 +241,7 @@ class Viewer(Site):
 
         return json_response(
             await self._compute_in_worker(
-                request, ("changed", run, sample, other, top), rank_heads_by_change, by=self.slow
+                request, ("changed", run, sample, other, top), rank_heads_by_change, by=self.slow_workers
             )
         )
 
@@ -253,7 +255,7 @@ class Viewer(Site):
             layers = self._cached_description(run, sample)["layers"]
             return heads_looking_at(self.runs[run], sample, key, layers, partial(_raise_if, cancelled))
 
-        found = await self._compute_in_worker(request, ("looking", run, sample, key), find_heads, by=self.slow)
+        found = await self._compute_in_worker(request, ("looking", run, sample, key), find_heads, by=self.slow_workers)
         return json_response(found)
 
     async def weights(self, request: Request) -> Response:
@@ -278,7 +280,7 @@ class Viewer(Site):
             request,
             ("nearest", run, sample, layer, head, top),
             lambda _: nearest_heads(self.runs[run], sample, self._number_of_layer(run, layer), head, top),
-            by=self.slow,
+            by=self.slow_workers,
         )
         return json_response(found)
 
@@ -317,7 +319,7 @@ class Viewer(Site):
             return name_shared_file(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
         name, page = await self._compute_in_worker(
-            request, ("share", run, sample, str(params)), write_page, by=self.slow
+            request, ("share", run, sample, str(params)), write_page, by=self.slow_workers
         )
         return download_response(iter([page]), name, "html")
 
@@ -379,7 +381,7 @@ class Viewer(Site):
         if not shown.keeps_weights(sample):
             return None
         pyramid = self.builder.queue_sample(
-            (run, sample), lambda: SampleMapLevels(shown.record, sample, shown.folder, self.room)
+            (run, sample), lambda: SampleMapLevels(shown.record, sample, shown.folder, self.memory_budget)
         )
         self.workers.announce_background_work()
         return pyramid
@@ -406,10 +408,10 @@ class Viewer(Site):
 
         def compute_and_cache(cancelled: Callable[[], bool]) -> Array:
             made = compute(cancelled)
-            self.cache.put(key, made)
+            self.array_cache.put(key, made)
             return made
 
-        cached = self.cache.get(key)
+        cached = self.array_cache.get(key)
         return (
             cached
             if cached is not None

@@ -83,7 +83,7 @@ class Task(Protocol):
         """What the model does: "language" or "encoder"."""
 
     @property
-    def default(self) -> str:
+    def default_text(self) -> str:
         """A text to begin with."""
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
@@ -169,7 +169,7 @@ class Trial:
     ) -> None:
         self.loaded, self.repeated = loaded, repeated or {}
         self.task: Task = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
-        self.text = self.task.default if text is None else text
+        self.text = self.task.default_text if text is None else text
         self._runs: OrderedDict[str, TextRun] = OrderedDict()
 
     def describe(self, lang: str) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Trial:
         replay = Replay(self.loaded.model)
         special = sorted({id_ for row in rows for id_ in row.special_ids})
         with (
-            self._running(replay, cancelled),
+            self._run_until_cancelled(replay, cancelled),
             observe(self.loaded.model, probes=(*DEFAULT, "received"), special_ids=special) as record,
             replay.store(),
         ):
@@ -216,7 +216,7 @@ class Trial:
         for row in rows:
             record.name_text(Text(row.ids[0], row.tokens, row.special, row.gaps))
         add_repeated(record, self.repeated)
-        with self._running(replay, cancelled):
+        with self._run_until_cancelled(replay, cancelled):
             begun = perf_counter()
             if replay.check(lambda: self._predict(batch), before):
                 seconds = perf_counter() - begun  # from the middle and from the last block: about the mean of all heads
@@ -276,9 +276,9 @@ class Trial:
             first = min(layer for layer, _ in factors)
             block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.works else 0
             with ExitStack() as stack:
-                stack.enter_context(self._running(run.replay, cancelled))
+                stack.enter_context(self._run_until_cancelled(run.replay, cancelled))
                 seen = stack.enter_context(observe(self.loaded.model, probes=()))
-                stack.enter_context(self._changed(run, factors))
+                stack.enter_context(self._change_heads(run, factors))
                 stack.enter_context(run.replay.start_at(block))
                 after = self._predict(run.batch)
             run.changed = (_key_of_factors(factors), seen)
@@ -325,7 +325,7 @@ class Trial:
             most_copies=copies,
         )
         for done in range(1, len(layers) + 1):
-            with self._running(run.replay, cancelled):
+            with self._run_until_cancelled(run.replay, cancelled):
                 one = next(found)
             seconds, floor = seconds + one.seconds, floor + one.floor_seconds
             yield self.task.describe_sweep(run, one.measured) | {
@@ -375,14 +375,14 @@ class Trial:
         model: Any = self.loaded.model
         with torch.no_grad(), ExitStack() as stack:
             if factors:
-                stack.enter_context(self._changed(run, factors))
+                stack.enter_context(self._change_heads(run, factors))
             model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
         return streamer.tokens
 
     def _predict(self, batch: Batch) -> Tensor:
         return self.task.predict(self.loaded.model, batch)
 
-    def _changed(self, run: TextRun, factors: Factors) -> Any:
+    def _change_heads(self, run: TextRun, factors: Factors) -> Any:
         """Return the context in which heads are changed; they are named by module, as blocks may be left out."""
         return scale_heads(
             self.loaded.model, {(run.names[layer], head): factor for (layer, head), factor in factors.items()}
@@ -402,7 +402,7 @@ class Trial:
             raise ArgumentError("All heads of the model are off.", "Leave some on.")
 
     @contextmanager
-    def _running(self, replay: Replay, cancelled: Cancelled) -> Iterator[None]:
+    def _run_until_cancelled(self, replay: Replay, cancelled: Cancelled) -> Iterator[None]:
         """Run the model without gradients; between two blocks, stop where nobody waits any more."""
 
         def stop_if_cancelled(*_: object) -> None:
@@ -420,7 +420,7 @@ class _NextTokenPredictions:
     """A language model: what it predicts after each token of a text."""
 
     kind = "language"
-    default = (
+    default_text = (
         "Dr. Imogen Vassilakis found the key under the door. Nobody had seen it before. The next morning Dr. Imogen"
     )
 
@@ -486,16 +486,16 @@ class _SentenceSimilarities:
     """An encoder: how similar it finds several sentences, by the cosine of their mean vectors."""
 
     kind = "encoder"
-    default = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
-    least = 3
+    default_text = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
+    min_sentences = 3
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
         """Encode each line of a text as a sentence, see `Task.encode`."""
         lines = _lines_with_text(text)
-        if len(lines) < self.least:
+        if len(lines) < self.min_sentences:
             raise InputError(
                 f"There {'is' if len(lines) == 1 else 'are'} {len(lines)} sentence{'s' * (len(lines) != 1)}, and an "
-                f"encoder compares at least {self.least}.",
+                f"encoder compares at least {self.min_sentences}.",
                 "Write each sentence in a line of its own.",
             )
         return [encode(loaded, line) for line in lines]

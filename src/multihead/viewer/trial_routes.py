@@ -33,7 +33,7 @@ class TrialSite(Site):
     def __init__(self, trial: Trial, lang: str = "en") -> None:
         super().__init__()
         self.trial, self.lang = trial, lang
-        self.model = WorkerThreads(1)
+        self.model_thread = WorkerThreads(1)
 
     def routes(self) -> list[Route]:
         """Return the routes, relative to the token."""
@@ -51,7 +51,7 @@ class TrialSite(Site):
     def close(self) -> None:
         """Stop the model, see `Site.close`."""
         self.closing.set()
-        self.model.close()
+        self.model_thread.close()
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
@@ -93,7 +93,7 @@ class TrialSite(Site):
             run = self.trial.read(params.get("text", ""), cancelled)
             return self.trial.maps(run, factors, layer, head, row, cancelled)
 
-        return floats_response(await self.compute(request, self.model, str(request.url), compute_maps))
+        return floats_response(await self.compute(request, self.model_thread, str(request.url), compute_maps))
 
     async def sweep(self, request: Request) -> Response:
         """Switch off every head once, and write a line for each layer as soon as it is done."""
@@ -104,7 +104,7 @@ class TrialSite(Site):
             for line in self.trial.sweep(run, place, cancelled):
                 write(_json_line(line))
 
-        return _lines_response(self.stream(self.model, object(), write_layers))
+        return _lines_response(self.stream(self.model_thread, object(), write_layers))
 
     async def continuation(self, request: Request) -> Response:
         """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
@@ -116,7 +116,7 @@ class TrialSite(Site):
             self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), cancelled)
             write(_json_line({"done": True}))
 
-        return _lines_response(self.stream(self.model, object(), write_tokens))
+        return _lines_response(self.stream(self.model_thread, object(), write_tokens))
 
     def _language(self, request: Request) -> str:
         lang = request.query_params.get("lang", self.lang)
@@ -129,7 +129,7 @@ class TrialSite(Site):
         return json_response(
             await self.compute(
                 request,
-                self.model,
+                self.model_thread,
                 str(request.url),
                 lambda cancelled: answer(self.trial.read(text, cancelled), cancelled),
             )
@@ -138,7 +138,7 @@ class TrialSite(Site):
     async def _read(self, request: Request) -> TextRun:
         text = request.query_params.get("text", "")
         run: TextRun = await self.compute(
-            request, self.model, ("read", text), lambda cancelled: self.trial.read(text, cancelled)
+            request, self.model_thread, ("read", text), lambda cancelled: self.trial.read(text, cancelled)
         )
         return run
 

@@ -136,7 +136,7 @@ def test_a_head_without_finite_weights_comes_last() -> None:
     before, after = two_runs()
     sample = after.layers[0].sample()
     assert sample.q is not None
-    sample.q.whole()[:, 1] = math.nan
+    sample.q.all_rows()[:, 1] = math.nan
     last = before.changed(after)[-1]
     assert (last.layer, last.head, math.isnan(last.divergence)) == (0, 1, True)
 
@@ -157,7 +157,7 @@ def test_other_texts_other_models_and_runs_without_weights_are_refused() -> None
     )
     for record in (before, after):
         for layer in record.layers:
-            layer.samples[0].keys_read.ids = None
+            layer.samples[0].growing_key_text.ids = None
     before.set_text(Text(None, ["a"] * LENGTH))
     after.set_text(Text(None, ["b"] * LENGTH))
     with pytest.raises(ArgumentError, match="different texts"):

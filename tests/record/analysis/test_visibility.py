@@ -51,7 +51,7 @@ def test_the_largest_entropy_of_a_causal_head_is_the_mean_of_ln_of_the_keys_seen
     expected = sum(math.log(n) for n in range(1, 6)) / 5
     assert visibility.largest_entropy.tolist() == pytest.approx([expected, expected], abs=1e-12)
     assert visibility.mean_keys.tolist() == [3.0, 3.0]
-    assert visibility.hides
+    assert visibility.hides_keys
     assert visibility.blind_queries == 0
 
 

@@ -199,10 +199,10 @@ def _profiles_of_run(
 def _layers_of_both_runs(
     before: Sequence[LayerRecord], after: Sequence[LayerRecord], sample: int
 ) -> dict[int, tuple[SampleRecord, SampleRecord]]:
-    """Return number of a layer -> its sample in both runs, for layers with equal numbers of heads, queries and keys.
+    """Return number of a layer -> its sample in each run, for layers with equal numbers of heads, queries and keys.
 
     Raises:
-        ArgumentError: there are no such layers, or the two texts differ.
+        ArgumentError: no layer has equal numbers in both runs, or the two texts differ.
     """
     others = {layer.number: layer for layer in after}
     found = {}

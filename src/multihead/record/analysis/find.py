@@ -71,7 +71,7 @@ def find(
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> HeadList[FoundHead]:
-    """Find the heads in the wanted ranges, see `Record.find`; `statistics` are those that are not built in."""
+    """Find the heads with values in the wanted ranges, see `Record.find`; `statistics` are the user-defined ones."""
     by_name = {kind.name: kind for kind in among}
     shown = {**{name: _format_of_kind(kind) for name, kind in by_name.items()}, **(statistics or {})}
     if not wanted:
@@ -131,7 +131,7 @@ def _wanted_values(
 
 
 def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
-    """Return the error for a name for which no layer has a value, with how to get one."""
+    """Return the error for a statistic or kind that no layer has a value of; the error explains how to record one."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
     kind = by_name.get(name)
     if name in RENAMED_KINDS:
@@ -154,7 +154,7 @@ def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapp
 
 
 def _checked_range(name: str, limits: object) -> Range:
-    """Return a pair (lowest, highest); raise ArgumentError for other limits."""
+    """Return the limits of a range as a pair (lowest, highest); raise ArgumentError if they are no such pair."""
     if not isinstance(limits, (tuple, list)) or len(limits) != 2 or not all(_is_limit(each) for each in limits):
         raise ArgumentError(
             f"{name} is {limits!r}.",

@@ -43,7 +43,7 @@ DISTANCE_TOPIC = "distance"
 """Topic of the finding about the head with the largest distance, which is not a kind."""
 
 RANK_OF_DISTANCE_FINDING = 90
-"""Rank of this finding among the findings, see `Kind.finding`."""
+"""Rank of the finding about the largest distance among all findings, see `Kind.finding`."""
 
 MAX_FINDINGS = 6
 
@@ -61,7 +61,7 @@ class LayerKinds:
         evidence: name of a statistic -> mean, chance level and standard error, for the statistics in `chance`, and for
             the share of attention near the query, which is not in `means`.
         kinds: names of each head's kinds, the most specific first.
-        crosses: whether the keys come from another text than the queries (cross-attention).
+        cross_attention: whether the keys come from another text than the queries (cross-attention).
     """
 
     number: int
@@ -70,7 +70,7 @@ class LayerKinds:
     chance: dict[str, Tensor]
     evidence: dict[str, Evidence]
     kinds: tuple[tuple[str, ...], ...]
-    crosses: bool
+    cross_attention: bool
 
     def row(self, head: int) -> dict[str, str | float]:
         """Return the table columns of a head besides its means: its kinds, and the chance levels of its statistics.
@@ -115,17 +115,17 @@ class HeadKind(OneLineRepr):
     chance: float
     error: float
     n: int
-    written: tuple[str, str] = field(compare=False)
+    share_and_chance_texts: tuple[str, str] = field(compare=False)
 
     def __str__(self) -> str:
         """Return one line, such as "L16 H0: previous 88 % (chance 1.3 %)"."""
-        share, chance = (each.replace("\u00a0", " ") for each in self.written)
+        share, chance = (each.replace("\u00a0", " ") for each in self.share_and_chance_texts)
         return f"L{self.layer} H{self.head}: {self.kind} {share} (chance {chance})"
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
         place = {"layer": str(self.layer), "head": str(self.head), "name": self.name}
-        share, chance = self.written
+        share, chance = self.share_and_chance_texts
         return place | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
 
 
@@ -213,7 +213,7 @@ def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
 
 
 def kinds_of_heads(
-    evidence: Mapping[str, Evidence], *, heads: int, crosses: bool = False, among: Sequence[Kind] = KINDS
+    evidence: Mapping[str, Evidence], *, heads: int, cross_attention: bool = False, among: Sequence[Kind] = KINDS
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names of the kinds of each head of a layer, the most specific first.
 
@@ -222,7 +222,7 @@ def kinds_of_heads(
     Args:
         evidence: name of a statistic -> its evidence; kinds whose statistic is missing are left out.
         heads: number of heads.
-        crosses: whether this is cross-attention, for which some kinds are not defined.
+        cross_attention: whether this is cross-attention, for which some kinds are not defined.
         among: the kinds to choose from.
 
     >>> def found(mean, chance):
@@ -233,7 +233,8 @@ def kinds_of_heads(
     measured = {
         kind: found
         for kind in among
-        if not (crosses and kind.self_attention_only) and (found := evidence_of_kind(kind, evidence)) is not None
+        if not (cross_attention and kind.self_attention_only)
+        and (found := evidence_of_kind(kind, evidence)) is not None
     }
     which = {kind: heads_with_kind(kind, found) for kind, found in measured.items()}
     named = []
@@ -279,9 +280,9 @@ def layer_profiles(
 def _profile_of_layer(
     layer: LayerRecord, samples: Sequence[SampleRecord], measured_of: Callable[..., Any], among: Sequence[Kind]
 ) -> LayerProfile:
-    crosses = any(one.crosses or one.query_start + one.num_queries != one.num_keys for one in samples)
+    cross_attention = any(one.cross_attention or one.query_start + one.num_queries != one.num_keys for one in samples)
     seen = [visibility_of(one) for one in samples]
-    measured = [measured_of(*each, crosses=crosses) for each in zip(samples, seen, strict=True)]
+    measured = [measured_of(*each, cross_attention=cross_attention) for each in zip(samples, seen, strict=True)]
     means = summaries.summary([values for values, _ in measured], "mean")
     found = {
         name: compare_with_chance(
@@ -301,17 +302,17 @@ def _profile_of_layer(
             for name, each in layer.repeated.shares.items()
             if name in layer.repeated.chance
         }
-    named = kinds_of_heads(found, heads=layer.num_heads, crosses=crosses, among=among)
-    means.pop(NEAR.name, None)  # used for kinds only, because records do not have it
+    named = kinds_of_heads(found, heads=layer.num_heads, cross_attention=cross_attention, among=among)
+    means.pop(NEAR.name, None)  # used for kinds only, because records do not store the share near the query
     chances = {name: found[name].chance for name in means if name in found}
-    return LayerProfile(layer.number, layer.name, means, chances, found, named, crosses, seen[0])
+    return LayerProfile(layer.number, layer.name, means, chances, found, named, cross_attention, seen[0])
 
 
 def _statistics_and_chance(
     one: SampleRecord,
     visibility: Visibility,
     *,
-    crosses: bool,
+    cross_attention: bool,
     special: Sequence[bool] | None,
     shown: Mapping[str, Statistic],
     known: ChanceCache,
@@ -334,7 +335,7 @@ def _statistics_and_chance(
         if "special_mass" in levels:
             level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
             levels[SEPARATOR.name] = level.clamp(min=0)
-    if not crosses:
+    if not cross_attention:
         found[NEAR.name] = MeasuredStatistic(near_mass(one, visibility), one.sees)
     return found, levels
 
@@ -351,8 +352,9 @@ def findings(
 ) -> HeadList[Finding]:
     """Find the most notable heads, at most six, and describe what each does; no head twice.
 
-    Each head clearly exceeds chance: it has the kind that the sentence is about, see `kinds_of_heads`, or a mean
-    distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no such heads.
+    A notable head clearly exceeds chance: it has the kind that its sentence is about, see `kinds_of_heads`, or a mean
+        distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no notable
+        heads.
 
     Args:
         layers: the layers of a record.
@@ -409,9 +411,9 @@ def findings(
 
 
 def heads_of_short_table(found: Sequence[Finding], kinds: Sequence[HeadKind]) -> dict[tuple[int, int], int]:
-    """Return layer and head of those that a short table shows first, with their ranks from 0.
+    """Return (layer, head) -> rank from 0, for the heads that a short table shows first.
 
-    They are the heads of the findings, then the strongest head of each kind, the second of each, and so on.
+    The heads of the findings come first, then the strongest head of each kind, the second strongest of each, and so on.
     """
     by_kind = [list(heads) for _, heads in groupby(kinds, key=lambda each: each.kind)]
     ranked = chain(found, *zip_longest(*by_kind))
@@ -428,11 +430,11 @@ def _heads_of_topic(
 ) -> Iterator[tuple[int, int, float, float]]:
     """Yield (index of the layer, head, value, chance level) for the heads that a finding may be about.
 
-    Without a topic these are heads with a large mean distance and no kind in `near`.
+    Without a topic, yield the heads with a large mean distance and no kind in `near`.
     """
     for layer, one in enumerate(profiles):
         found = one.evidence.get("mean_distance") if topic is None else evidence_of_kind(topic, one.evidence)
-        if found is None or (topic is None and one.crosses):
+        if found is None or (topic is None and one.cross_attention):
             continue
         if topic is None:
             level = found.chance

@@ -1,7 +1,7 @@
 """Find the heads whose attention weights are most similar to the weights of a given head.
 
-`Record.changed` compares all queries by default, and the viewer as many as take a second or two, as `nearest` does.
-`Record.changed` and `nearest` compute the same divergence, a tile at a time.
+`Record.changed` compares all queries by default; `nearest` and the viewer compare as many queries as take a second or
+two. `Record.changed` and `nearest` compute the same divergence, a tile at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multihead.record.sample import SampleRecord
 DEFAULT_COMPARED_WEIGHTS = 1 << 25
 """Number of weights of all heads that are compared by default, which takes 1 to 2 seconds."""
 
-MAX_WEIGHTS_PER_TILE = 1 << 21  # largest number of weights of one layer in memory
+MAX_WEIGHTS_PER_TILE = 1 << 21  # largest number of attention weights of one layer in memory
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,11 +100,11 @@ def describe_layer_numbers(numbers: Sequence[int]) -> str:
 
 def have_same_texts(one: SampleRecord, other: SampleRecord) -> bool:
     """Whether two samples have equal numbers and positions of queries and keys, and both or neither cross-attention."""
-    return (one.num_queries, one.num_keys, one.query_start, one.crosses) == (
+    return (one.num_queries, one.num_keys, one.query_start, one.cross_attention) == (
         other.num_queries,
         other.num_keys,
         other.query_start,
-        other.crosses,
+        other.cross_attention,
     )
 
 
@@ -151,7 +151,7 @@ def divergence(
         part = places[first : first + step]
         chosen = slice(part.start, part.stop, part.step)
         end = max(one.num_keys if each is None else int(each[1][chosen].max()) for each in intervals)
-        seen = slice(0, end)  # later keys are hidden from all of these queries
+        seen = slice(0, end)  # keys from `end` on are hidden from all queries of the tile
         p = one.weights(head, queries=chosen, keys=seen)
         p = _append_sink_weight(p if head is None else p[None])  # (heads or 1, rows, keys + 1)
         q = _append_sink_weight(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
