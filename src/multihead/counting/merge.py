@@ -1,6 +1,6 @@
-"""Merge the files of shards into one table of heads, in the plan's order, so that equal shards give equal bytes.
+"""Merge the files of shards into one table of heads, in the order of the plan, so that equal shards give equal bytes.
 
-Shards are merged in that order because sums of floating-point numbers depend on the order of their terms.
+Shards are merged in the order of the plan because sums of floating-point numbers depend on the order of their terms.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class MergedSums:
     """The sums of all shards so far: one row per layer, statistic and head.
 
     Attributes:
-        examples: how many of the strongest examples are kept.
-        row_of_head: the row of each (layer, statistic, head).
-        names: the name of each layer.
+        examples: number of strongest examples that are kept per row.
+        row_of_head: (number of a layer, statistic, head) -> index of its row.
+        names: number of a layer -> its name.
         shards: the metadata of each shard's file: how many rows, texts and tokens were read.
     """
 
@@ -59,12 +59,13 @@ class MergedSums:
     excess_squares: FloatArray = field(default_factory=lambda: np.zeros(0))
     minimum: FloatArray = field(default_factory=lambda: np.zeros(0))
     maximum: FloatArray = field(default_factory=lambda: np.zeros(0))
-    _bins: list[Any] = field(default_factory=list)  # tables of (row, value, count): the bins that are not empty
+    # tables with columns row, value and count: the histogram bins that are not empty
+    _bins: list[Any] = field(default_factory=list)
     _examples: Any = None  # the examples of all rows; `_row_of_example` has their rows
     _row_of_example: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add_shard(self, table: Any) -> None:
-        """Add the table of one shard; shards come in the order of the plan."""
+        """Add the table of heads of one shard; the caller adds shards in the order of the plan."""
         self.shards.append(read_metadata(table.schema))
         if not len(table):
             return
@@ -121,12 +122,12 @@ class MergedSums:
             }
         )
         self._bins.append(bins)
-        # Grouping costs as much as there are bins, so that of each shard alone would take shards x bins.
+        # Grouping takes time proportional to all bins so far, so grouping after each shard would take shards x bins.
         if sum(map(len, self._bins[1:])) > len(self._bins[0]):
             self._add_up_equal_bins()
 
     def _add_up_equal_bins(self) -> None:
-        """Sum the counts of equal bins; sums of integers do not depend on their order."""
+        """Sum the counts of equal bins; the sum of integers does not depend on their order."""
         import pyarrow as pa
 
         bins = pa.concat_tables(self._bins).group_by(["row", "value"], use_threads=False)
@@ -148,7 +149,7 @@ class MergedSums:
         self._examples, self._row_of_example = best.take(pa.array(order[kept])), row[kept]
 
     def heads_table(self) -> Any:
-        """Return the table of heads, by layer, statistic and head: statistics in the order of the probes."""
+        """Return the table of heads, sorted by layer, statistic (in the order of the probes) and head."""
         import pyarrow as pa
 
         rows = sorted(self.row_of_head, key=lambda key: (key[0], self.row_of_head[key]))
@@ -186,7 +187,7 @@ def _merge_moment_columns(
 
 
 def read_shard(folder: Path, plan: Plan, index: int) -> Any:
-    """Read the table of a shard; None if its file is not there, is damaged, or is that of another shard or census."""
+    """Read the table of a shard; None if its file is missing, damaged, or belongs to another shard or census."""
     table = _read_table(plan.shard_file(folder, index))
     if table is None:
         return None
@@ -206,14 +207,14 @@ def _read_table(file: Path) -> Any:
 
 
 def missing_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> list[int]:
-    """Return which of some shards have no result that can be read."""
+    """Return the indices of those of `shards` that have no readable result file."""
     if (merged := read_merged_tables(folder, plan)) is not None and not merged.missing:
         return []
     return [index for index in shards if read_shard(folder, plan, index) is None]
 
 
 def problems_of_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> dict[int, str]:
-    """Return which of some shards could not be counted -> why."""
+    """Return index of a shard -> why it could not be counted, for those of `shards` that failed."""
     found = {}
     for index in shards:
         with suppress(OSError, UnicodeDecodeError):
@@ -222,7 +223,7 @@ def problems_of_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> dict[
 
 
 class MergedTables(NamedTuple):
-    """The tables of heads and of shards, of pyarrow, and the shards that are not in them."""
+    """The tables of heads and of shards (pyarrow), and the indices of the shards that are missing in the tables."""
 
     heads: Any
     shards: Any
@@ -230,7 +231,7 @@ class MergedTables(NamedTuple):
 
 
 def merge_shards(folder: Path, plan: Plan) -> MergedTables:
-    """Merge the shards that have a result."""
+    """Merge the result files of all shards that have one."""
     found, missing = MergedSums(plan.examples), []
     for index in range(len(plan.shards)):
         table = read_shard(folder, plan, index)
@@ -242,7 +243,7 @@ def merge_shards(folder: Path, plan: Plan) -> MergedTables:
 
 
 def read_merged_tables(folder: Path, plan: Plan) -> MergedTables | None:
-    """Read the merged tables of a directory; None unless they hold all shards, or all that have a file."""
+    """Read the merged tables of a directory; None unless they contain every shard that has a result file."""
     heads, shards = (_read_table(folder / file) for file in (HEADS_FILE, SHARDS_FILE))
     if heads is None or shards is None:
         return None
@@ -257,10 +258,10 @@ def read_merged_tables(folder: Path, plan: Plan) -> MergedTables | None:
 
 
 def write_merged_tables(folder: Path, plan: Plan, merged: MergedTables) -> None:
-    """Write the merged tables, unless the directory holds them.
+    """Write the merged tables, unless the directory has them already.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the tables cannot be written.
     """
     if read_merged_tables(folder, plan) is not None:
         return
@@ -270,7 +271,7 @@ def write_merged_tables(folder: Path, plan: Plan, merged: MergedTables) -> None:
 
 
 def shards_table(plan: Plan, shards: Sequence[dict[str, Any]]) -> Any:
-    """Return a table with a row per shard: where its texts are, and how many rows, texts and tokens were read."""
+    """Return a table with one row per shard: file and range of its texts, numbers of rows, texts and tokens read."""
     import pyarrow as pa
 
     numbers = ("rows", "texts", "tokens", "truncated", "empty", "broken", "left_out")
