@@ -1,4 +1,4 @@
-"""`mh.census`: count what every head of a model does over a corpus."""
+"""The function `mh.census`: count what every head of a model does over a corpus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.statistics import Wanted
 
 DEFAULT_TOKENS = 512
-"""The most tokens of a text by default."""
+"""Default of the largest number of tokens of a text."""
 
 DEFAULT_BATCH_TOKENS = 2048
 DEFAULT_EXAMPLES = 5
@@ -69,33 +69,34 @@ def census(
     Args:
         model: a MODEL argument as in `multihead look`, or a Hugging Face model, which only this process can run.
         texts: names and globs of parquet, arrow, feather, csv, jsonl or text files, local or addresses that fsspec
-            opens; the last three may be compressed (.gz, .bz2, .xz, .zst). Each row or line is one text.
+            opens; csv, jsonl and text files may be compressed (.gz, .bz2, .xz, .zst). Each row or line is one text.
         out: the directory of the census.
         tokenizer: the tokenizer of a model that is given as a module.
         column: the column or key of the texts.
-        tokens: the most tokens of a text, to which longer ones are truncated; by default 512, or fewer if the model
-            accepts no more.
-        probes: the statistics, by name or as values; None takes those that cost next to nothing.
+        tokens: largest number of tokens of a text, to which longer texts are truncated; by default 512, or fewer if the
+            model accepts no more.
+        probes: the statistics, by name or as values; None takes the statistics that cost next to nothing.
         kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
         layers: the layers to measure, as in `observe`; None measures all.
-        examples: how many of the strongest examples are kept per head and statistic, at most one of each text.
+        examples: how many of the strongest examples are kept per head and statistic, at most one per text.
         share: the share of the texts that is read, drawn at random per text.
-        seed: the seed of that draw.
-        workers: the number of processes that count, or the most actors of Ray.
-        threads: threads of each process; by default one each if there are several processes.
-        shard: (i, n) counts every n-th shard from the i-th on, as one of n runs that something else started.
+        seed: the seed of the random draw of texts.
+        workers: the number of processes that count, or the largest number of Ray actors.
+        threads: number of threads of each process; by default one if there are several processes.
+        shard: (i, n) counts every n-th shard from the i-th on, as one of n runs that are started separately.
         ray: "local" starts Ray on this machine for this call; or the address of a cluster.
-        batch_tokens: the most tokens of a batch.
-        shard_bytes: bytes of text in a shard; by default a 64th of what is left of the corpus, from 16 KiB to 32 MiB.
-        device: where the model runs.
-        dtype: the dtype of its parameters, as in `multihead look`.
+        batch_tokens: largest number of tokens of a batch.
+        shard_bytes: bytes of text in a shard; by default a 64th of the bytes not yet divided into shards, from 16 KiB
+            to 32 MiB.
+        device: the device on which the model runs.
+        dtype: the dtype of the model's parameters, as in `multihead look`.
         progress: called after each batch.
 
     Returns:
         the census. Its `problems` name the shards and rows that could not be counted.
 
     Raises:
-        ArgumentError: an option out of range, two kinds of one name, or `out` holds another census.
+        ArgumentError: an option is out of range, two kinds have the same name, or `out` has another census.
         InputError: there is no text, or `out` cannot be written.
         ModelError: the model reads no text, its attention cannot be measured, or no process could load it.
         MissingPackageError: pyarrow, or Ray, is not installed.
@@ -155,8 +156,8 @@ def census(
     results.report_progress()
     if not shares_model:
         count_in_this_process(ShardCounter(loaded, plan, wanted), missing, threads, results)
-    elif missing:  # Ray is started only if a shard is left
-        del loaded  # the other processes load the model themselves, so this one is freed
+    elif missing:  # Ray is started only if a shard is left to count
+        del loaded  # the worker processes load the model themselves, so the model of this process is freed
         if ray is not None:
             count_on_ray(ray, missing, workers, threads or 1, results)
         else:
