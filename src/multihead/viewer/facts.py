@@ -24,7 +24,7 @@ def facts_of_record(
     sample: int,
     lang: str,
 ) -> list[tuple[str, str]]:
-    """Return the (label, value) pairs in the row under the page's title; `others`: the lengths of its other texts."""
+    """Return the (label, value) pairs in the row under the page's title; `others`: lengths of the other texts."""
     words = section(lang, "viewer")
     heads = [len(one.kinds) for one in profiles]
     if len(set(heads)) == 1:
@@ -42,7 +42,7 @@ def facts_of_record(
 
 
 def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
-    """Return the sentence under the page's title: how many heads it shows, and how many tokens or patches."""
+    """Return the sentence under the page's title, with the numbers of heads and of tokens or image patches."""
     heads = sum(len(one.kinds) for one in profiles)
     crossing = [layer.sample(sample) for layer in record.layers if layer.sample(sample).cross_attention]
     if crossing and "encoder" in roles(record.layers, sample=sample):

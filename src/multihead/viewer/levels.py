@@ -1,8 +1,8 @@
-"""The coarse levels of a sample's maps: built once, head by head, and stored next to the record.
+"""The coarse levels of detail of a sample's attention maps, built once, head by head, and stored next to the record.
 
-From 64 x 64 weights per cell on, blocks of weights are summed once and stored next to the record; coarser levels are
-sums of these. The column of the first key is stored separately, so that hiding a sink is exact at every level. Levels
-that do not fit on the disk take at most 1 GiB of memory; beyond that the page shows why, and the finer levels still
+The level with 64 x 64 weights per cell is computed once and stored next to the record; coarser levels are sums of its
+blocks. The column of the first key is stored separately, so that hiding a sink is exact at every level. Levels that do
+not fit on the disk take at most 1 GiB of memory; if that is too little, the page explains it, and finer levels still
 work.
 
 A file of levels is used only if its header, which has the id of the record, and its size are exactly what this record
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 TILE_SIDE = 256
-"""Cells per side of a tile, at every level."""
+"""Number of cells per side of a tile, at every level."""
 
 MAX_COARSEST_SIDE = 64
 """Maximum cells per side of the coarsest level."""
@@ -38,10 +38,10 @@ FINEST_STORED_LEVEL = 6
 """The finest stored level: a cell of level k is a block of 2^k x 2^k weights. Finer levels are computed on request."""
 
 SCORES_PER_STRIP = 1 << 24
-"""Scores summed at a time, so that a request for a tile waits for one strip at most."""
+"""Number of scores per strip of a map that is summed at a time; a request for a tile waits for one strip at most."""
 
 MAX_BYTES_IN_MEMORY = 1 << 30
-"""Maximum bytes of levels in memory when the disk has no room; a head of 100,000 tokens takes 27 MB."""
+"""Maximum bytes of levels in memory if the disk has no room; the levels of a head take 27 MB at 100,000 tokens."""
 
 Array = npt.NDArray[Any]
 
@@ -72,14 +72,16 @@ def cells_per_side(length: int, level: int) -> int:
 class LayerMapLevels:
     """The levels from `FINEST_STORED_LEVEL` on of all heads of one layer, for one sample.
 
-    Stored per block are the sum of its weights without the first key, and the number of its visible cells. The first
-    key's column is stored separately, so that it can be included or left out. Means computed from them are exact.
+    The sum of the weights without the first key, and the number of visible cells, are stored per block. The column of
+    the first key is stored separately, so that means can include it or leave it out. Means computed from these sums are
+    exact.
 
     Args:
         sample: one text in one layer, which kept q and k.
         file: the file of the levels; None keeps them in memory.
-        of: the metadata of the file, such as the record's id; a file with other metadata is replaced.
-        room: the bytes left for levels in memory, shared with other layers; None gives this layer its own.
+        of: metadata of the file, such as the record's id; a file with other metadata is replaced.
+        room: budget of bytes for levels in memory, shared with other layers; None creates a budget for this layer
+            alone.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class LayerMapLevels:
 
     @property
     def is_in_file(self) -> bool:
-        """Whether the levels are in a file; else they are in memory."""
+        """Whether the levels are stored in a file; if not, they are in memory."""
         return self._file is not None
 
     def is_built(self, head: int) -> bool:
@@ -113,10 +115,10 @@ class LayerMapLevels:
         return bool(self._done[head])
 
     def build(self, head: int) -> Iterator[float]:
-        """Build a head's levels strip by strip; yields the share that is done.
+        """Build a head's levels strip by strip; yields the share that is done, from 0 to 1.
 
         Raises:
-            InputError: they are kept in memory, which has no more room for them; or their file was truncated.
+            InputError: the levels are kept in memory, which has no more room; or their file was truncated.
         """
         if self.is_built(head):
             return
@@ -193,7 +195,7 @@ class LayerMapLevels:
 
 
 class MemoryBudget:
-    """The bytes left for levels in memory."""
+    """The number of bytes that levels in memory may still take."""
 
     def __init__(self, size: int) -> None:
         self.size = self.left = size
@@ -262,10 +264,10 @@ def _sum_to_next_level(fine: Array, coarse: Array) -> None:
 
 
 def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[RandomAccessFile, Array] | None:
-    """Open a file of levels; create it anew unless it has the expected header and size.
+    """Open a file of levels; create the file anew unless it has the expected header and size.
 
     Returns:
-        The file and the flags of the built heads, (heads,) uint8; None if it can be neither read nor written.
+        The file, and which heads are built, (heads,) uint8; None if the file can be neither read nor written.
     """
     done = np.zeros(heads, np.uint8)
     try:
@@ -293,7 +295,7 @@ def _has_expected_header(file: Path, header: bytes, size: int) -> bool:
 
 
 def _create_levels_file(file: Path, header: bytes, size: int) -> None:
-    """Create a levels file in which no head is built; it gets its name only once it has its full size."""
+    """Create a levels file in which no head is built; the file is renamed to `file` once it has its full size."""
     file.parent.mkdir(exist_ok=True)
     with open_atomically(file) as made:
         made.write(header)

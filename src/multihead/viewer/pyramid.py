@@ -1,4 +1,4 @@
-"""Build the coarse levels of the samples in view, step by step in the background, the visible head first."""
+"""Build the coarse levels of the maps of samples in view, strip by strip in the background, the visible head first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SampleMapLevels:
         record: a record that kept q and k.
         sample: index of the text in the record.
         folder: the folder of the level files; None keeps levels in memory.
-        room: the bytes left for levels in memory; None gives this sample its own.
+        room: budget of bytes for levels in memory; None creates a budget for this sample.
     """
 
     def __init__(self, record: Record, sample: int, folder: Path | None, room: MemoryBudget | None = None) -> None:
@@ -40,7 +40,7 @@ class SampleMapLevels:
         self._opened: dict[int, LayerMapLevels] = {}
         self._lock = threading.Lock()
         self._started: dict[LayerAndHead, tuple[Iterator[float], float]] = {}
-        self._wanted: list[LayerAndHead] = []  # the newest last
+        self._wanted: list[LayerAndHead] = []  # requested heads, the newest request last
         samples = [layer.sample(sample) for layer in record.layers]
         deep = [
             index
@@ -58,12 +58,12 @@ class SampleMapLevels:
 
     @property
     def finished(self) -> bool:
-        """Whether all heads are built."""
+        """Whether the levels of all heads are built."""
         return not self._left
 
     @property
     def heads_done(self) -> float:
-        """Number of heads built, counting unfinished ones by their share."""
+        """Number of heads whose levels are built; a head that is being built counts by its finished share."""
         return self.total - len(self._left) + sum(share for _, share in list(self._started.values()))
 
     @property
@@ -116,7 +116,7 @@ class SampleMapLevels:
                 if self._wanted[-1] in self._left:
                     return self._wanted[-1]
                 self._wanted.pop()
-        # Finish started heads before starting others.
+        # Heads whose building has started are finished before other heads.
         return next(iter(self._started), None) or next(iter(self._left), None)
 
 
@@ -145,7 +145,7 @@ class LevelBuilder:
         return self._failed.get(key)
 
     def build_strip(self) -> bool:
-        """Build one strip of one sample; returns whether there was one to build."""
+        """Build one strip of one sample; return whether any strip was left to build."""
         for key in [self._newest, *list(self._pyramids)]:
             pyramid = self._pyramids.get(key)
             if pyramid is None or key in self._failed or pyramid.finished:
@@ -165,7 +165,7 @@ class LevelBuilder:
 
 
 def describe_building_progress(pyramid: SampleMapLevels | None, failure: Exception | None = None) -> dict[str, Any]:
-    """Describe the progress of a sample's levels for the page."""
+    """Describe the progress of building a sample's levels, for the page."""
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}
     done = round(pyramid.heads_done, 2)

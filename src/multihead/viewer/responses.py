@@ -1,4 +1,4 @@
-"""The responses of the viewer: numbers, files of the page, downloads, and error sentences."""
+"""The HTTP responses of the viewer: numbers, files of the page, downloads, and error sentences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DOWNLOAD_MEDIA_TYPES = {
 }
 
 STATUS_CLIENT_GONE = 499
-"""The status of a response to a client that disconnected; nobody reads it."""
+"""HTTP status of the response to a client that has disconnected, which is never read."""
 
 
 def page_response(lang: str) -> Response:
@@ -80,7 +80,7 @@ def floats_response(values: Array, block: tuple[int, int] | None = None) -> Resp
 
     Args:
         values: the numbers.
-        block: the rows and columns of weights that each number averages, for the X-Block header.
+        block: numbers of rows and columns of weights that each value averages, for the X-Block header.
     """
     headers = {"X-Shape": ",".join(map(str, values.shape))}
     if block is not None:
@@ -104,7 +104,7 @@ async def error_response(request: Request, error: Exception) -> Response:
     """Return the sentence of an error: status 400, 404, 500 or 503."""
     if isinstance(error, NotReadyError):
         return json_error_response(503, str(error), {"Retry-After": "1"})
-    # A file that is unreadable or truncated is not the fault of the request.
+    # Status 500, because an unreadable or truncated file is not the fault of the request.
     status = 404 if isinstance(error, NotFoundError) else 500 if isinstance(error, InputError) else 400
     return json_error_response(status, str(error))
 

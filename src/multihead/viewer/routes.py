@@ -1,4 +1,4 @@
-"""The routes of the viewer's server: the records, their numbers, and any part of any map."""
+"""The routes of the viewer's server: records, statistics of heads, and any part of any attention map."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Viewer(Site):
         self.workers = WorkerThreads(idle=self.builder.build_strip)
         self.slow_workers = WorkerThreads(
             1
-        )  # a separate thread for computations of seconds, so that no tile waits for them
+        )  # a thread for computations that take seconds, so that no tile waits for them
         self.array_cache = ArrayCache()
         self.memory_budget = MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
@@ -145,7 +145,7 @@ class Viewer(Site):
         )
 
     async def maps(self, request: Request) -> Response:
-        """Return small maps of all heads of a layer."""
+        """Return the small maps of all heads of a layer."""
         place = run, sample, layer, one = self._requested_layer(request)
 
         def compute_maps(cancelled: Callable[[], bool]) -> Array:
@@ -176,7 +176,7 @@ class Viewer(Site):
         run, sample, layer, head, one = self._requested_head(request)
         params = request.query_params
         pooled = stored_small_maps(one)
-        if pooled is not None and not one.keeps_weights:  # the record has this level alone, in one tile
+        if pooled is not None and not one.keeps_weights:  # the record stores only this level of the map, in one tile
             return floats_response(pooled[head].float().numpy())
         _require_map(one)
         level = parse_number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
@@ -199,7 +199,7 @@ class Viewer(Site):
         )
 
     async def weights_of_query(self, request: Request) -> Response:
-        """Return one query's weights."""
+        """Return the attention weights of one query."""
         *place, one = self._requested_head(request)
         _require_map(one)
         query = parse_number("query", request.query_params.get("query"), below=one.num_queries)
@@ -220,7 +220,7 @@ class Viewer(Site):
         return floats_response(margin_of_map(one, head, name).numpy())
 
     async def table(self, request: Request) -> Response:
-        """Return every head's numbers as a file."""
+        """Return the statistics of every head as a CSV or JSON file."""
         run, sample = self._requested_sample(request)
         form, write = _requested_format(request, downloads.TABLES)
         rows = await self._compute_in_worker(
@@ -259,7 +259,7 @@ class Viewer(Site):
         return json_response(found)
 
     async def weights(self, request: Request) -> Response:
-        """Return a part of a head's map as a file."""
+        """Return the weights in a part of a head's map as a CSV or JSON file."""
         run, sample, layer, head, one = self._requested_head(request)
         form, write = _requested_format(request, downloads.WEIGHTS)
         _require_map(one)
@@ -285,7 +285,7 @@ class Viewer(Site):
         return json_response(found)
 
     async def share(self, request: Request) -> Response:
-        """Return a view as one file of at most `most` bytes: a head, or two that are compared, and its place."""
+        """Return the page with the view of one head, or of two compared heads, as one file of at most `most` bytes."""
         run, sample = self._requested_sample(request)
         params = request.query_params
         other = parse_number("record", params.get("run"), below=len(self.runs), default=run)
@@ -304,7 +304,7 @@ class Viewer(Site):
                 try:
                     return self._small_maps(shown[place], sample, index, cancelled), block
                 except NotReadyError:
-                    return None  # not built yet: the file shows glyphs
+                    return None  # the levels are not built yet: the file shows glyphs instead of small maps
 
             runs = [describe_run(self.runs[each]) for each in shown]
             page = shared_page(
@@ -388,7 +388,7 @@ class Viewer(Site):
 
     def _require_levels(self, run: int, sample: int) -> SampleMapLevels:
         pyramid = self._start_building_levels(run, sample)
-        assert pyramid is not None  # callers check that q and k were kept
+        assert pyramid is not None  # not None, because callers check that q and k were kept
         return pyramid
 
     def _missing_levels_error(self, run: int, sample: int) -> MultiheadError:
@@ -404,7 +404,7 @@ class Viewer(Site):
     async def _cached_or_computed(
         self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]
     ) -> Array:
-        """Return numbers from the cache, or compute them in a worker and cache them."""
+        """Return the array of a key from the cache, or compute it in a worker thread and cache it."""
 
         def compute_and_cache(cancelled: Callable[[], bool]) -> Array:
             made = compute(cancelled)
@@ -426,7 +426,7 @@ class Viewer(Site):
         *,
         by: WorkerThreads | None = None,
     ) -> Any:
-        """Compute something in a worker of the maps, or in another one; cancelled when the client disconnects."""
+        """Run a computation in the threads for maps, or in `by`; it is cancelled when the client disconnects."""
         return await self.compute(request, by or self.workers, key, compute)
 
 

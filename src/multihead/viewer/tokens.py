@@ -1,7 +1,7 @@
-"""Lay out tokens as running text: the gap before each token, the text it shows, and its label on a ruler.
+"""Lay out tokens as running text: the gap before each token, its shown text, and its label on a ruler.
 
-Tokens become text here only, on the server: the conventions of byte-level, SentencePiece and WordPiece tokenizers,
-gaps, labels, and control characters, which are shown by their code point.
+Only this module, on the server, converts tokens to text: it knows the conventions of byte-level, SentencePiece and
+    WordPiece tokenizers, gaps, labels, and control characters, which are shown by their code point.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def layout_of_tokens(
         unknown: whether each token is missing from the vocabulary.
         text: the text itself.
         offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a special token.
-        gaps: without `text`, what is known of the text before each token; None where it is unknown.
+        gaps: without `text`, known text before each token, if `text` is None; None for a token where it is unknown.
 
     Returns:
         gaps (the text before each token), shown, labels and flags, one per token, and the tail of the text after the
@@ -98,7 +98,7 @@ def _split_tokens(
 ) -> tuple[list[str], list[str], str]:
     """Return the gap before each token, the text of each token, and the gap at the end, which is empty.
 
-    Gaps are those in `known`, or else follow from the conventions of the tokenizer.
+    Gaps are taken from `known`, or else follow from the conventions of the tokenizer.
     """
     byte_level = any(token.startswith(("Ġ", "Ċ")) for token in tokens)
     sentencepiece = any(token.startswith("▁") for token in tokens)
@@ -106,8 +106,8 @@ def _split_tokens(
     spaced = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
     gaps, shown = [], []
     pieces = _decode_byte_tokens(tokens, flags) if byte_level else list(tokens)
-    quoted = False  # inside straight double quotes
-    opened = True  # nothing is between the token before and this one
+    quoted = False  # whether the token is inside straight double quotes
+    opened = True  # whether no gap belongs between the previous token and this one
     for place, token in enumerate(pieces):
         gap, piece = "", token
         if flags[place] & SPECIAL_FLAG:
@@ -157,7 +157,7 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
     pieces: list[str] = []
     for first, token in enumerate(tokens):
         if len(pieces) > first:
-            continue  # its character was shown with the first of its tokens
+            continue  # the character was shown with the first of its tokens
         piece, stop = _decode_byte_token(token), first + 1
         while not flags[first] & SPECIAL_FLAG and piece.endswith("\ufffd") and stop < min(len(tokens), first + 4):
             if flags[stop] & SPECIAL_FLAG:

@@ -1,9 +1,9 @@
-"""Try heads: what a model does on a text with all heads on, and with some of them switched off.
+"""Try heads of a model: compare its results on a text with all heads on, and with some of them switched off.
 
 A `Trial` answers the requests of the page of `multihead try`. A text is read once with all heads on; its record, its
-predictions and the outputs of the model's blocks are kept, and each change of heads runs only the blocks from the first
-changed head on. What is compared depends on the model, and is one class: a language model's prediction of each token,
-or an encoder's similarities of several sentences.
+predictions and the outputs of the model's blocks are stored, and each change of heads runs only the blocks from the
+first changed head on. A class (`Task`) defines what is compared: a language model's prediction of each token, or an
+encoder's similarities of several sentences.
 """
 
 from __future__ import annotations
@@ -50,60 +50,61 @@ from multihead.viewer.query_params import NotFoundError
 from multihead.viewer.tokens import layout_of_tokens
 
 MAX_TOKENS = 1024
-"""Longest text: the outputs of all blocks and all predictions are kept."""
+"""Largest number of tokens of a text, because the outputs of all blocks and all predictions are stored."""
 
 NUM_LIKELIEST_TOKENS = 10
-"""Number of likeliest next tokens that are listed, before and after."""
+"""Number of likeliest next tokens that are listed, before and after a change of heads."""
 
 MIN_LOSS_INCREASE = 0.5
-"""A prediction is worse where its loss rises by more nats than this."""
+"""Increase of a token's loss in nats from which its prediction counts as worse."""
 
 MAX_CHANGED_MAPS, MAX_CELLS_PER_MAP_SIDE = 5, 96
-"""Number of changed maps that are listed, and cells per side of a map."""
+"""Number of heads with changed maps that are listed, and largest number of cells per side of a map."""
 
 CONTINUATION_TOKENS = 40
-"""Tokens of a greedy continuation."""
+"""Number of tokens of a greedy continuation of the text."""
 
 _MAX_STORED_RUNS = 2
-_NUM_CONTEXT_TOKENS = 8  # decoded before a next token, because many tokenizers leave out the space of a single one
-_MAX_SWEEP_BYTES = 1 << 28  # predictions of all copies of a batch in a sweep: 256 MiB
+# tokens decoded before a next token, because many tokenizers leave out the space before a single token
+_NUM_CONTEXT_TOKENS = 8
+_MAX_SWEEP_BYTES = 1 << 28  # largest number of bytes of the predictions of all copies of a batch in a sweep: 256 MiB
 
 Cancelled = Callable[[], bool]
-"""Returns whether nobody waits for the result any more."""
+"""Function that returns whether no request waits for the result any more."""
 
 Factors = Mapping[tuple[int, int], float]
 """(number of a layer, head) -> the factor of its output; 0 switches it off."""
 
 
 class Task(Protocol):
-    """What a model is for, and so what is compared."""
+    """What a model predicts, and how its predictions are compared before and after a change of heads."""
 
     @property
     def kind(self) -> str:
-        """What the model does: "language" or "encoder"."""
+        """Kind of model: "language" or "encoder"."""
 
     @property
     def default_text(self) -> str:
-        """A text to begin with."""
+        """The text that the page shows first by default."""
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
-        """Encode a text of the page; one item per row of the batch.
+        """Encode a text of the page: one `EncodedText` per row of the model's batch.
 
         Raises:
-            InputError: it is too short.
+            InputError: the text is too short.
         """
 
     def predict(self, model: Any, batch: Batch) -> Tensor:
-        """Run a model on a batch, and return what is compared, (batch, ...)."""
+        """Run a model on a batch, and return the predictions to compare, (batch, ...): logits or sentence vectors."""
 
     def describe(self, run: TextRun) -> dict[str, Any]:
-        """Describe what the model does on a text with all heads on."""
+        """Describe the predictions of the model on a text with all heads on."""
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
-        """Compare the predictions after a change with those before; `at` is a token, None the last one."""
+        """Compare the predictions after a change of heads with those before, at token `at`; None: the last token."""
 
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
-        """Return the effect on the chosen place, and the other numbers of a sweep, of each copy: (copies, numbers)."""
+        """Return per copy of the batch the effect at token `at` and other numbers of a sweep: (copies, numbers)."""
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe what `measure` returned for the heads of a layer, (heads, numbers)."""
@@ -116,14 +117,14 @@ class TextRun:
     Attributes:
         loaded: the model.
         text: the text.
-        rows: the encoded text, or each sentence.
-        batch: the inputs of the model, (rows, tokens) each.
-        record: what all heads did.
-        before: what `Task.predict` returned.
+        rows: the encoded text, or the encoded sentences.
+        batch: name of a model input -> the tensor, (rows, tokens).
+        record: record of the model on the text with all heads on.
+        before: predictions with all heads on, as `Task.predict` returned them.
         replay: the stored outputs of the blocks.
-        seconds: about how long the model runs for a change of one head, the mean over its heads.
-        changed: the newest change, and the record of the blocks that ran again.
-        continuation: the tokens of the greedy continuation; None if it was not asked for yet.
+        seconds: estimated time for a change of one head in seconds, the mean over all heads.
+        changed: text of the newest change of heads, and the record of the blocks that ran again; None before a change.
+        continuation: the tokens of the greedy continuation; None if it was not requested yet.
     """
 
     loaded: LoadedModel
@@ -148,7 +149,7 @@ class TextRun:
         return token_losses(self.before, self.batch["input_ids"])[0]
 
     def decode_next(self, id_: int, place: int) -> str:
-        """Return the text that a token adds after token `place`; of a part of a character the token alone."""
+        """Return the text that token `id_` adds after token `place`; for a part of a character, the token alone."""
         tokenizer = self.loaded.tokenizer
         before = self.batch["input_ids"][0, max(place - _NUM_CONTEXT_TOKENS, 0) : place + 1].tolist()
         added = _decode(tokenizer, [*before, id_])[len(_decode(tokenizer, before)) :]
@@ -219,7 +220,8 @@ class Trial:
         with self._run_until_cancelled(replay, cancelled):
             begun = perf_counter()
             if replay.check(lambda: self._predict(batch), before):
-                seconds = perf_counter() - begun  # from the middle and from the last block: about the mean of all heads
+                # runs from the middle and from the last block take about the mean time over all heads
+                seconds = perf_counter() - begun
         run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds)
         self._runs[text] = run
         while len(self._runs) > _MAX_STORED_RUNS:
@@ -313,7 +315,7 @@ class Trial:
         return maps
 
     def sweep(self, run: TextRun, at: int | None, cancelled: Cancelled) -> Iterator[dict[str, Any]]:
-        """Switch off each head once: one item per layer, and at last how long it took."""
+        """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
         layers = run.record.layers
         seconds = floor = 0.0
         copies = max(1, _MAX_SWEEP_BYTES // max(run.before.nbytes, 1))
@@ -339,7 +341,7 @@ class Trial:
     def continue_text(
         self, run: TextRun, factors: Factors, write: Callable[[str, list[str]], None], cancelled: Cancelled
     ) -> None:
-        """Continue a text greedily with all heads on and with a change; `write` receives "before" or "after", tokens.
+        """Continue a text greedily with all heads on and with a change; calls write("before" or "after", tokens).
 
         Raises:
             NotFoundError, ArgumentError, ModelError: see `check_continuation`.
@@ -353,7 +355,7 @@ class Trial:
             self._generate(run, factors, lambda tokens: write("after", tokens), cancelled)
 
     def check_continuation(self, run: TextRun, factors: Factors) -> None:
-        """Reject what cannot be continued.
+        """Reject texts and changes of heads for which the model cannot generate a continuation.
 
         Raises:
             NotFoundError: there is no such head.
@@ -383,7 +385,7 @@ class Trial:
         return self.task.predict(self.loaded.model, batch)
 
     def _change_heads(self, run: TextRun, factors: Factors) -> Any:
-        """Return the context in which heads are changed; they are named by module, as blocks may be left out."""
+        """Return the context in which heads are changed, named by module, because a replay may leave blocks out."""
         return scale_heads(
             self.loaded.model, {(run.names[layer], head): factor for (layer, head), factor in factors.items()}
         )
@@ -403,7 +405,7 @@ class Trial:
 
     @contextmanager
     def _run_until_cancelled(self, replay: Replay, cancelled: Cancelled) -> Iterator[None]:
-        """Run the model without gradients; between two blocks, stop where nobody waits any more."""
+        """Run the model without gradients in this context; stop between two blocks if no request waits any more."""
 
         def stop_if_cancelled(*_: object) -> None:
             if cancelled():
@@ -417,7 +419,7 @@ class Trial:
 
 
 class _NextTokenPredictions:
-    """A language model: what it predicts after each token of a text."""
+    """The task of a language model: predict the next token after each token of a text."""
 
     kind = "language"
     default_text = (
@@ -466,7 +468,7 @@ class _NextTokenPredictions:
         }
 
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
-        """Return the change of ln p of the likeliest token, and the loss of each token, (copies, tokens)."""
+        """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens)."""
         place = after.shape[1] - 1 if at is None else at
         row = run.before[0, place].double()
         best = row.argmax()
@@ -475,7 +477,7 @@ class _NextTokenPredictions:
         return torch.cat([change[:, None], losses], 1).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe the effect on the place, and on the mean loss of the text, see `Task.describe_sweep`."""
+        """Describe the effect on the chosen token, and on the mean loss of the text, see `Task.describe_sweep`."""
         return {
             "effects": finite_numbers_or_none(measured[:, 0]),
             "losses": finite_numbers_or_none(measured[:, 1:].mean(1) - run.losses.mean().cpu()),
@@ -483,7 +485,7 @@ class _NextTokenPredictions:
 
 
 class _SentenceSimilarities:
-    """An encoder: how similar it finds several sentences, by the cosine of their mean vectors."""
+    """The task of an encoder: the similarities of several sentences, as cosines of their mean output vectors."""
 
     kind = "encoder"
     default_text = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
@@ -526,12 +528,12 @@ class _SentenceSimilarities:
 
 
 class _TokenWriter:
-    """A streamer of transformers that writes tokens as text, and stops the generation where nobody waits any more.
+    """A streamer of transformers that writes tokens as text, and stops the generation if no request waits any more.
 
     Tokens are decoded after the text before them, because many tokenizers leave out the space before a single token.
 
     Attributes:
-        tokens: the pieces of text that the tokens added so far.
+        tokens: the pieces of text that the generated tokens added so far.
     """
 
     def __init__(
@@ -550,7 +552,8 @@ class _TokenWriter:
         if self._cancelled():
             raise CancelledError
         self._ids = [*self._ids, *value.flatten().tolist()]
-        if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):  # a part of a character waits for the others
+        # an incomplete character is written when its other tokens arrive
+        if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):
             self._write_new()
 
     def end(self) -> None:
@@ -568,10 +571,10 @@ class _TokenWriter:
 def load_for_trial(
     described: ModelDescription, *, device: str, dtype: str, stage: Callable[[str], None] | None = None
 ) -> LoadedModel:
-    """Load a language model with its head for words, or an encoder.
+    """Load a language model with its output head, or an encoder.
 
     Raises:
-        ModelError: the model is neither, or was saved without its head for words.
+        ModelError: the model is neither of these, or was saved without its output head.
     """
     head = family_head(described)
     if head is None:
@@ -586,13 +589,13 @@ def load_for_trial(
 def open_trial(
     loaded: LoadedModel, *, text: str | None = None, lang: str = "en", show: ShowStep = lambda *_: None
 ) -> Trial:
-    """Prepare a model for a page: measure its heads on random repeats, and read the text to begin with.
+    """Prepare a model for the page: measure its heads on repeated random tokens, and read the first text.
 
     Args:
         loaded: the result of `load_for_trial`.
         text: the text to begin with; None takes the default one.
         lang: language of the steps, "en" or "zh".
-        show: called with the step that runs, and the parts of it that are done and all.
+        show: called with the step that runs, the number of its parts that are done, and the number of all its parts.
 
     Raises:
         InputError: the text is too short or too long.
@@ -610,7 +613,7 @@ def parse_factors(given: str) -> dict[tuple[int, int], float]:
     """Parse heads in an address: "18.6,17.3:0.5" is L18 H6 times 0 and L17 H3 times 0.5.
 
     Raises:
-        ArgumentError: it is no such list.
+        ArgumentError: `given` is not such a list.
 
     >>> parse_factors("18.6,17.3:0.5")
     {(18, 6): 0.0, (17, 3): 0.5}
@@ -661,9 +664,10 @@ def _cosine_similarities(vectors: Tensor) -> Tensor:
 def _distances_between_maps(
     before: Record, after: Record, first: int, cancelled: Cancelled
 ) -> list[tuple[int, list[float]]]:
-    """Return how far the maps of the layers after layer `first` are from those before, for each of their heads.
+    """Return (number of a layer, distance per head) between the maps before and after a change, for layers after `first`.
 
-    The distance is the mean over queries, of long texts over some of them, of half the sum of |before - after|.
+    The distance is the mean over queries (over some queries of a long text) of half the sum over keys of |before -
+    after|.
     """
     known = {layer.name: layer for layer in after.layers}
     found = []
@@ -681,7 +685,7 @@ def _distances_between_maps(
 
 
 def _mean_distance_between_maps(one: SampleRecord, other: SampleRecord) -> Tensor:
-    """Return half the sum of |one - other| over keys, its mean over queries, (heads,) float64."""
+    """Return per head the mean over queries of half the sum over keys of |one - other|: (heads,) float64."""
     rows = spaced_queries(one.num_queries, affordable_queries(one.num_keys * one.num_heads * 32))
     change = (one.weights(queries=rows).double() - other.weights(queries=rows).double()).abs()
     return change.nan_to_num(nan=0.0).sum(-1).mean(-1) / 2

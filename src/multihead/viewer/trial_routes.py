@@ -1,4 +1,4 @@
-"""The routes of the server of `multihead try`: a text, a change of heads, and what is computed for either."""
+"""The routes of the server of `multihead try`: for texts, changes of heads, maps, sweeps and continuations."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TrialSite(Site):
         """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
         factors = parse_factors(request.query_params.get("heads", ""))
         run = await self._read(request)
-        self.trial.check_continuation(run, factors)  # an answer that has begun cannot become an error
+        self.trial.check_continuation(run, factors)  # raises errors before the streamed response begins
 
         def write_tokens(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
             self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), cancelled)
@@ -124,7 +124,7 @@ class TrialSite(Site):
         return lang
 
     async def _answer(self, request: Request, answer: Callable[[TextRun, Cancelled], object]) -> Response:
-        """Read the requested text, and return what `answer` makes of it."""
+        """Run the model on the requested text, and return the result of `answer` as JSON."""
         text = request.query_params.get("text", "")
         return json_response(
             await self.compute(

@@ -1,4 +1,4 @@
-"""The page of the widget, made from the files of the viewer's page: one script, one style sheet, one markup.
+"""The page of the notebook widget, made from the files of the viewer's page: one script, one style sheet, one markup.
 
 The widget shows the viewer's page with another host. The page's scripts know the document, the window, the address and
 the server only through `viewer/static/shared/host.js` and `viewer/static/view/host.js`; for the widget an object
@@ -19,7 +19,8 @@ _MAIN_MODULE = "viewer/static/view/main.js"
 _HEAD_MODULE = "viewer/static/view/head.js"
 _HOST_MODULES = ("viewer/static/shared/host.js", "viewer/static/view/host.js")
 
-# What `translate_to_container` replaces in the style sheet: media queries, html and body, and units of the window.
+# Regular expressions for what `translate_to_container` replaces in the style sheet: media queries, the selectors html
+# and body, and units of the window size.
 _DARK_MEDIA_QUERY = re.compile(r"@media (?:screen and )?\(prefers-color-scheme: dark\) \{(?P<rules>.*?)\n\}", re.DOTALL)
 _WIDTH_MEDIA_QUERY = re.compile(r"@media (?=\((?:max|min)-width:)")
 _DOCUMENT_SELECTOR = re.compile(r"(?<![\w.#-])(?:html|body)(?=[\s.{,:])")

@@ -1,8 +1,8 @@
 """Answer the requests of the viewer's page without a port: each answer is sent as messages of bounded size.
 
 The server's application runs in the process of the kernel, so every request has the routes, errors, cancellation and
-cache of `multihead view`, and no handler exists twice. The application has an event loop in a thread of its own,
-because notebooks deliver messages in different threads and loops.
+cache of `multihead view`, and no handler exists twice. The application has an event loop in a separate thread, because
+notebooks deliver messages in different threads and loops.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from multihead.viewer.payload import RecordedRun
 
 MAX_BYTES_PER_MESSAGE = 512 << 10
-"""Maximum number of bytes of an answer's body in one message."""
+"""Maximum number of bytes of a response body in one message to the page."""
 
 FORWARDED_HEADERS = ("content-type", "content-disposition", "x-shape", "x-block")
-"""The headers of an answer that the page's script reads."""
+"""The response headers that the page's script reads; only these are sent to it."""
 
 SendPart = Callable[[dict[str, Any], bytes], None]
-"""Sends a part of an answer: {"status", "headers", "last"} and the next bytes of its body."""
+"""Function that sends a part of a response: {"status", "headers", "last"}, and the next bytes of the body."""
 
 
 class InProcessServer:
     """Answers requests for some records with the routes of the viewer's server.
 
-    It has a thread with an event loop of its own, because Jupyter kernels deliver messages in different threads.
-    Widgets of the same records share one object, so that they share its cache of tiles. Its threads end
-    when it is deleted.
+    The server runs a separate thread with an event loop, because Jupyter kernels deliver messages in different threads.
+    Widgets of the same records share one server, and so its cache of tiles. The threads of a server end when it is
+    deleted.
 
     Args:
         runs: the records.
@@ -83,7 +83,7 @@ class InProcessServer:
         async def receive() -> dict[str, Any]:
             nonlocal received
             if received:
-                await asyncio.Event().wait()  # a page that no longer waits cancels the whole task
+                await asyncio.Event().wait()  # never returns: a page that no longer waits cancels the whole task
             received = True
             return {"type": "http.request", "body": b"", "more_body": False}
 
@@ -124,7 +124,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def _stop_loop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:
     loop.call_soon_threadsafe(loop.stop)
-    # In a thread of its own, because this one may be a worker, which cannot wait for itself.
+    # In a separate thread, because the current thread may be a worker, which cannot wait for itself.
     threading.Thread(target=viewer.close, name="multihead widget closing", daemon=True).start()
 
 

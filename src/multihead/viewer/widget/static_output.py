@@ -1,8 +1,7 @@
-"""HTML without scripts for notebooks that cannot run the widget: a picture and a table.
+"""HTML without scripts, a picture and a table, for notebooks that cannot run the widget.
 
-What a saved notebook shows is an output of its own: a widget's output is empty without its kernel, and a notebook
-program shows no other format of the same output. The picture and the table follow the widget, which hides them while it
-is shown.
+The picture and the table are a separate output of the cell, because a widget's output is empty without its kernel, and
+notebook programs show no other format of the same output. The widget hides them while it is shown.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
     from multihead.observation.record import Record
 
 MAX_CELLS_PER_MAP_SIDE = 32
-"""Rows and columns of the largest small map in the picture."""
+"""Largest number of rows and columns of a small map in the picture."""
 
 MAX_WEIGHTS = 1 << 27
-"""The most weights that are computed for the picture: about a tenth of a second."""
+"""Largest number of weights that are computed for the picture, which takes about a tenth of a second."""
 
 # A saved notebook has no widget any more, and JupyterLab shows an error in its place, which this style hides.
 _STYLE = (
     "<style>.jp-OutputArea-child:not(:has(.multihead-view)):has(+ .jp-OutputArea-child [data-multihead-static])"
     "{display:none}</style>"
 )
-_MAPS_PER_ROW = 8  # small maps side by side if only some heads are shown
+_MAPS_PER_ROW = 8  # number of small maps side by side if only some heads are shown
 
 
 def static_html(record: Record, *, mark: str, lang: str) -> str:
@@ -64,7 +63,7 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     cells = max((one.num_queries * one.num_keys for one in ones if one is not None), default=0)
     number = MAX_WEIGHTS // max(1, cells) if record.keeps_weights else 0
     if all(one is not None and "pooled_map" in one.statistics for one in ones):
-        number = len(heads)  # nothing is left to compute
+        number = len(heads)  # all heads have stored maps, so no weight must be computed
     if number < min(len(heads), _MAPS_PER_ROW // 2):
         means = {place: layer.summary("mean") for place, layer in enumerate(record.layers)}
         name = "entropy" if all("entropy" in each for each in means.values()) else next(iter(means[0]))
@@ -81,7 +80,7 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     across = max(layer.num_heads for layer in record.layers) if whole else min(_MAPS_PER_ROW, len(heads))
     maps = {at: _small_map(ones[at[0]], at[1]) for at in heads}
     side = max(max(each.shape) for each in maps.values())
-    high, wide = side + (2 if whole else 7), side + 2  # a name stands above each map of some heads
+    high, wide = side + (2 if whole else 7), side + 2  # if only some heads are shown, each map has a name above it
     tiles = np.full((rows * high, across * wide), np.nan)
     inside = np.zeros(tiles.shape, dtype=bool)
     places = {}
@@ -120,7 +119,7 @@ def _small_map(sample: Any, head: int) -> Any:
 
 def _png_in_few_colours(figure: Any) -> bytes:
     """Return a figure as a PNG file with 48 colours, which takes a fifth of the bytes."""
-    from PIL import Image  # matplotlib needs it
+    from PIL import Image  # PIL is a dependency of matplotlib
 
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=80)
