@@ -1,9 +1,9 @@
 """Find modules of a running Hugging Face model that compute attention without calling this library.
 
-This can only be detected at run time: a layer may compute its own attention at one layer index, or read the mask and
-ignore transformers' AttentionInterface. So hooks watch the modules that look attention up in the interface, and the
-modules that read the mask of `transformers_mask`. During its forward pass each of them must call this library's
-attention at least once.
+Some bypasses can only be detected at run time: a layer may compute its own attention at one layer index only, or read
+    the mask and ignore transformers' AttentionInterface. So hooks watch the modules that look attention up in the
+    interface, and the modules that read the mask of `transformers_mask`. Each watched module must call this library's
+    attention at least once during its forward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class CallCounts(threading.local):
 
     Attributes:
         count: number of calls so far.
-        counts_at_start: id of a module -> `count`, and the number of mask reads, when its newest forward pass began.
+        counts_at_start: id of a module -> `count` and the number of mask reads, both when the module's newest forward
+            pass began.
     """
 
     def __init__(self) -> None:
@@ -47,10 +48,10 @@ call_counts = CallCounts()
 def report_bypassing_modules(
     undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: ReportBypass
 ) -> None:
-    """Add hooks that report modules that compute attention or read its mask, but never call this library's attention.
+    """Add hooks that report modules that compute attention or read the mask, but never call this library's attention.
 
     Args:
-        undo: receives the steps that remove the hooks.
+        undo: stores how to remove the hooks.
         model: a module that contains models of transformers.
         models: the models of transformers in `model`, by qualified name.
         implementation: name of this library's attention in transformers; models that use another one are not checked.

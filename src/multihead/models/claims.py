@@ -12,14 +12,15 @@ from multihead.errors import ModelError
 
 MAX_LAYERS = 4096
 """Maximum number of layers in a configuration; the deepest published models have 1,000. Without a limit, a broken file
-could make transformers build layers for hours: a millisecond or more for each."""
+could make transformers build layers for hours, at a millisecond or more per layer."""
 
 MAX_LABELS = 10_000_000
 """Maximum number of classes (`num_labels`) in a configuration; transformers creates a string for each class."""
 
 # Matches entries such as num_hidden_layers, n_layer, encoder_layers, depths, and inner_group_num of ALBERT.
 _LAYER_COUNT = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
-_GGUF_BYTES_OF_TYPE = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # number type -> bytes
+# number of a GGUF value type -> bytes per value
+_GGUF_BYTES_OF_TYPE = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _GGUF_STRING_TYPE, _GGUF_ARRAY_TYPE = 8, 9
 _GGUF_INTEGER_FORMATS = {4: "I", 5: "i", 10: "Q", 11: "q"}
 
@@ -69,7 +70,7 @@ def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:
             if of in _GGUF_BYTES_OF_TYPE:
                 file.seek(_GGUF_BYTES_OF_TYPE[of] * length, os.SEEK_CUR)
             else:
-                for _ in range(length):  # a wrong length ends with an error at the end of the file
+                for _ in range(length):  # a wrong length raises an error at the end of the file
                     skip_value(of)
         else:
             file.seek(_GGUF_BYTES_OF_TYPE[kind], os.SEEK_CUR)

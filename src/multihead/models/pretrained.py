@@ -24,7 +24,7 @@ from multihead.tensors.undo import Undo
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     """Return the Hugging Face models in a module, itself included, by qualified name."""
     if "transformers" not in sys.modules:
-        return {}  # not imported, so no model of it can exist
+        return {}  # transformers is not imported, so no model of it can exist
     from transformers import PreTrainedModel
 
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
@@ -72,7 +72,7 @@ class TokenInputs:
 
     Attributes:
         ids: (batch, tokens) int64, a copy of the token ids on the CPU; None if the model received none.
-        tokens: (batch, cached and new tokens) bool, True = no padding; None where padding is unknown.
+        tokens: (batch, cached and new tokens) bool, False for padding; None where padding is unknown.
         batch_sizes: batch size of the main input, then of every input; () where unknown, as in models that are not from
             Hugging Face.
     """
@@ -134,9 +134,9 @@ class InputTracker:
         return self in _receiving.get()
 
     def inputs_of_queries(self, name: str) -> TokenInputs:
-        """Return the inputs from which the queries of a layer are computed.
+        """Return the token inputs of the model from which the queries of a layer are computed.
 
-        These are the inputs of the innermost model that contains the layer and takes tokens. An encoder and a decoder
+        The result is that of the innermost model that contains the layer and takes tokens. An encoder and a decoder
         are separate models, each with its own token ids and padding.
         """
         found: TokenInputs | None = None
@@ -202,7 +202,7 @@ class InputTracker:
     ) -> None:
         """Forward pre-hook that stores a model's token inputs; torch may call it without `kwargs` as it is added."""
         if not self.is_recording:
-            return  # another thread runs the model; its attention calls are not recorded here either
+            return  # the model runs in another thread, whose attention calls are not recorded either
         self.num_passes += self._depth == 0
         self._depth += 1
         model.newest_inputs = _read_token_inputs(model, args, kwargs or {})
@@ -257,7 +257,8 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    # Hugging Face models, which have `main_input_name`, have the batch in the first axis; others may not.
+    # The first axis of inputs is the batch in Hugging Face models, which have `main_input_name`; in others it may not
+    # be.
     main = getattr(model.module, "main_input_name", None)
     given = {key: each for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
     lengths = {key: each.size(0) for key, each in given.items()}  # a nested tensor has no len

@@ -664,7 +664,7 @@ def _cosine_similarities(vectors: Tensor) -> Tensor:
 def _distances_between_maps(
     before: Record, after: Record, first: int, cancelled: Cancelled
 ) -> list[tuple[int, list[float]]]:
-    """Return (number of a layer, distance per head) between the maps before and after a change, for layers after `first`.
+    """Return (layer, distance per head) between the maps before and after a change, for layers after `first`.
 
     The distance is the mean over queries (over some queries of a long text) of half the sum over keys of |before -
     after|.
