@@ -25,8 +25,8 @@ import multihead as mh
 from benchmarks.machine import machine_line
 from benchmarks.measure import Ratio
 from multihead.counting.batches import Batch, batches_by_length
-from multihead.counting.merge import HEADS
-from multihead.counting.run import BATCH_TOKENS, EXAMPLES
+from multihead.counting.merge import HEADS_FILE
+from multihead.counting.run import DEFAULT_BATCH_TOKENS, DEFAULT_EXAMPLES
 from multihead.counting.tally import Tally, census_probes, replace_attention, run_batch
 from multihead.counting.work import Progress
 from multihead.models.loading import load
@@ -100,13 +100,13 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
     ids = [
         np.array(each, np.int64) for each in loaded.tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
     ]
-    rows = list(batches_by_length(ids, range(texts), tokens=BATCH_TOKENS, packed=True))
+    rows = list(batches_by_length(ids, range(texts), tokens=DEFAULT_BATCH_TOKENS, packed=True))
     padded = [Batch.pad_texts(ids[first : first + PADDED], range(PADDED)) for first in range(0, texts, PADDED)]
     special = tuple(loaded.tokenizer.all_special_ids)
     probes = census_probes(None)
 
     def counted() -> Tally:
-        with replace_attention(model), Tally.measure_model(model, probes, special, EXAMPLES) as tally:
+        with replace_attention(model), Tally.measure_model(model, probes, special, DEFAULT_EXAMPLES) as tally:
             for batch in rows:
                 tally.add_batch(batch)
         return tally
@@ -154,7 +154,7 @@ def processes(*, workers: int, texts: int, pairs: int) -> None:
                 out, run = folder / f"{number}-{pair}", _Run(number)
                 mh.census(MODEL, corpus, out=out, workers=number, threads=1, progress=run.add)
                 runs.append(run)
-                tables.add((out / HEADS).read_bytes())
+                tables.add((out / HEADS_FILE).read_bytes())
                 print(f"{number} processes: {run}")
         kinds = {"rate": "after all have loaded the model", "whole_rate": "of the whole run"}
         for name, kind in kinds.items():
@@ -232,7 +232,7 @@ def kills(*, kills: int, seed: int) -> None:
                     print(f"killed {kind} after {len(list(shards.glob('*.parquet')))} shards")
             if run.wait() == 0:
                 break
-        same = (folder / "whole" / HEADS).read_bytes() == (folder / "killed" / HEADS).read_bytes()
+        same = (folder / "whole" / HEADS_FILE).read_bytes() == (folder / "killed" / HEADS_FILE).read_bytes()
         shards_left = [each.name for each in shards.iterdir() if each.name.startswith(".")]
         print(f"{done} kills; the merged tables have the same bytes: {same}; files left behind: {shards_left}")
 

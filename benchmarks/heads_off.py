@@ -18,8 +18,8 @@ from benchmarks.pages import RESULTS, ROOT, table, today, write_page
 from multihead.interventions.predictions import token_losses
 from multihead.models.loading import load
 from multihead.observation.textbook import (
-    LENGTH,
-    TIMES,
+    DEFAULT_LENGTH,
+    DEFAULT_TIMES,
     add_repeated,
     measure_repeated,
     repeated_tokens,
@@ -32,7 +32,9 @@ TEXTS, STRONGEST, DRAWS = 8, 3, 10
 MEASURED_SEED, CHOSEN_SEED = 0, 1  # of the texts whose losses are measured, and of those on which heads are chosen
 LEAST = 5.0  # times that the strongest heads must cost what random ones cost
 PICTURE = ROOT / "docs" / "pictures" / "heads-off.svg"
-REPEATED = slice(LENGTH + 1, TIMES * LENGTH)  # losses of runs 2 and 3, without the first token of run 2
+REPEATED = slice(
+    DEFAULT_LENGTH + 1, DEFAULT_TIMES * DEFAULT_LENGTH
+)  # losses of runs 2 and 3, without the first token of run 2
 INK, ACCENT, GREY = "#1D2733", "#C2185B", "#8A93A0"
 
 Head = tuple[int, int]
@@ -172,15 +174,24 @@ def draw_picture(result: Result, target: Path) -> None:
 
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "heads off", "font.family": "sans-serif"}):
         figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
-        tokens = torch.arange(1, TIMES * LENGTH + 1)
+        tokens = torch.arange(1, DEFAULT_TIMES * DEFAULT_LENGTH + 1)
         for (name, losses), colour in zip(result.curves.items(), (ACCENT, GREY, INK), strict=True):
             ax.plot(tokens, losses, color=colour, linewidth=1.6, label=name)
-        for run in range(TIMES):
+        for run in range(DEFAULT_TIMES):
             if run:
-                ax.axvline(run * LENGTH + 0.5, color="#D5D9DE", linewidth=1, zorder=0)
+                ax.axvline(run * DEFAULT_LENGTH + 0.5, color="#D5D9DE", linewidth=1, zorder=0)
             named = ("64 random tokens", "the same tokens again", "and again")[run]
-            ax.text(run * LENGTH + LENGTH / 2, 1.02, named, transform=ax.get_xaxis_transform(), ha="center", color=INK)
-        ax.set(xlim=(1, TIMES * LENGTH), xlabel="token", ylabel="loss (nats): how unexpected each token is")
+            ax.text(
+                run * DEFAULT_LENGTH + DEFAULT_LENGTH / 2,
+                1.02,
+                named,
+                transform=ax.get_xaxis_transform(),
+                ha="center",
+                color=INK,
+            )
+        ax.set(
+            xlim=(1, DEFAULT_TIMES * DEFAULT_LENGTH), xlabel="token", ylabel="loss (nats): how unexpected each token is"
+        )
         ax.set_ylim(bottom=0)
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, loc="upper right", fontsize=10)
@@ -191,7 +202,7 @@ def draw_picture(result: Result, target: Path) -> None:
 
 def page(result: Result) -> list[str]:
     """Return the lines of the page with all draws."""
-    values = {"texts": TEXTS, "times": TIMES, "length": LENGTH, "loss": result.loss}
+    values = {"texts": TEXTS, "times": DEFAULT_TIMES, "length": DEFAULT_LENGTH, "loss": result.loss}
     explained = EXPLAINED.format(**values, chosen=CHOSEN_SEED, measured=MEASURED_SEED)
     lines = [f"# Induction heads switched off, {today()}", "", machine_line(), "", explained, ""]
     head = ("switched off", "replaced by zero: more nats per token", "by the mean")

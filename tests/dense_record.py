@@ -19,7 +19,7 @@ from multihead.probes.probe import Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.segments import Segment
-from multihead.record.summaries import Measured, occurred_before, queries_that_count
+from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
 from multihead.record.texts import Text
 from multihead.tensors.shapes import AttentionShape
 
@@ -66,7 +66,7 @@ class DenseSample:
     num_keys = property(lambda self: self.dense.shape[2])
     keeps_weights = property(lambda self: self.keep != "statistics")
     query_text = Text()
-    crosses = False
+    cross_attention = False
     map_size = 64
 
     @property
@@ -97,13 +97,13 @@ class DenseSample:
         ids = self.text.ids
         return None if ids is None else partial(occurred_before, self.positions, ids)
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, MeasuredStatistic]:
         counts = {
             name: queries_that_count(statistic(name).counted, self.sees, self.positions, self.num_keys, self.occurred)
             for name in self.statistics
             if name not in ("received", "largest_key")
         }
-        return {name: Measured(self.statistics[name], counted) for name, counted in counts.items()}
+        return {name: MeasuredStatistic(self.statistics[name], counted) for name, counted in counts.items()}
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         if self.keep == "statistics":

@@ -23,7 +23,7 @@ import multihead as mh
 from benchmarks.machine import machine_line
 from multihead import masks
 from multihead.observation.record import Record
-from multihead.viewer.levels import BASE, TILE, cells_per_side, number_of_levels
+from multihead.viewer.levels import FINEST_STORED_LEVEL, TILE_SIDE, cells_per_side, number_of_levels
 
 TOLERANCE = 1e-4  # of a mean, relative: weights in float32 against the same sums in float64
 SAMPLE = "api/runs/0/samples/0"
@@ -42,11 +42,11 @@ def main(*, tokens: int, heads: int, runs: int) -> None:
         record.save(file)
         with _Viewer(file) as viewer:
             built = _until_built(viewer)
-            if number_of_levels(tokens, tokens) > BASE:
+            if number_of_levels(tokens, tokens) > FINEST_STORED_LEVEL:
                 console.print(f"Coarse levels of {heads} heads at {tokens:,} tokens: {built:.1f} s.")
             table = Table("level", "scores per tile", "first, ms", "slowest, ms", "repeated, ms")
             for level in range(number_of_levels(tokens, tokens)):
-                rows = min(TILE, cells_per_side(tokens, level))
+                rows = min(TILE_SIDE, cells_per_side(tokens, level))
                 cold, again = _timed(viewer, tokens, heads, level, runs)
                 _check_equal(viewer, record, level)
                 table.add_row(
@@ -127,7 +127,7 @@ def _until_built(viewer: _Viewer) -> float:
 
 def _timed(viewer: _Viewer, tokens: int, heads: int, level: int, runs: int) -> tuple[list[float], list[float]]:
     """Request tiles below the diagonal, where every cell is visible, each of them twice."""
-    side = -(-cells_per_side(tokens, level) // TILE)
+    side = -(-cells_per_side(tokens, level) // TILE_SIDE)
     below = [(row, column) for row in range(side) for column in range(row)] or [(0, 0)]
     each = [(*place, head, sink) for place in below for head in range(heads) for sink in (1, 0)]
     cold, again = [], []
@@ -141,16 +141,16 @@ def _timed(viewer: _Viewer, tokens: int, heads: int, level: int, runs: int) -> t
 def _check_equal(viewer: _Viewer, record: Record, level: int) -> None:
     """Compare some cells in the last row of tiles with the mean of their weights in float64."""
     sample, side = record.layers[0].sample(), 1 << level
-    row = (cells_per_side(sample.num_queries, level) - 1) // TILE
+    row = (cells_per_side(sample.num_queries, level) - 1) // TILE_SIDE
     answer = viewer.get(f"{SAMPLE}/heads/0/0/tile?level={level}&row={row}&column=0")
     found = np.frombuffer(answer.body, "<f4").reshape(answer.shape)
-    down = row * TILE + len(found) // 2
+    down = row * TILE_SIDE + len(found) // 2
     queries = slice(down * side, min((down + 1) * side, sample.num_queries))
     for across in (0, found.shape[1] // 3):
         weights = sample.weights(0, queries=queries, keys=slice(across * side, (across + 1) * side)).double()
         shown = sample.visible(queries=queries, keys=slice(across * side, (across + 1) * side))
         expected = float(weights.sum() / shown.sum())
-        if not abs(found[down - row * TILE, across] - expected) <= TOLERANCE * expected + 1e-12:
+        if not abs(found[down - row * TILE_SIDE, across] - expected) <= TOLERANCE * expected + 1e-12:
             raise click.ClickException(f"A tile of level {level} is not the mean of its weights.")
 
 

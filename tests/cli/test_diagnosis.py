@@ -39,7 +39,12 @@ def test_a_system_that_does_not_list_runtimes_returns_none(tmp_path: Path) -> No
 
 
 def test_two_runtimes_are_warned_of() -> None:
-    found = replace(diagnose(), absence=None, refusal=None, runtimes=(Path("/a/libgomp.so.1"), Path("/b/libomp.so")))
+    found = replace(
+        diagnose(),
+        absence_reason=None,
+        refusal_reason=None,
+        openmp_runtime_files=(Path("/a/libgomp.so.1"), Path("/b/libomp.so")),
+    )
     (warning,) = found.warnings
     assert warning == (
         "2 OpenMP runtimes are loaded, and their threads compete for the same cores: /a/libgomp.so.1, /b/libomp.so. "
@@ -50,9 +55,9 @@ def test_two_runtimes_are_warned_of() -> None:
 @pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 def test_the_native_library_shares_the_runtime_of_torch() -> None:
     found = diagnose()
-    if found.runtimes is None:
+    if found.openmp_runtime_files is None:
         pytest.skip("this system does not list which runtimes are loaded")
-    assert len(found.runtimes) <= 1
+    assert len(found.openmp_runtime_files) <= 1
     assert found.warnings == ()
 
 
@@ -72,13 +77,13 @@ def test_choices_and_features_are_those_of_torch_and_the_library() -> None:
     found = diagnose()
     assert (found.torch_version, found.threads) == (torch.__version__, torch.get_num_threads())
     assert found.library == library.path_of_library()
-    assert found.chosen == (library.chosen_instruction_set().name if found.absence is None else None)
+    assert found.chosen_set == (library.chosen_instruction_set().name if found.absence_reason is None else None)
 
 
 def test_a_missing_library_is_a_warning_and_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_library_or_reason", lambda: "its library was not built")
     found = diagnose()
-    assert (found.library, found.sets, found.chosen) == (None, (), None)
+    assert (found.library, found.instruction_sets, found.chosen_set) == (None, (), None)
     assert found.warnings[0] == (
         "The native kernel is not available: its library was not built. Calls use the next kernel that does not "
         "refuse; install a compiler, then multihead again."
@@ -95,6 +100,6 @@ def test_an_impossible_request_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
         found = diagnose()
     finally:
         library._default_instruction_set.cache_clear()
-    assert found.requested == "avx9"
-    assert found.chosen is None
+    assert found.requested_set == "avx9"
+    assert found.chosen_set is None
     assert found.warnings[0].startswith("MULTIHEAD_CPU is 'avx9', and there is no such instruction set. Give one that")

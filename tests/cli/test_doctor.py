@@ -15,23 +15,23 @@ from multihead.kernels.native.library import InstructionSet
 FOUND = room.Diagnosis(
     system="Linux x86_64",
     cpu="A processor",
-    features=("avx2", "fma3"),
+    cpu_features=("avx2", "fma3"),
     torch_version="2.13.0",
     threads=1,
     library=Path("/here/libmultihead_native.so"),
-    absence=None,
-    sets=(
+    absence_reason=None,
+    instruction_sets=(
         InstructionSet("scalar", 0, compiled=True, runs=True, for_tests=False),
         InstructionSet("avx2", 1, compiled=True, runs=True, for_tests=False),
         InstructionSet("avx512", 2, compiled=True, runs=False, for_tests=False),
         InstructionSet("avx512_bf16", 3, compiled=False, runs=False, for_tests=False),
         InstructionSet("emulated_amx", 4, compiled=True, runs=True, for_tests=True),
     ),
-    requested=None,
-    chosen="avx2",
-    refusal=None,
-    lacking=None,
-    runtimes=(Path("/torch/libgomp.so.1"),),
+    requested_set=None,
+    chosen_set="avx2",
+    refusal_reason=None,
+    missing_set_warning=None,
+    openmp_runtime_files=(Path("/torch/libgomp.so.1"),),
     kernels=(
         room.KernelDiagnosis("native", {"float16": "it computes float32", "float64": "it computes float32"}),
         room.KernelDiagnosis("reference", {}),
@@ -74,17 +74,27 @@ def test_all_that_is_found_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_build_that_lacks_a_faster_set_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(monkeypatch, replace(FOUND, lacking="The native kernel was compiled without amx. Install it again."))
+    result = run(
+        monkeypatch, replace(FOUND, missing_set_warning="The native kernel was compiled without amx. Install it again.")
+    )
     assert result.output.endswith("\n\n! The native kernel was compiled without amx. Install it again.\n")
 
 
 def test_a_forced_set_says_what_forced_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(monkeypatch, replace(FOUND, requested="scalar", chosen="scalar"))
+    result = run(monkeypatch, replace(FOUND, requested_set="scalar", chosen_set="scalar"))
     assert "   scalar        used: set by MULTIHEAD_CPU\n   avx2          runs here\n" in result.output
 
 
 def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = replace(FOUND, library=None, absence="it was not built", sets=(), chosen=None, runtimes=None, features=())
+    bare = replace(
+        FOUND,
+        library=None,
+        absence_reason="it was not built",
+        instruction_sets=(),
+        chosen_set=None,
+        openmp_runtime_files=None,
+        cpu_features=(),
+    )
     output = run(monkeypatch, bare, columns=200).output
     assert "   features      torch names none\n" in output
     assert "   OpenMP        the loaded runtimes cannot be listed on this system\n" in output
@@ -97,7 +107,7 @@ def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: py
 
 def test_no_runtime_of_its_own_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "   OpenMP        no runtime is loaded as a separate library\n" in run(
-        monkeypatch, replace(FOUND, runtimes=())
+        monkeypatch, replace(FOUND, openmp_runtime_files=())
     ).output  # fmt: skip
 
 

@@ -6,14 +6,14 @@ import pytest
 from click.testing import CliRunner
 
 from multihead.cli import main
-from multihead.cli.language import VARIABLES, language_of_locale
+from multihead.cli.language import LOCALE_VARIABLES, language_of_locale
 
 ENGLISH, CHINESE = "A walk through multi-head attention", "多头注意力：一步一步走一遍"
 
 
 @pytest.fixture(autouse=True)
 def _no_locale(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in LOCALE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -23,7 +23,7 @@ from multihead.probes.catalogue import REPEATED
 from multihead.record.analysis.chance import Evidence
 from multihead.record.analysis.highlights import LayerProfile, kinds_of_heads
 from multihead.record.analysis.visibility import Visibility
-from multihead.record.memory_use import Memory
+from multihead.record.memory_use import MemoryUse
 from multihead.viewer.report import ReportSummary
 
 
@@ -115,7 +115,7 @@ def test_where_the_terminal_is_narrow_numbers_give_way_and_the_kind_of_a_head_do
 def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a record.safetensors"
     file.write_bytes(b"0" * 2_500_000)
-    print_memory_and_files(summary("pooled"), str(file), Memory(1, 1, 1), "en")
+    print_memory_and_files(summary("pooled"), str(file), MemoryUse(1, 1, 1), "en")
     assert capsys.readouterr().out.splitlines() == [
         "",
         "The page: page.html (1.5 MB, pooled maps)",
@@ -124,25 +124,25 @@ def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys
 
 
 def test_where_the_page_leaves_weights_out_it_is_said_how_to_have_them(capsys: pytest.CaptureFixture[str]) -> None:
-    print_memory_and_files(summary("largest"), None, Memory(1, 1, 1), "en")
+    print_memory_and_files(summary("largest"), None, MemoryUse(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith(
         "For every weight at every zoom: run look with --record FILE, then multihead view FILE.\n"
     )
-    print_memory_and_files(summary("whole"), None, Memory(1, 1, 1), "en")
+    print_memory_and_files(summary("whole"), None, MemoryUse(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith("The page: page.html (1.5 MB, every weight)\n")
 
 
 def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.CaptureFixture[str]) -> None:
-    print_memory_and_files(summary("whole"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
+    print_memory_and_files(summary("whole"), None, MemoryUse(3_100_000_000, 755_000_000, 72_477_573_120), "en")
     assert capsys.readouterr().out.splitlines()[1] == (
         "Peak memory 3.1 GB, including the model; q and k of all heads take 755.0 MB, and their weights would take "
         "72.5 GB."
     )
 
 
-@pytest.mark.parametrize("memory", [Memory(3, 2, 999_999_999), Memory(None, 2, 10**12)])
+@pytest.mark.parametrize("memory", [MemoryUse(3, 2, 999_999_999), MemoryUse(None, 2, 10**12)])
 def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_memory(
-    memory: Memory, capsys: pytest.CaptureFixture[str]
+    memory: MemoryUse, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_memory_and_files(summary("whole"), None, memory, "en")
     assert "memory" not in capsys.readouterr().out

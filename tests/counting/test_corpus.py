@@ -13,7 +13,7 @@ import pytest
 from pyarrow import feather
 
 from multihead.counting import corpus
-from multihead.counting.corpus import Version, divide_into_shards, find_files, sizes_and_versions
+from multihead.counting.corpus import FileVersion, divide_into_shards, find_files, sizes_and_versions
 from multihead.counting.formats import Shard, rows_of_shard
 from multihead.errors import InputError
 from tests.counting.tiny import jsonl, random_texts
@@ -67,9 +67,9 @@ class TestShards:
         shards = divide_into_shards({"a.txt": total}, "text")
         sizes = [(total if each.stop < 0 else each.stop) - each.start for each in shards]
         assert (sum(sizes), sizes) == (total, sorted(sizes, reverse=True))
-        assert sizes[0] <= corpus.LARGEST_SHARD
-        assert sizes[-1] <= max(total // corpus.LEAST_PART, corpus.SMALLEST_SHARD)
-        assert len(sizes) <= max(400, 2 * total // corpus.LARGEST_SHARD)
+        assert sizes[0] <= corpus.MAX_SHARD_BYTES
+        assert sizes[-1] <= max(total // corpus.MIN_SHARD_DIVISOR, corpus.MIN_SHARD_BYTES)
+        assert len(sizes) <= max(400, 2 * total // corpus.MAX_SHARD_BYTES)
         for workers in (2, 4, 24):
             ends = [0] * workers
             for size in sizes:
@@ -116,7 +116,7 @@ class TestFiles:
             find_files([str(tmp_path)])
 
 
-def version_of(file: str) -> Version:
+def version_of(file: str) -> FileVersion:
     return sizes_and_versions([file])[1][file]
 
 
@@ -134,16 +134,16 @@ class TestVersions:
         file.write_bytes(content)
         os.utime(file, ns=(time, time))
         after = version_of(str(file))
-        assert after.written == before.written
-        assert after.ends != before.ends
+        assert after.last_written == before.last_written
+        assert after.hash_of_ends != before.hash_of_ends
 
     def test_the_time_counts_if_the_ends_are_the_same(self, tmp_path: Path) -> None:
         file = jsonl(tmp_path / "texts.jsonl", TEXTS)
         before = version_of(file)
         os.utime(file, (1, 1))
         after = version_of(file)
-        assert (after.written, after.ends) == ("1970-01-01T00:00:01+00:00", before.ends)
-        assert before.written != after.written
+        assert (after.last_written, after.hash_of_ends) == ("1970-01-01T00:00:01+00:00", before.hash_of_ends)
+        assert before.last_written != after.last_written
 
     def test_a_file_at_an_address_has_what_its_server_knows(self) -> None:
         name = "memory://versions/a.txt"
@@ -152,8 +152,8 @@ class TestVersions:
             with fsspec.open(name, "w") as file:
                 file.write("w1")
             found.append(version_of(name))
-        assert found[0].ends == found[1].ends
-        assert found[0].written != found[1].written
+        assert found[0].hash_of_ends == found[1].hash_of_ends
+        assert found[0].last_written != found[1].last_written
 
     def test_a_file_that_cannot_be_read_has_none_and_no_size(self, tmp_path: Path) -> None:
         gone = str(tmp_path / "gone.txt")

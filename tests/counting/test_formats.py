@@ -112,7 +112,7 @@ class TestEveryFormat:
     def test_memory_does_not_grow_with_the_number_of_texts(
         self, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(formats, "CSV_BLOCK", 1 << 12)
+        monkeypatch.setattr(formats, "CSV_BLOCK_BYTES", 1 << 12)
         peaks = []
         for number in (100, 400):
             file = tmp_path / f"{number}-{name}"
@@ -169,7 +169,7 @@ class TestLines:
         assert found[1].problem == problem
 
     def test_one_that_does_not_end_is_not_held_in_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(formats, "LONGEST_LINE", 16)
+        monkeypatch.setattr(formats, "MAX_LINE_BYTES", 16)
         file = tmp_path / "texts.txt"
         file.write_bytes(b"a" * 100 + b"\nlast\n")
         found = read(str(file))
@@ -192,7 +192,7 @@ class TestCsv:
         file.write_bytes(b'n,text\n1\n2,"w1\nw2"\n\n3,w3,x\n4,w4\n5,w5,x,y\n')
         found = {}
         for block in (24, 1 << 20):
-            monkeypatch.setattr(formats, "CSV_BLOCK", block)
+            monkeypatch.setattr(formats, "CSV_BLOCK_BYTES", block)
             found[block] = [(row.index, row.place, row.text, row.problem) for row in read(str(file))]
         assert found[24] == found[1 << 20]
         assert [each[1:] for each in found[24]] == [
@@ -204,7 +204,7 @@ class TestCsv:
         ]
 
     def test_a_row_longer_than_a_block_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(formats, "CSV_BLOCK", 64)
+        monkeypatch.setattr(formats, "CSV_BLOCK_BYTES", 64)
         file = tmp_path / "texts.csv"
         file.write_bytes(b'text\n"' + b"w1\n" * 100)
         sentence = f"{file} has a row of more than 64 bytes. Close its quotes, or write it as jsonl."
@@ -212,7 +212,7 @@ class TestCsv:
             read(str(file))
 
     def test_broken_rows_without_end_are_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(formats, "MOST_BROKEN_CSV_ROWS", 50)
+        monkeypatch.setattr(formats, "MAX_BROKEN_CSV_ROWS", 50)
         file = tmp_path / "texts.csv"
         file.write_bytes(b"text\n" + b"w1,w2\n" * 100)
         with pytest.raises(InputError, match=r"texts\.csv cannot be read: CSV parse error: .* Write it again\.$"):

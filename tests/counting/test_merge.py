@@ -11,9 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 
 import multihead as mh
-from multihead.counting.merge import HEADS, SHARDS, MergedSums, merge_shards, missing_shards, read_merged_tables
+from multihead.counting.merge import (
+    HEADS_FILE,
+    SHARDS_FILE,
+    MergedSums,
+    merge_shards,
+    missing_shards,
+    read_merged_tables,
+)
 from multihead.counting.plan import read_plan
-from multihead.counting.shard import OF_CHANCE, add_missing_columns, heads_schema, read_metadata, table_to_parquet
+from multihead.counting.shard import CHANCE_COLUMNS, add_missing_columns, heads_schema, read_metadata, table_to_parquet
 
 
 def one_row(
@@ -55,14 +62,14 @@ def test_chance_is_weighted_by_queries_and_the_excess_by_texts() -> None:
 
 
 def test_a_shard_of_an_earlier_version_makes_chance_unknown_and_nothing_else() -> None:
-    old = one_row(4.0, shard=1).drop_columns(list(OF_CHANCE))
+    old = one_row(4.0, shard=1).drop_columns(list(CHANCE_COLUMNS))
     for tables in ([one_row(1.0, shard=0), old], [old, one_row(1.0, shard=0)]):
         found = MergedSums(1)
         for table in tables:
             found.add_shard(add_missing_columns(table))
         row = found.heads_table().to_pylist()[0]
         assert (row["count"], row["mean"]) == (2, 2.5)
-        assert [row[name] for name in OF_CHANCE] == [None] * 4
+        assert [row[name] for name in CHANCE_COLUMNS] == [None] * 4
 
 
 def test_a_shard_without_a_query_that_counts_leaves_chance_known() -> None:
@@ -93,12 +100,12 @@ class TestAFolder:
         return Path(shutil.copytree(folder, tmp_path / "out"))
 
     def test_the_tables_are_written_once_with_the_same_bytes(self, copy: Path, folder: Path) -> None:
-        (copy / HEADS).unlink()
+        (copy / HEADS_FILE).unlink()
         assert mh.Census.load(copy).write_tables()
-        assert (copy / HEADS).read_bytes() == (folder / HEADS).read_bytes()
-        os.utime(copy / HEADS, ns=(0, 0))
+        assert (copy / HEADS_FILE).read_bytes() == (folder / HEADS_FILE).read_bytes()
+        os.utime(copy / HEADS_FILE, ns=(0, 0))
         assert mh.Census.load(copy).write_tables()
-        assert (copy / HEADS).stat().st_mtime_ns == 0
+        assert (copy / HEADS_FILE).stat().st_mtime_ns == 0
 
     def test_the_tables_of_all_shards_need_no_shard(self, copy: Path) -> None:
         shutil.rmtree(copy / "shards")
@@ -110,27 +117,27 @@ class TestAFolder:
         plan = read_plan(copy)
         file = plan.shard_file(copy, 1)
         table = pq.read_table(file)
-        file.write_bytes(table_to_parquet(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
-        found, expected = merge_shards(copy, plan).heads, pq.read_table(folder / HEADS)
-        others = [name for name in expected.column_names if name not in (*OF_CHANCE, "examples")]  # which hold NaN
+        file.write_bytes(table_to_parquet(table.drop_columns(list(CHANCE_COLUMNS)), read_metadata(table.schema)))
+        found, expected = merge_shards(copy, plan).heads, pq.read_table(folder / HEADS_FILE)
+        others = [name for name in expected.column_names if name not in (*CHANCE_COLUMNS, "examples")]  # which hold NaN
         assert found.schema == expected.schema.remove_metadata()
         assert found.select(others) == expected.select(others)
-        assert {found[name].null_count for name in OF_CHANCE} == {len(found)}
+        assert {found[name].null_count for name in CHANCE_COLUMNS} == {len(found)}
 
     def test_no_table_is_written_while_a_shard_is_missing_that_may_still_be_counted(self, copy: Path) -> None:
         plan = read_plan(copy)
-        for file in (copy / HEADS, copy / SHARDS, plan.shard_file(copy, 1)):
+        for file in (copy / HEADS_FILE, copy / SHARDS_FILE, plan.shard_file(copy, 1)):
             file.unlink()
         assert not mh.Census.load(copy).write_tables()
-        assert not (copy / HEADS).exists()
+        assert not (copy / HEADS_FILE).exists()
         plan.problem_file(copy, 1).write_text("It cannot be read.", encoding="utf-8")
         found = mh.Census.load(copy)
         assert (found.missing, found.problems, found.write_tables()) == ([1], ["It cannot be read."], True)
-        assert pq.read_table(copy / HEADS).num_rows == len(found.heads)
+        assert pq.read_table(copy / HEADS_FILE).num_rows == len(found.heads)
 
     def test_a_table_without_a_shard_that_is_counted_later_is_replaced(self, copy: Path, folder: Path) -> None:
         plan = read_plan(copy)
-        for file in (copy / HEADS, copy / SHARDS, plan.shard_file(copy, 1)):
+        for file in (copy / HEADS_FILE, copy / SHARDS_FILE, plan.shard_file(copy, 1)):
             file.unlink()
         plan.problem_file(copy, 1).write_text("It cannot be read.", encoding="utf-8")
         mh.Census.load(copy).write_tables()
@@ -138,14 +145,14 @@ class TestAFolder:
         shutil.copy(plan.shard_file(folder, 1), plan.shard_file(copy, 1))
         assert read_merged_tables(copy, plan) is None
         mh.Census.load(copy).write_tables()
-        for file in (HEADS, SHARDS):
+        for file in (HEADS_FILE, SHARDS_FILE):
             assert (copy / file).read_bytes() == (folder / file).read_bytes()
 
     @pytest.mark.parametrize("damage", ["absent", "empty", "cut off", "another census", "another shard"])
     def test_a_shard_without_a_file_of_its_own_that_can_be_read_is_missing(self, copy: Path, damage: str) -> None:
         plan = read_plan(copy)
         file, content = plan.shard_file(copy, 1), plan.shard_file(copy, 1).read_bytes()
-        (copy / HEADS).unlink()
+        (copy / HEADS_FILE).unlink()
         if damage == "absent":
             file.unlink()
         elif damage == "another shard":
@@ -156,7 +163,7 @@ class TestAFolder:
             file.write_bytes(content[: 100 if damage == "cut off" else 0])
         assert missing_shards(copy, plan, [0, 1, 2]) == [1]
         found = mh.Census.load(copy)
-        assert (found.missing, found.write_tables(), (copy / HEADS).exists()) == ([1], False, False)
+        assert (found.missing, found.write_tables(), (copy / HEADS_FILE).exists()) == ([1], False, False)
 
     def test_the_table_of_shards_says_where_each_is(self, counted: mh.Census) -> None:
         assert counted.shards["shard"].to_pylist() == list(range(len(counted.plan.shards)))

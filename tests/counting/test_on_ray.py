@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import multihead as mh
-from multihead.counting.merge import HEADS, SHARDS
-from multihead.counting.on_ray import EMBEDDED
+from multihead.counting.merge import HEADS_FILE, SHARDS_FILE
+from multihead.counting.on_ray import LOCAL_RAY
 from multihead.errors import InputError, MissingPackageError
 
 
@@ -23,9 +23,9 @@ from multihead.errors import InputError, MissingPackageError
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # those of Ray
 def test_an_embedded_ray_writes_the_same_bytes(model: str, corpus: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    found = mh.census(model, corpus, out=tmp_path / "out", shard_bytes=1000, threads=1, ray=EMBEDDED, workers=2)
+    found = mh.census(model, corpus, out=tmp_path / "out", shard_bytes=1000, threads=1, ray=LOCAL_RAY, workers=2)
     assert (found.texts, found.problems) == (60, [])
-    for name in (HEADS, SHARDS):
+    for name in (HEADS_FILE, SHARDS_FILE):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     assert not [name for name in os.environ if name.startswith("RAY_") and "ADDRESS" in name]
 
@@ -36,7 +36,7 @@ def test_without_ray_the_error_names_the_extra(
     monkeypatch.setattr("multihead.errors.optional.find_spec", lambda name: None if name == "ray" else name)
     sentence = 'Running on Ray needs ray, which is not installed. Run pip install "multihead[ray]".'
     with pytest.raises(MissingPackageError, match=f"^{re.escape(sentence)}$"):
-        mh.census(model, corpus, out=tmp_path / "out", ray=EMBEDDED)
+        mh.census(model, corpus, out=tmp_path / "out", ray=LOCAL_RAY)
 
 
 def test_a_cluster_that_cannot_be_reached_is_an_error(

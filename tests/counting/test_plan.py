@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from multihead import probes
-from multihead.counting.corpus import Version
-from multihead.counting.plan import FILE, Plan, identity_of_probe, model_id, read_plan, tokenizer_id
+from multihead.counting.corpus import FileVersion
+from multihead.counting.plan import PLAN_FILE, Plan, identity_of_probe, model_id, read_plan, tokenizer_id
 from multihead.errors import ArgumentError, InputError
 from multihead.models.loading import LoadedModel, load
 from tests.counting.tiny import bert, tokenizer
@@ -31,10 +31,10 @@ def test_it_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
 
 def test_the_plan_that_is_there_is_kept(plan: Plan, tmp_path: Path) -> None:
     plan.write_or_check(tmp_path)
-    before = (tmp_path / FILE).read_bytes()
+    before = (tmp_path / PLAN_FILE).read_bytes()
     plan.write_or_check(tmp_path)
-    assert (tmp_path / FILE).read_bytes() == before
-    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
+    assert (tmp_path / PLAN_FILE).read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [PLAN_FILE]
 
 
 def test_a_census_of_the_version_before_is_read_and_not_continued(plan: Plan, tmp_path: Path) -> None:
@@ -60,20 +60,20 @@ class TestFilesThatChanged:
     @pytest.mark.parametrize(
         ("size", "version", "finding", "mend"),
         [
-            (11, Version("monday", "a"), "it has 11 bytes, not 10", ""),
-            (10, Version("monday", "b"), "its first or its last bytes differ", ""),
+            (11, FileVersion("monday", "a"), "it has 11 bytes, not 10", ""),
+            (10, FileVersion("monday", "b"), "its first or its last bytes differ", ""),
             (
                 10,
-                Version("tuesday", "a"),
+                FileVersion("tuesday", "a"),
                 "it was written at tuesday, not at monday",
                 "; if its content is the same, restore its time with touch -d monday",
             ),
         ],
     )
     def test_by_size_content_or_time_are_an_error(
-        self, plan: Plan, size: int, version: Version, finding: str, mend: str
+        self, plan: Plan, size: int, version: FileVersion, finding: str, mend: str
     ) -> None:
-        before = replace(plan, files={"a.txt": 10}, versions={"a.txt": Version("monday", "a")})
+        before = replace(plan, files={"a.txt": 10}, versions={"a.txt": FileVersion("monday", "a")})
         after = replace(plan, files={"a.txt": size}, versions={"a.txt": version})
         sentence = (
             f"a.txt is not the file that the census in the directory was planned with: {finding}. "
@@ -84,8 +84,8 @@ class TestFilesThatChanged:
             before.check_same_census(after)
 
     def test_what_is_unknown_in_one_of_the_plans_does_not_differ(self, plan: Plan) -> None:
-        known = replace(plan, files={"a.txt": 10}, versions={"a.txt": Version("monday", "a")})
-        for size, versions in ((None, {}), (10, {}), (10, {"a.txt": Version("", "a")})):
+        known = replace(plan, files={"a.txt": 10}, versions={"a.txt": FileVersion("monday", "a")})
+        for size, versions in ((None, {}), (10, {}), (10, {"a.txt": FileVersion("", "a")})):
             unknown = replace(known, files={"a.txt": size}, versions=versions)
             known.check_same_census(unknown)
             unknown.check_same_census(known)
@@ -100,17 +100,17 @@ class TestFilesThatChanged:
         old = replace(plan, versions={})
         assert old.id == plan.id
         assert old.write_or_check(tmp_path).versions == {}
-        content = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
+        content = json.loads((tmp_path / PLAN_FILE).read_text(encoding="utf-8"))
         del content["versions"]
-        (tmp_path / FILE).write_text(json.dumps(content), encoding="utf-8")
+        (tmp_path / PLAN_FILE).write_text(json.dumps(content), encoding="utf-8")
         assert read_plan(tmp_path) == old
 
 
 def test_a_plan_that_was_changed_is_an_error(plan: Plan, tmp_path: Path) -> None:
     plan.write_or_check(tmp_path)
-    content = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
-    (tmp_path / FILE).write_text(json.dumps({**content, "seed": 5}), encoding="utf-8")
-    sentence = f"'{tmp_path / FILE}' was changed after it was written. Delete the directory and run again."
+    content = json.loads((tmp_path / PLAN_FILE).read_text(encoding="utf-8"))
+    (tmp_path / PLAN_FILE).write_text(json.dumps({**content, "seed": 5}), encoding="utf-8")
+    sentence = f"'{tmp_path / PLAN_FILE}' was changed after it was written. Delete the directory and run again."
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         read_plan(tmp_path)
 
@@ -124,8 +124,8 @@ def test_a_plan_that_was_changed_is_an_error(plan: Plan, tmp_path: Path) -> None
     ],
 )
 def test_another_file_in_its_place_is_an_error(tmp_path: Path, content: str, sentence: str) -> None:
-    (tmp_path / FILE).write_text(content, encoding="utf-8")
-    with pytest.raises(InputError, match=rf"{FILE}' {re.escape(sentence)}"):
+    (tmp_path / PLAN_FILE).write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=rf"{PLAN_FILE}' {re.escape(sentence)}"):
         read_plan(tmp_path)
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.counting.merge import HEADS
-from multihead.counting.shard import OF_CHANCE, read_metadata, table_to_parquet
+from multihead.counting.merge import HEADS_FILE
+from multihead.counting.shard import CHANCE_COLUMNS, read_metadata, table_to_parquet
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.models.loading import load
 from tests.counting.tiny import jsonl, random_texts
@@ -143,14 +143,14 @@ class TestKinds:
 
 def test_tables_of_an_earlier_version_are_read_without_chance(folder: Path, counted: mh.Census, tmp_path: Path) -> None:
     out = Path(shutil.copytree(folder, tmp_path / "out"))
-    for file in (out / HEADS, *(out / "shards").iterdir()):
+    for file in (out / HEADS_FILE, *(out / "shards").iterdir()):
         table = pq.read_table(file)
-        file.write_bytes(table_to_parquet(table.drop_columns(list(OF_CHANCE)), read_metadata(table.schema)))
+        file.write_bytes(table_to_parquet(table.drop_columns(list(CHANCE_COLUMNS)), read_metadata(table.schema)))
     sentence = (
         "The chance of every statistic is unknown, so no kind can be told from it. Count the corpus again: shards of "
         "earlier versions lack it, and so do probes without a chance."
     )
-    for left in (HEADS, "no file"):
+    for left in (HEADS_FILE, "no file"):
         old = mh.Census.load(out)
         assert old.table().rows == counted.table(kinds=False).rows
         with pytest.raises(ProbeError, match=f"^{re.escape(sentence)}$"):
@@ -263,7 +263,7 @@ class TestLoading:
         self, counted: mh.Census, folder: Path, tmp_path: Path
     ) -> None:
         copy = Path(shutil.copytree(folder, tmp_path / "out"))
-        for file in (copy / HEADS, counted.plan.shard_file(copy, 1)):
+        for file in (copy / HEADS_FILE, counted.plan.shard_file(copy, 1)):
             file.unlink()
         found = mh.Census.load(copy)
         assert found.missing == [1]

@@ -22,7 +22,7 @@ import torch
 
 import multihead as mh
 from multihead.counting import run, shard
-from multihead.counting.merge import HEADS, SHARDS
+from multihead.counting.merge import HEADS_FILE, SHARDS_FILE
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
 from multihead.models.loading import load
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
@@ -30,7 +30,7 @@ from tests.counting.written import FORMATS
 
 
 def merged_bytes(folder: Path) -> list[bytes]:
-    return [(folder / name).read_bytes() for name in (HEADS, SHARDS)]
+    return [(folder / name).read_bytes() for name in (HEADS_FILE, SHARDS_FILE)]
 
 
 class TestTheMergedTable:
@@ -65,7 +65,7 @@ class TestTheMergedTable:
         self, model: str, corpus: str, folder: Path, tmp_path: Path
     ) -> None:
         shutil.copytree(folder, tmp_path / "out")
-        (tmp_path / "out" / HEADS).unlink()
+        (tmp_path / "out" / HEADS_FILE).unlink()
         seen: list[int] = []
         options = {"out": tmp_path / "out", "shard_bytes": 1000, "threads": 1}
         mh.census(model, corpus, **options, progress=lambda progress: seen.append(progress.texts))
@@ -162,7 +162,7 @@ def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_
 def test_memory_does_not_grow_with_the_number_of_texts(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
 ) -> None:
-    monkeypatch.setattr(shard, "GROUP", 10_000)
+    monkeypatch.setattr(shard, "GROUP_CHARACTERS", 10_000)
     file = jsonl(tmp_path / "texts.jsonl", random_texts(400))
     if compressed:
         Path(f"{file}.gz").write_bytes(gzip.compress(Path(file).read_bytes()))
@@ -218,7 +218,7 @@ class TestProblems:
         reason = "Compressed file ended before the end-of-stream marker was reached"
         assert (found.texts, len(found.missing)) == (60, 1)
         assert found.problems == [f"{damaged}: {damaged} cannot be read: {reason}. Write it again."]
-        assert (tmp_path / "out" / HEADS).exists()
+        assert (tmp_path / "out" / HEADS_FILE).exists()
 
     def test_the_last_of_several_processes_writes_the_table_although_a_file_is_missing(
         self, model: str, corpus: str, tmp_path: Path
@@ -226,7 +226,7 @@ class TestProblems:
         files, out = [corpus, str(tmp_path / "gone.jsonl")], tmp_path / "out"
         for part in (1, 0):  # the missing file is the last shard, the eleventh
             mh.census(model, files, out=out, shard_bytes=1000, threads=1, shard=(part, 2))
-            assert (out / HEADS).exists() == (part == 0)
+            assert (out / HEADS_FILE).exists() == (part == 0)
 
     def test_a_full_disk_is_named_and_a_later_run_continues(self, model: str, corpus: str, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -248,7 +248,7 @@ class TestProblems:
         monkeypatch.setattr(mh.Census, "write_tables", full)
         found = mh.census(model, corpus, out=tmp_path / "out", threads=1)
         assert (found.texts, found.missing, found.problems) == (60, [], ["The disk is full. Free some space."])
-        assert not (tmp_path / "out" / HEADS).exists()
+        assert not (tmp_path / "out" / HEADS_FILE).exists()
 
     def test_texts_that_attack_are_texts(self, model: str, tmp_path: Path) -> None:
         hostile = ["<script>alert(1)</script>", "\x1b]0;owned\x07", "../../etc/passwd", "=1+1", "\u202egnp.exe", "\x00"]
@@ -358,7 +358,7 @@ class TestArguments:
 
 
 def test_the_tables_are_plain_parquet(folder: Path) -> None:
-    heads = pq.read_table(folder / HEADS)
+    heads = pq.read_table(folder / HEADS_FILE)
     assert heads.column_names == [
         "layer", "name", "head", "statistic", "count", "nonfinite", "mean", "squares", "chance", "texts",
         "excess", "excess_squares", "minimum", "maximum", "bin_value", "bin_count", "examples",

@@ -9,7 +9,7 @@ import torch
 from multihead.counting.batches import Batch, CurrentBatch
 from multihead.counting.sums import LayerSums
 from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import Measured
+from multihead.record.summaries import MeasuredStatistic
 
 HEADS, EXAMPLES = 3, 4
 
@@ -19,7 +19,7 @@ def batch_of(texts: list[int], lengths: list[int]) -> Batch:
 
 
 def sums_of(heads: int, examples: int) -> LayerSums:
-    return LayerSums(heads, name="layer", examples=examples, reading=CurrentBatch())
+    return LayerSums(heads, name="layer", examples=examples, current=CurrentBatch())
 
 
 def add(
@@ -33,15 +33,15 @@ def add(
 
     The chance is that of the first statistic, (heads or 1, tokens).
     """
-    sums.reading.batch = batch
+    sums.current.batch = batch
     taken = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     levels = None if chance is None else chance[None], None
     measured = {
-        name: Measured(value[None], count[None], level)
+        name: MeasuredStatistic(value[None], count[None], level)
         for name, value, count, level in zip(("one", "other"), values, taken, levels, strict=False)
     }
     keys = batch.position_in_text.expand(1, sums.num_heads, -1)
-    sums.add(measured | {"largest_key": Measured(keys, keys >= 0)}, samples=len(batch.texts))
+    sums.add(measured | {"largest_key": MeasuredStatistic(keys, keys >= 0)}, samples=len(batch.texts))
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
@@ -92,7 +92,7 @@ def test_they_are_a_running_summary_too(counted: tuple[LayerSums, torch.Tensor, 
     summary = RunningSummary(HEADS)
     for at, name in enumerate(("one", "other")):
         rows = slice(at * HEADS, (at + 1) * HEADS)
-        summary.add({name: Measured(values[rows], taken[rows])}, samples=0)
+        summary.add({name: MeasuredStatistic(values[rows], taken[rows])}, samples=0)
     for of in ("mean", "median", "p95"):
         torch.testing.assert_close(sums.summary(of), summary.summary(of), rtol=1e-12, atol=1e-12)
 
@@ -102,7 +102,7 @@ def test_infinite_and_missing_numbers_are_counted_and_are_in_no_sum() -> None:
     values = torch.tensor([[[1.0, torch.nan, torch.inf, 3.0]]])
     add(sums, batch, values)
     assert (sums.count.tolist(), sums.nonfinite.tolist(), sums.mean.tolist()) == ([2], [2], [2.0])
-    assert (sums.maximum.tolist(), sums.strongest.value.tolist()) == ([3.0], [[3.0, -torch.inf]])
+    assert (sums.maximum.tolist(), sums.strongest.largest_value.tolist()) == ([3.0], [[3.0, -torch.inf]])
 
 
 @pytest.mark.parametrize("heads", [1, HEADS], ids=["one mask", "a mask per head"])
@@ -144,25 +144,25 @@ class TestStrongest:
         texts = [torch.where(taken, values, -torch.inf).split([7, 4, 9, 2, 30], 1)[at] for at in (2, 3, 4, 0, 1)]
         best = torch.stack([each.amax(1).double() for each in texts], 1)
         value, text = best.sort(dim=1, descending=True, stable=True)
-        assert torch.equal(sums.strongest.value, value[:, :EXAMPLES])
-        assert torch.equal(sums.strongest.text, torch.tensor([0, 1, 2, 3, 5])[text[:, :EXAMPLES]])
+        assert torch.equal(sums.strongest.largest_value, value[:, :EXAMPLES])
+        assert torch.equal(sums.strongest.text_index, torch.tensor([0, 1, 2, 3, 5])[text[:, :EXAMPLES]])
 
     def test_ties_go_to_the_earlier_text_and_position(self) -> None:
         sums = sums_of(1, EXAMPLES)
         for texts in ([4, 6], [2, 5], [0, 7]):
             add(sums, batch_of(texts, [3, 3]), torch.ones(1, 1, 6))
-        assert sums.strongest.text.tolist() == [[0, 2, 4, 5]]
-        assert sums.strongest.position.tolist() == [[0, 0, 0, 0]]
+        assert sums.strongest.text_index.tolist() == [[0, 2, 4, 5]]
+        assert sums.strongest.query_position.tolist() == [[0, 0, 0, 0]]
 
     def test_the_values_around_an_example_end_with_its_text(self) -> None:
         sums = sums_of(1, 1)
         values = torch.tensor([[[0.1, 0.2, 0.3, 0.9, 0.4]]])
         add(sums, batch_of([0, 1], [2, 3]), values, torch.tensor([[[True, True, False, True, True]]]))
-        around = sums.strongest.values[0, 0]
+        around = sums.strongest.values_around[0, 0]
         assert around[around.isfinite()].tolist() == pytest.approx([0.9, 0.4])
-        assert (sums.strongest.text.tolist(), sums.strongest.position.tolist()) == ([[1]], [[1]])
+        assert (sums.strongest.text_index.tolist(), sums.strongest.query_position.tolist()) == ([[1]], [[1]])
 
     def test_a_head_with_few_texts_that_count_has_few_examples(self) -> None:
         sums = sums_of(1, 3)
         add(sums, batch_of([0, 1], [2, 1]), torch.ones(1, 1, 3), torch.tensor([[[True, True, False]]]))
-        assert sums.strongest.value.tolist() == [[1.0, -torch.inf, -torch.inf]]
+        assert sums.strongest.largest_value.tolist() == [[1.0, -torch.inf, -torch.inf]]

@@ -158,8 +158,8 @@ def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:
     best = tally.layers[1].strongest
     for head in range(4):
         for place in range(3):
-            sample = record.layers[1].samples[int(best.text[head, place])]
-            expected = sample.statistics["largest_key"][head, int(best.position[head, place])]
+            sample = record.layers[1].samples[int(best.text_index[head, place])]
+            expected = sample.statistics["largest_key"][head, int(best.query_position[head, place])]
             assert best.largest_key[head, place] == expected
 
 
@@ -194,7 +194,7 @@ def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None
         "texts. Give a model whose layers read each token of a text once, or choose other layers."
     )
     with replace_attention(model), Tally.measure_model(model, PROBES, (), 1) as tally:
-        tally.reading.batch = batch
+        tally.current.batch = batch
         with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
             model(**given)
 

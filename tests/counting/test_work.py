@@ -32,7 +32,7 @@ def test_a_shard_that_cannot_be_counted_is_stored_until_it_is_counted(
         context.setattr(ShardCounter, "count_shard", fails)
         count_in_this_process(counter, [0, 1], 1, results)
     problem = f"{plan.shards[0]}: No space left on device"
-    assert (results.failed, seen[-1]) == ({0: problem}, 1)
+    assert (results.failure_of_shard, seen[-1]) == ({0: problem}, 1)
     assert plan.problem_file(tmp_path, 0).read_text(encoding="utf-8") == problem
     count_in_this_process(counter, [0], 1, results)
     assert sorted(file.name for file in (tmp_path / "shards").iterdir()) == ["000000.parquet", "000001.parquet"]

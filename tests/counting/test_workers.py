@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 import multihead as mh
-from multihead.counting.merge import HEADS, SHARDS
+from multihead.counting.merge import HEADS_FILE, SHARDS_FILE
 from multihead.counting.plan import read_plan
 from multihead.counting.work import Progress, Results
-from multihead.counting.workers import ATTEMPTS, ProcessWorker, count_in_workers
+from multihead.counting.workers import MAX_FAILED_LOADS, ProcessWorker, count_in_workers
 from multihead.errors import ModelError
 
 
 class FakeWorker:
     """A worker that counts at once, and whose process ends as `fates` says: shard, or None for loading -> how often."""
 
-    ended: tuple[type[Exception], ...] = (BrokenProcessPool,)
+    errors_of_ended_process: tuple[type[Exception], ...] = (BrokenProcessPool,)
 
     def __init__(self, fates: dict[int | None, int], events: list[str]) -> None:
         self.fates, self.events = fates, events
@@ -79,22 +79,22 @@ def test_a_shard_whose_process_ended_is_counted_again_after_all_others(run: Run)
         *("load", "count 2", "count 3", "end"),
         *("load", "count 1", "end"),
     ]
-    assert (results.failed, results.progress.shards, results.progress.texts) == ({}, 4, 4)
+    assert (results.failure_of_shard, results.progress.shards, results.progress.texts) == ({}, 4, 4)
 
 
 def test_a_shard_that_ends_two_processes_is_named_and_the_others_are_counted(run: Run) -> None:
     results, events = run({0: 5, 3: 1}, 2)
     place = results.plan.shards[0]
-    assert results.failed == {0: f"{place}: two processes that counted it ended by signal 9."}
+    assert results.failure_of_shard == {0: f"{place}: two processes that counted it ended by signal 9."}
     assert (results.progress.shards, events.count("count 0"), events.count("count 3")) == (3, 2, 2)
     assert events.count("load") == events.count("end")
 
 
 def test_processes_that_end_while_they_load_the_model_are_replaced_a_few_times(run: Run) -> None:
-    assert run({None: ATTEMPTS - 1}, 1)[0].progress.shards == 4
+    assert run({None: MAX_FAILED_LOADS - 1}, 1)[0].progress.shards == 4
     sentence = r"^3 processes that loaded the model ended by signal 9\. Each process needs memory for the whole model"
     with pytest.raises(ModelError, match=sentence):
-        run({None: ATTEMPTS}, 2)
+        run({None: MAX_FAILED_LOADS}, 2)
 
 
 def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
@@ -124,5 +124,5 @@ def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
     assert (seen[0].processes, seen[-1].processes) == (0, 0)
     assert 1 <= max(each.processes for each in seen) <= 2
     assert seen[-1].texts >= 60
-    for name in (HEADS, SHARDS):
+    for name in (HEADS_FILE, SHARDS_FILE):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import multihead as mh
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
 from multihead.models.loading import (
-    CONTINUED,
+    CONTINUATION_MARK,
     EncodedText,
     LoadedModel,
     decoder_input,
@@ -377,7 +377,7 @@ class TestRefusals:
 def together(encoded: EncodedText) -> str:
     """Concatenate the text of the tokens."""
     pairs = zip(encoded.tokens, encoded.special, strict=True)
-    return "".join(token for token, mark in pairs if not mark and token != CONTINUED)
+    return "".join(token for token, mark in pairs if not mark and token != CONTINUATION_MARK)
 
 
 class TestTokens:
@@ -425,7 +425,18 @@ class TestTokens:
 
     def test_bytes_of_one_character_show_it_whole_on_the_first(self, gpt2: LoadedModel) -> None:
         encoded = encode(gpt2, "a注👩 b")
-        assert encoded.tokens == ["a", "注", CONTINUED, CONTINUED, "👩", CONTINUED, CONTINUED, CONTINUED, " ", "b"]
+        assert encoded.tokens == [
+            "a",
+            "注",
+            CONTINUATION_MARK,
+            CONTINUATION_MARK,
+            "👩",
+            CONTINUATION_MARK,
+            CONTINUATION_MARK,
+            CONTINUATION_MARK,
+            " ",
+            "b",
+        ]
 
     def test_byte_level_tokens_show_the_text_and_nothing_twice(self, gpt2: LoadedModel) -> None:
         assert together(encode(gpt2, TEXT)) == TEXT
@@ -436,7 +447,7 @@ class TestTokens:
     def test_a_tokenizer_that_tells_no_places_is_decoded(self) -> None:
         loaded = LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer())
         encoded = encode(loaded, "a注 é")
-        assert encoded.tokens == ["a", "注", CONTINUED, CONTINUED, " ", "é", CONTINUED, "</s>"]
+        assert encoded.tokens == ["a", "注", CONTINUATION_MARK, CONTINUATION_MARK, " ", "é", CONTINUATION_MARK, "</s>"]
         assert encoded.special == [False] * 7 + [True]
 
     def test_a_text_of_relative_positions_may_be_of_any_length(self) -> None:

@@ -17,7 +17,7 @@ from multihead import masks
 from multihead.errors import ModelError
 from multihead.kernels.call import listen
 from multihead.models import huggingface
-from multihead.models.packed import FAMILIES, _pack_inputs, leave_out_padding
+from multihead.models.packed import PACKED_FAMILIES, _pack_inputs, leave_out_padding
 from tests.families import DECODER, ENCODER, TEXT, VOCABULARY, family
 
 BATCH, LENGTH = 4, 12
@@ -328,7 +328,7 @@ class TestCallsThatRunPadded:
         model, batch = model_of("bert").base_model, batch_of("bert", "right")
 
         def runs_padded(batch: dict[str, Tensor]) -> Tensor:
-            return batch["input_ids"].new_tensor(_pack_inputs(FAMILIES["BertModel"], model, (), batch) is None)
+            return batch["input_ids"].new_tensor(_pack_inputs(PACKED_FAMILIES["BertModel"], model, (), batch) is None)
 
         with huggingface.install(model):
             assert not runs_padded(batch)
@@ -553,4 +553,4 @@ class TestModelsThatCannotBePacked:
 
 
 def test_the_families_are_those_that_the_errors_list() -> None:
-    assert ", ".join(each.name for each in FAMILIES.values()) == SUPPORTED
+    assert ", ".join(each.name for each in PACKED_FAMILIES.values()) == SUPPORTED

@@ -99,7 +99,7 @@ def test_passes_are_counted_and_an_exception_ends_one() -> None:
         with pytest.raises(IndexError):
             model(input_ids=batch["input_ids"] + 1000)
         model(**batch)
-    assert inputs.passes == 3
+    assert inputs.num_passes == 3
     assert not inputs.is_running
 
 

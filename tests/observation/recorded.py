@@ -94,11 +94,11 @@ def same(found: Record, expected: Record, *, weights: bool = True) -> None:
     )
     for layer, other in zip(found.layers, expected.layers, strict=True):
         for one, another in zip(layer.samples, other.samples, strict=True):
-            assert (one.num_queries, one.num_keys, one.query_start, one.crosses, one.calls) == (
+            assert (one.num_queries, one.num_keys, one.query_start, one.cross_attention, one.calls) == (
                 another.num_queries,
                 another.num_keys,
                 another.query_start,
-                another.crosses,
+                another.cross_attention,
                 another.calls,
             )
             assert torch.equal(one.visible(), another.visible())

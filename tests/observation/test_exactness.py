@@ -85,7 +85,7 @@ def test_blocks_and_what_keys_receive_are_visibly_those_of_the_softmax(size: flo
         mask=masks.Causal(),
         query_start=0,
         probes=("received", "pooled_map"),
-        logsumexp=sample.logsumexp.whole(),
+        logsumexp=sample.logsumexp.all_rows(),
     )["received"]
     assert (received[0] - exact.sum(1)).abs().max() <= 5e-3
     assert received.sum(-1).sub(LENGTH).abs().max() <= LENGTH * 5e-4

@@ -189,7 +189,7 @@ class TestKeeping:
         with mh.observe(layer) as seen:
             layer(torch.randn(1, 5, 16, requires_grad=True)).sum().backward()
         sample = seen.layers[0].sample()
-        kept = [sample.q.whole(), sample.weights(), *sample.statistics.values()]
+        kept = [sample.q.all_rows(), sample.weights(), *sample.statistics.values()]
         assert not any(tensor.requires_grad for tensor in kept if tensor is not None)
         assert layer.q_proj.weight.grad is not None
 

@@ -177,7 +177,7 @@ def test_a_layer_knows_whether_it_reads_another_text_whatever_its_name_is() -> N
     with mh.observe(model) as seen:
         model(ids, torch.randn(1, 5, 8))
     own, other = (layer.sample() for layer in seen.layers)
-    assert (own.crosses, other.crosses) == (False, True)
+    assert (own.cross_attention, other.cross_attention) == (False, True)
     assert own.text.ids is not None
     assert own.text.ids.tolist() == ids[0].tolist()
     assert other.text.ids is None
@@ -191,7 +191,7 @@ def test_the_newest_tokens_of_a_text_with_all_its_keys_do_not_read_another_text(
         layer(x[:, :5], mask=masks.Causal())
         layer(x[:, 5:], memory=x, mask=masks.Causal(), query_start=5)
     assert sizes(seen, "MultiHeadAttention") == [(0, 6, 6)]
-    assert not seen.layers[0].sample().crosses
+    assert not seen.layers[0].sample().cross_attention
 
 
 def test_the_drop_in_for_pytorch_s_layer_reads_its_own_text_where_query_and_key_are_one_tensor() -> None:
@@ -199,7 +199,7 @@ def test_the_drop_in_for_pytorch_s_layer_reads_its_own_text_where_query_and_key_
     model = nn.ModuleDict({"crossbar": layer})
     with mh.observe(model) as seen:
         layer(x, x, x)
-    assert not seen.layers[0].sample().crosses
+    assert not seen.layers[0].sample().cross_attention
 
 
 @needs_native
@@ -245,9 +245,9 @@ def test_a_record_holds_no_memory_of_padding(keep: Any, mask: masks.Mask) -> Non
         layer(torch.randn(3, 40, 16), mask=mask, lengths=lengths)
     tensors: list[Tensor] = []
     for sample, length in zip(record.layers[0].samples, lengths, strict=True):
-        assert sample.logsumexp.whole().shape == (1, 4, length)
-        tensors += [sample.logsumexp.whole(), *sample.statistics.values()]
+        assert sample.logsumexp.all_rows().shape == (1, 4, length)
+        tensors += [sample.logsumexp.all_rows(), *sample.statistics.values()]
         if sample.q is not None and sample.k is not None:
-            tensors += [sample.q.whole(), sample.k.whole()]
+            tensors += [sample.q.all_rows(), sample.k.all_rows()]
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     assert sum(held.values()) == sum(each.nbytes for each in tensors)

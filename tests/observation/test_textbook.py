@@ -13,7 +13,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import InputError, ProbeError
 from multihead.observation.textbook import (
-    DRAWS,
+    DEFAULT_DRAWS,
     add_repeated,
     measure_repeated,
     repeated_tokens,
@@ -73,7 +73,7 @@ def test_the_seed_draws_the_texts_that_are_run() -> None:
 def test_every_statistic_is_known_per_text_with_its_chance(found: RepeatedTokens) -> None:
     assert (found.length, found.times, found.start) == (6, 3, True)
     assert list(found.shares) == ["repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first"]
-    assert all(shares.shape == (DRAWS, 2) for shares in found.shares.values())
+    assert all(shares.shape == (DEFAULT_DRAWS, 2) for shares in found.shares.values())
     # A start token and three runs of six: query i sees i + 1 keys, one copy in the second run and two in the third.
     of_copies = sum((1 if query < 13 else 2) / (query + 1) for query in range(7, 19)) / 12
     for name in ("repeated_induction", "repeated_duplicate"):

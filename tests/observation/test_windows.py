@@ -18,7 +18,7 @@ import multihead as mh
 from multihead.observation.layer_names import _are_adjacent_in_memory
 from multihead.observation.record import Record
 from multihead.probes import Probe
-from multihead.record.notebook import CHANCE
+from multihead.record.notebook import CHANCE_SUFFIX
 
 
 def swin() -> tuple[Any, dict[str, Tensor]]:
@@ -128,7 +128,7 @@ def test_the_chance_of_windows_is_that_of_each_alone(run: Any) -> None:
         even = means([[torch.full_like(each, 1 / each.shape[-1]) for each in sample] for sample in weights])
         for head in range(len(weights[0][0])):
             for name in ("first_mass", "previous_mass"):
-                assert rows[layer, head][name + CHANCE] == pytest.approx(float(even[name][head]), abs=1e-9)
+                assert rows[layer, head][name + CHANCE_SUFFIX] == pytest.approx(float(even[name][head]), abs=1e-9)
 
 
 def test_only_the_next_rows_of_the_same_tensor_follow() -> None:

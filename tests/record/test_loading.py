@@ -294,7 +294,7 @@ def test_tensors_stay_in_the_file(good: Path) -> None:
     if mapped.exists():
         assert str(good) in mapped.read_text(encoding="utf-8")
     before = good.read_bytes()
-    one.q.whole().zero_()  # a private copy of the page is written, and not the file
+    one.q.all_rows().zero_()  # a private copy of the page is written, and not the file
     assert good.read_bytes() == before
 
 

@@ -30,7 +30,7 @@ def of_tokens(rank: int, *, ranks: int = 2, rows: tuple[int, int] | None = None,
     first, stop = (2 * rank, 2 * rank + 2) if rows is None else rows
     heads = layer.num_heads
     part = replace(sample, split=TokensOfRank(((first, stop),), ((first, stop),)))
-    part.logsumexp = type(sample.logsumexp)(2, [sample.logsumexp.between(first, stop)])
+    part.logsumexp = type(sample.logsumexp)(2, [sample.logsumexp.rows_between(first, stop)])
     part.set_statistics({name: value[:, first:stop] for name, value in sample.per_query.items()})
     part.q = part.k = None
     layer.samples[:] = [part]

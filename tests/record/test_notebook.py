@@ -40,7 +40,7 @@ def test_many_heads_are_cut_and_counted() -> None:
     with mh.observe(layer := mh.MultiHeadAttention(128, 64)) as seen:
         layer(torch.randn(1, 3, 128))
     shown = seen._repr_html_()
-    assert len(rows(shown)) == 1 + notebook.ROWS + 1  # the names, the heads, and chance
+    assert len(rows(shown)) == 1 + notebook.MAX_SHOWN_HEADS + 1  # the names, the heads, and chance
     assert "40 heads more: table() has all." in shown
 
 
@@ -82,7 +82,7 @@ def test_an_empty_record_and_statistics_alone_say_so() -> None:
 
 def test_a_number_that_is_none_is_a_dash() -> None:
     record = asked()
-    record.layers[0].samples[0]._per_query["entropy"].whole().fill_(float("nan"))
+    record.layers[0].samples[0]._per_query["entropy"].all_rows().fill_(float("nan"))
     assert rows(record._repr_html_())[1][4] == "–"
 
 

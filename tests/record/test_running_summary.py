@@ -17,8 +17,14 @@ from multihead.kernels.native import library
 from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES, Probe
-from multihead.record.running_summary import BINS, LEAST, MOST, QuantileSketch, RunningSummary
-from multihead.record.summaries import Measured
+from multihead.record.running_summary import (
+    MAX_BINNED_VALUE,
+    MIN_BINNED_VALUE,
+    NUM_BINS,
+    QuantileSketch,
+    RunningSummary,
+)
+from multihead.record.summaries import MeasuredStatistic
 from tests.kernel_names import needs_native
 from tests.observation.recorded import Reader, ids, read
 
@@ -44,7 +50,9 @@ def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
     sketch.add(values, torch.ones(3, 1000, dtype=torch.bool))
     for share in (0.0, 0.5, 0.95, 1.0):
         expected = values.quantile(share, dim=-1, interpolation="lower")
-        torch.testing.assert_close(sketch.quantile(share), expected.where(expected > LEAST, 0.0), rtol=0.0101, atol=0)
+        torch.testing.assert_close(
+            sketch.quantile(share), expected.where(expected > MIN_BINNED_VALUE, 0.0), rtol=0.0101, atol=0
+        )
 
 
 def test_an_exact_maximum_is_kept_of_the_statistics_that_ask_for_it() -> None:
@@ -52,10 +60,12 @@ def test_an_exact_maximum_is_kept_of_the_statistics_that_ask_for_it() -> None:
     values = torch.tensor([[[-3.0, 5.25], [1.0, 2.0]], [[7.125, 9.0], [torch.nan, 0.0]]])  # (batch, heads, queries)
     counted = torch.tensor([[[True, True], [True, True]], [[True, False], [False, True]]])
     for _ in range(2):
-        summary.add({"score": Measured(values, counted), "other": Measured(values, counted)}, samples=2)
-        summary.add({"score": Measured(values[0], counted[0])}, samples=1)
+        summary.add(
+            {"score": MeasuredStatistic(values, counted), "other": MeasuredStatistic(values, counted)}, samples=2
+        )
+        summary.add({"score": MeasuredStatistic(values[0], counted[0])}, samples=1)
     assert summary.summary("max", ("score",))["score"].tolist() == [7.125, 2.0]
-    summary.add({"score": Measured(values, torch.ones_like(counted))}, samples=2)
+    summary.add({"score": MeasuredStatistic(values, torch.ones_like(counted))}, samples=2)
     assert summary.summary("max", ("score",))["score"].isnan().tolist() == [False, True]
     assert RunningSummary(2).summary("max") == {}
 
@@ -66,7 +76,7 @@ def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> Non
     assert int(sketch.bins.sum()) == 6
     assert sketch.quantile(0.5).isnan().tolist() == [False, True]
     assert float(sketch.quantile(0.5)[0]) == 0
-    assert float(sketch.quantile(1.0)[0]) == pytest.approx(MOST, rel=0.03)
+    assert float(sketch.quantile(1.0)[0]) == pytest.approx(MAX_BINNED_VALUE, rel=0.03)
     assert torch.equal(QuantileSketch.empty(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
 
 
@@ -74,8 +84,10 @@ def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> Non
 @pytest.mark.parametrize("shape", [(7, 3, 41), (3, 41), (2, 3, 0), (0, 3, 4)])
 def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    values = torch.exp(8 * torch.randn(shape, generator=generator))  # from below LEAST to above MOST
-    extremes = torch.tensor([0.0, -0.0, -2.5, 1e-42, LEAST, MOST, torch.inf, -torch.inf])
+    values = torch.exp(
+        8 * torch.randn(shape, generator=generator)
+    )  # from below MIN_BINNED_VALUE to above MAX_BINNED_VALUE
+    extremes = torch.tensor([0.0, -0.0, -2.5, 1e-42, MIN_BINNED_VALUE, MAX_BINNED_VALUE, torch.inf, -torch.inf])
     values.view(-1)[: len(extremes)] = extremes[: values.numel()]
     if values.numel():
         values[..., -1, -1] = torch.nan
@@ -124,7 +136,7 @@ def test_more_texts_take_no_more_memory() -> None:
 
     few, many = read(ids(1, 8), keep="summary"), read(*[ids(4, 8, seed=seed) for seed in range(9)], keep="summary")
     assert held(few) == held(many)
-    assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (BINS + 2)
+    assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (NUM_BINS + 2)
 
 
 def test_a_text_in_steps_counts_once() -> None:

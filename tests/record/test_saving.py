@@ -84,7 +84,7 @@ def test_q_and_k_keep_their_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     expected = asked(dtype=dtype, mask=masks.Causal())
     found = through(expected, tmp_path)
     same(found, expected)
-    assert found.layers[0].sample().q.whole().dtype == found.layers[0].sample().dtype == dtype  # type: ignore[union-attr]
+    assert found.layers[0].sample().q.all_rows().dtype == found.layers[0].sample().dtype == dtype  # type: ignore[union-attr]
 
 
 def test_texts_title_id_and_the_order_of_the_calls_come_back(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_two_texts_of_an_encoder_and_a_decoder_are_both_kept(tmp_path: Path) -> 
         model(**batch)
     found = through(expected, tmp_path)
     same(found, expected)
-    crossing = next(layer.sample() for layer in found.layers if layer.sample().crosses)
+    crossing = next(layer.sample() for layer in found.layers if layer.sample().cross_attention)
     assert torch.equal(crossing.text.ids, batch["input_ids"][0])  # type: ignore[arg-type]
     assert torch.equal(crossing.query_text.ids, batch["decoder_input_ids"][0])  # type: ignore[arg-type]
 

@@ -19,8 +19,8 @@ def test_a_mask_is_read_as_it_was_written() -> None:
     tensors = TensorStore()
     mask = masks.Causal() & (masks.Window(3, after=1) | masks.Keep(torch.rand(4, 4) < 0.5, "queries keys"))
     said = json.loads(json.dumps(mask_as_json(mask, tensors, "mask")))
-    assert read_mask(said, tensors.named) == mask  # tensors are compared by identity
-    assert list(tensors.named) == ["mask.1.1"]
+    assert read_mask(said, tensors.by_name) == mask  # tensors are compared by identity
+    assert list(tensors.by_name) == ["mask.1.1"]
 
 
 @pytest.mark.parametrize(
@@ -29,21 +29,21 @@ def test_a_mask_is_read_as_it_was_written() -> None:
 def test_a_mask_of_numbers_needs_no_tensor(mask: masks.Mask) -> None:
     tensors = TensorStore()
     assert read_mask(json.loads(json.dumps(mask_as_json(mask, tensors, "mask"))), {}) == mask
-    assert not tensors.named
+    assert not tensors.by_name
 
 
 def test_a_tensor_that_is_shared_is_written_once() -> None:
     tensors, shared = TensorStore(), torch.rand(3, 3)
     assert [tensors.add_tensor(name, shared[:]) for name in "ab"] == ["a", "a"]
     assert tensors.add_tensor("c", shared[:2]) == "c"
-    assert list(tensors.named) == ["a", "c"]
+    assert list(tensors.by_name) == ["a", "c"]
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, RelativeBias])
 def test_a_bias_is_read_as_it_was_written(kind: Any) -> None:
     tensors, values = TensorStore(), torch.randn(1, 2, 5)
     bias = RelativeBias(values) if kind is RelativeBias else values[None]
-    found = read_bias(bias_as_json(bias, tensors, "bias"), tensors.named)
+    found = read_bias(bias_as_json(bias, tensors, "bias"), tensors.by_name)
     assert type(found) is kind
     assert read_bias(bias_as_json(None, tensors, "none"), {}) is None
 

@@ -27,12 +27,12 @@ def joined() -> tuple[JoinedRows, torch.Tensor]:
 def test_joined_rows_read_each_part_from_its_tensor() -> None:
     rows, whole = joined()
     assert (rows.length, rows.has_chunks) == (5, True)
-    assert torch.equal(rows.whole(), whole)
-    assert torch.equal(rows.between(2, 9), whole[:, :, 2:])
+    assert torch.equal(rows.all_rows(), whole)
+    assert torch.equal(rows.rows_between(2, 9), whole[:, :, 2:])
     for _ in range(2):  # the second time from memory
-        assert torch.equal(rows.between(1, 4, heads=(3,))[:, 3], whole[:, 3, 1:4])
-    assert torch.equal(rows.between(1, 4, heads=(0, 2))[:, [0, 2]], whole[:, [0, 2], 1:4])
-    assert rows.between(4, 2).shape == (1, 4, 0, 3)
+        assert torch.equal(rows.rows_between(1, 4, heads=(3,))[:, 3], whole[:, 3, 1:4])
+    assert torch.equal(rows.rows_between(1, 4, heads=(0, 2))[:, [0, 2]], whole[:, [0, 2], 1:4])
+    assert rows.rows_between(4, 2).shape == (1, 4, 0, 3)
 
 
 def test_joined_rows_do_not_grow() -> None:

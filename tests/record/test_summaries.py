@@ -48,7 +48,7 @@ def test_where_no_query_counts_the_sum_is_0() -> None:
 
 def test_a_row_of_nan_makes_its_heads_summary_nan() -> None:
     sample = asked().layers[0].sample()
-    sample._per_query["entropy"].whole()[1, 3] = torch.nan
+    sample._per_query["entropy"].all_rows()[1, 3] = torch.nan
     for of in ("mean", "median", "p95", "max"):
         assert sample.summary(of)["entropy"].isnan().tolist() == [False, True, False, False]  # type: ignore[arg-type]
 

@@ -78,8 +78,8 @@ def test_a_decoder_knows_both_texts() -> None:
     real = batch["attention_mask"][1].bool()
     for layer in seen.layers:
         one = layer.sample(1)
-        assert one.crosses == ("EncDec" in layer.name)
-        if one.crosses:
+        assert one.cross_attention == ("EncDec" in layer.name)
+        if one.cross_attention:
             assert one.text.ids.tolist() == batch["input_ids"][1][real].tolist()  # type: ignore[union-attr]
             assert one.query_text.ids.tolist() == batch["decoder_input_ids"][1][: one.num_queries].tolist()  # type: ignore[union-attr]
     assert [text.length for text in seen.texts] == [int(mask.sum()) for mask in batch["attention_mask"]]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import multihead as mh
-from multihead.counting.shard import OF_CHANCE, add_missing_columns
+from multihead.counting.shard import CHANCE_COLUMNS, add_missing_columns
 from multihead.errors import ArgumentError
 from multihead.viewer import write_census_page
-from multihead.viewer.census_page import BINS
+from multihead.viewer.census_page import BARS_PER_HISTOGRAM
 from tests.counting.tiny import jsonl, random_texts, saved_bert
 
 
@@ -49,10 +49,10 @@ def test_the_page_has_the_numbers_and_the_distribution_of_every_head(
         assert data["runs"][0]["numbers"]["previous_mass"][of] == pytest.approx(expected, rel=1e-3)
     bars, (low, high) = data["runs"][0]["bars"]["entropy"][5], data["axes"]["entropy"][5]
     values, counts = one.histogram(1, 1, "entropy")
-    assert len(bars) == BINS
+    assert len(bars) == BARS_PER_HISTOGRAM
     assert sum(bars) == pytest.approx(1, abs=1e-3)
     middle = low + (high - low) / 2
-    assert sum(bars[: BINS // 2]) == pytest.approx(counts[values < middle].sum() / counts.sum(), abs=1e-3)
+    assert sum(bars[: BARS_PER_HISTOGRAM // 2]) == pytest.approx(counts[values < middle].sum() / counts.sum(), abs=1e-3)
 
 
 def test_the_page_has_the_chance_of_every_mean_and_the_kinds_of_every_head(
@@ -108,7 +108,7 @@ def test_the_page_of_a_census_of_an_earlier_version_has_neither(
     counted: tuple[mh.Census, mh.Census], tmp_path: Path
 ) -> None:
     one, _ = counted
-    old = replace(one, heads=add_missing_columns(one.heads.drop_columns(list(OF_CHANCE))))
+    old = replace(one, heads=add_missing_columns(one.heads.drop_columns(list(CHANCE_COLUMNS))))
     (run,) = data_of(old.report(tmp_path / "page.html"))["runs"]
     assert (run["chance"], run["kinds"]) == ({}, [])
 

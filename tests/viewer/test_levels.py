@@ -34,9 +34,9 @@ OF = {"record": "0123", "layer": "0", "sample": "0"}
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep blocks of 2 x 2 and up, so that short texts have levels, and take few scores at a time."""
-    monkeypatch.setattr(levels, "BASE", 1)
-    monkeypatch.setattr(levels, "SIDE", 2)
-    monkeypatch.setattr(levels, "STRIP", 300)
+    monkeypatch.setattr(levels, "FINEST_STORED_LEVEL", 1)
+    monkeypatch.setattr(levels, "MAX_COARSEST_SIDE", 2)
+    monkeypatch.setattr(levels, "SCORES_PER_STRIP", 300)
 
 
 def build(kept: LayerMapLevels, *heads: int) -> list[float]:
@@ -72,7 +72,7 @@ def test_what_is_kept_of_a_record_in_float64_is_float64() -> None:
 
 @pytest.mark.usefixtures("shallow")
 def test_a_tile_is_its_part_of_the_whole_and_only_the_first_holds_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "TILE", 4)
+    monkeypatch.setattr(levels, "TILE_SIDE", 4)
     sample = watch(mask=masks.Causal()).layers[0].sample()
     kept = LayerMapLevels(sample, None, OF)
     build(kept, 0, 1)

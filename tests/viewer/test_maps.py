@@ -45,7 +45,7 @@ def test_a_hidden_cell_is_not_a_zero() -> None:
     maps.encode_weights(torch.tensor([float("inf"), 0.0]), bits=16, rounding=infinite)
     assert infinite.largest == 0
     code = maps.encode_weights(torch.tensor([float("nan"), 0.0]), bits=16, rounding=maps.LargestRoundingError())
-    assert code.tolist() == [maps.HIDDEN, 1]
+    assert code.tolist() == [maps.MASKED_CODE, 1]
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 4e-3), (16, 2e-5)])

@@ -23,8 +23,7 @@ from multihead.viewer.payload import (
     describe_sample,
     table_rows_of_heads,
 )
-from multihead.viewer.tokens import SPECIAL as SPECIAL_FLAG
-from multihead.viewer.tokens import layout_of_tokens
+from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 from tests.dense_record import DenseRecord, random_weights, record_of
 from tests.viewer.watching import watch
 
@@ -183,7 +182,7 @@ def test_a_head_may_have_several_kinds_and_every_share_its_chance() -> None:
 
 def test_of_a_long_text_what_changed_is_read_off_some_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = (RecordedRun(name, watch(40, mask=masks.Causal(), seed=seed)) for seed, name in enumerate("ab"))
-    monkeypatch.setattr(similar, "CELLS", 1)
+    monkeypatch.setattr(similar, "DEFAULT_COMPARED_WEIGHTS", 1)
     steps: list[int] = []
     body = changed_heads(before, after, 0, 1, lang="en", progress=lambda: steps.append(1))
     assert body["every"] == 3
@@ -197,7 +196,7 @@ TOKENS = ["[CLS]", *["word"] * 28, "[SEP]"]
 
 
 def given(tokens: list[str], special: list[bool] | None = None) -> PageText:
-    return PageText(len(tokens), tokens, special, layout_of_tokens(tokens), given=True)
+    return PageText(len(tokens), tokens, special, layout_of_tokens(tokens), given_by_caller=True)
 
 
 def described(record: DenseRecord, *texts: PageText) -> dict[str, Any]:

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("shallow")
 
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "BASE", 1)
-    monkeypatch.setattr(pyramid, "BASE", 1)
-    monkeypatch.setattr(levels, "SIDE", 2)
-    monkeypatch.setattr(levels, "STRIP", 300)
+    monkeypatch.setattr(levels, "FINEST_STORED_LEVEL", 1)
+    monkeypatch.setattr(pyramid, "FINEST_STORED_LEVEL", 1)
+    monkeypatch.setattr(levels, "MAX_COARSEST_SIDE", 2)
+    monkeypatch.setattr(levels, "SCORES_PER_STRIP", 300)
 
 
 def made_pyramid(folder: Path | None = None, **options: Any) -> SampleMapLevels:

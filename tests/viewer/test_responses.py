@@ -29,7 +29,7 @@ def test_every_file_of_the_page_is_served_with_its_type() -> None:
         for name in names:
             answer = responses.file_response(folder, name)
             assert answer.body == (files / name).read_bytes()
-            assert answer.headers["content-type"] == responses.TYPES[name[name.rindex(".") :]]
+            assert answer.headers["content-type"] == responses.MEDIA_TYPES[name[name.rindex(".") :]]
 
 
 def test_the_page_carries_its_texts_in_its_language() -> None:

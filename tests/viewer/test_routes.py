@@ -192,7 +192,7 @@ def test_the_nearest_heads_are_the_records_and_say_how_many_queries_were_looked_
 
 def test_the_divergence_of_a_head_of_nan_is_null() -> None:
     seen = watch(20)
-    seen.layers[0].samples[0].q.whole()[:, 1] = float("nan")  # type: ignore[union-attr]
+    seen.layers[0].samples[0].q.all_rows()[:, 1] = float("nan")  # type: ignore[union-attr]
     with serving(RecordedRun("a", seen)) as served:
         answer = served.get("api/runs/0/samples/0/heads/0/0/nearest")
         assert (answer.status, answer.json) == (200, [{"layer": 0, "head": 1, "divergence": None, "queries": 20}])

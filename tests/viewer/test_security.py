@@ -80,7 +80,7 @@ def test_head_gives_the_headers_alone(served: Served) -> None:
 )
 def test_every_answer_has_the_headers(served: Served, path: str) -> None:
     answer = served.request(path)
-    for name, value in security.HEADERS.items():
+    for name, value in security.SECURITY_HEADERS.items():
         assert answer.headers[name.lower()] == value
     assert answer.headers["content-security-policy"] == (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "

@@ -59,7 +59,7 @@ def test_a_page_of_many_steps_leaves_some_out_and_says_so(monkeypatch: pytest.Mo
     for step in range(8):
         many.append(step, "a", 0, {"entropy": [float(step)] * 2})
     assert "one step of every 3" not in many.view().page
-    monkeypatch.setattr(series_page, "MOST_NUMBERS", 6)
+    monkeypatch.setattr(series_page, "MAX_NUMBERS", 6)
     page = many.view().page
     assert data_of(page)["steps"] == [0, 3, 6, 7]
     assert data_of(page)["values"]["entropy"][-1] == [7, 7]

@@ -51,6 +51,6 @@ def test_a_port_that_is_taken_is_refused_in_words() -> None:
 def test_when_the_server_ends_its_threads_end() -> None:
     with serving(RecordedRun("a", watch(5))) as served:
         assert served.get("api/runs/0/samples/0").status == 200
-        threads = [*served.app.state.site.workers._threads, *served.app.state.site.slow._threads]
+        threads = [*served.app.state.site.workers._threads, *served.app.state.site.slow_workers._threads]
         assert all(thread.is_alive() for thread in threads)
     assert not any(thread.is_alive() for thread in threads)

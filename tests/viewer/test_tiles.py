@@ -34,7 +34,7 @@ from tests.viewer.watching import block_means, watch
 def test_a_tile_holds_the_means_over_what_may_be_seen(
     kind: str, level: int, sink: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "TILE", 3)
+    monkeypatch.setattr(tiles, "TILE_SIDE", 3)
     record = watch(dtype=torch.float64, **KINDS[kind])
     for sample in record.layers[0].samples:
         head = sample.num_heads - 1

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from multihead.errors import ShapeError
-from multihead.viewer.tokens import PART, SPECIAL, UNKNOWN, layout_of_tokens
+from multihead.viewer.tokens import PIECE_FLAG, SPECIAL_FLAG, UNKNOWN_FLAG, layout_of_tokens
 
 
 def joined(page: dict[str, list[str]]) -> str:
@@ -31,7 +31,7 @@ def test_offsets_are_counted_in_characters_not_in_utf_16() -> None:
 def test_tokens_that_share_a_character_show_it_once() -> None:
     page = layout_of_tokens(["�", "�", "👩"], text="👩", offsets=[(0, 1), (0, 1), (0, 1)])
     assert page["shown"] == ["👩", "", ""]
-    assert page["flags"] == [0, PART, PART]
+    assert page["flags"] == [0, PIECE_FLAG, PIECE_FLAG]
 
 
 def test_word_pieces_without_spaces_get_one_between() -> None:
@@ -55,7 +55,7 @@ def test_a_token_cannot_turn_the_direction_of_the_page() -> None:
 
 def test_marks_and_unknown_tokens_are_flagged() -> None:
     page = layout_of_tokens(["<s>", "x"], special=[True, False], unknown=[False, True])
-    assert page["flags"] == [SPECIAL, UNKNOWN]
+    assert page["flags"] == [SPECIAL_FLAG, UNKNOWN_FLAG]
 
 
 def test_a_token_of_spaces_has_a_label_that_can_be_seen() -> None:
@@ -90,10 +90,10 @@ def test_entries_of_a_vocabulary_are_joined_as_their_tokenizer_joins_them(tokens
 @pytest.mark.parametrize(
     ("tokens", "text", "flags"),
     [
-        (["Ġa", "å¥", "½"], "a好", [0, 0, PART]),
-        (["å", "¥", "½", "å¥½"], "好好", [0, PART, PART, 0]),
-        (["Ġx", "å¥"], "x\ufffd", [0, PART]),  # the text ends inside of a character
-        (["a", "👩", "⤷", "⤷", "b"], "a 👩 b", [0, 0, PART, PART, 0]),  # decoded one by one
+        (["Ġa", "å¥", "½"], "a好", [0, 0, PIECE_FLAG]),
+        (["å", "¥", "½", "å¥½"], "好好", [0, PIECE_FLAG, PIECE_FLAG, 0]),
+        (["Ġx", "å¥"], "x\ufffd", [0, PIECE_FLAG]),  # the text ends inside of a character
+        (["a", "👩", "⤷", "⤷", "b"], "a 👩 b", [0, 0, PIECE_FLAG, PIECE_FLAG, 0]),  # decoded one by one
     ],
 )
 def test_the_first_piece_of_a_character_shows_it_and_the_others_take_no_room(
@@ -105,7 +105,7 @@ def test_the_first_piece_of_a_character_shows_it_and_the_others_take_no_room(
     assert all(
         not shown and label == "⤷"
         for shown, label, flag in zip(page["shown"], page["labels"], flags, strict=True)
-        if flag & PART and shown != "\ufffd"
+        if flag & PIECE_FLAG and shown != "\ufffd"
     )
 
 

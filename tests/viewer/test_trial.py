@@ -227,7 +227,7 @@ class TestALanguageModel:
     def test_a_text_longer_than_the_page_shows_is_one_sentence(
         self, language: tuple[Trial, Served], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(trials, "MOST_TOKENS", 5)
+        monkeypatch.setattr(trials, "MAX_TOKENS", 5)
         answer = ask(language[1], "text", text="nobody saw the key under the door")
         assert answer.error == "The text is 7 tokens long, and this page shows 5. Give a shorter text."
 

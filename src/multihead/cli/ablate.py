@@ -39,7 +39,7 @@ MODEL is the folder of a saved language model, a GGUF file, the name of an insta
 a name on the Hugging Face hub. Heads are named as in the tables of `multihead look`; L3 is a whole layer.
 """
 
-LONGEST_NAME = 30  # characters of a prompt in the table
+MAX_NAME_CHARACTERS = 30  # characters of a prompt in the table
 
 
 class Prediction(NamedTuple):
@@ -136,7 +136,7 @@ def ablate(
     _check_options(len(files) + len(prompts), by, reference, scale)
     check_writable(table_files(json_file, csv_file))
     texts = [(file, readable_text(file)) for file in files]
-    texts += [(shorten(prompt, LONGEST_NAME, placeholder=" …"), prompt) for prompt in prompts]
+    texts += [(shorten(prompt, MAX_NAME_CHARACTERS, placeholder=" …"), prompt) for prompt in prompts]
     others = [(file, readable_text(file)) for file in reference]
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
@@ -166,7 +166,7 @@ def ablate(
         compared = _compare(
             loaded, encoded, intervention, batched=by == "resample", progress=lambda *done: steps.show(running, *done)
         )
-    write_tables(_rows(compared), json_file=json_file, csv_file=csv_file)
+    write_tables(_table_rows(compared), json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         names = locale("common.join.comma", lang).join(map(str, keys))
         values = {"model": visible(loaded.title), "heads": names, "factor": scale}
@@ -262,7 +262,7 @@ def _predict(loaded: LoadedModel, logits: Tensor, ids: Tensor) -> Prediction:
     return Prediction(float(token_losses(logits, ids).mean()), loaded.tokenizer.decode([token]), probability)
 
 
-def _rows(compared: Sequence[Comparison]) -> list[dict[str, Any]]:
+def _table_rows(compared: Sequence[Comparison]) -> list[dict[str, Any]]:
     """Return the rows of --json and --csv: one per text, and from two texts on one with the means over them."""
     rows = [each.row() for each in compared]
     if len(rows) < 2:
@@ -287,7 +287,7 @@ def _print_table(compared: Sequence[Comparison], lang: str) -> None:
     def shown(token: str | None, probability: float | None) -> str:
         return "" if token is None else f'"{visible(token)}" {probability:.1%}'.replace("%", " %")
 
-    rows = _rows(compared)
+    rows = _table_rows(compared)
     for row in rows:
         error = row["standard_error"]
         table.add_row(

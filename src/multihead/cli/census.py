@@ -46,13 +46,13 @@ of the shards, and the last one writes the table. Without --texts the argument i
 read; its table is written if all shards are there. In Python: mh.Census.load("census/").
 """
 
-NAMED = 10
+MAX_PRINTED_PROBLEMS = 10
 """Maximum number of problems that are printed; shards.parquet has all."""
 
-BEST = 3
+MAX_PRINTED_HEADS = 3
 """How many heads are printed per statistic, and per kind."""
 
-_LAUNCHERS = (
+_LAUNCHER_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -185,7 +185,11 @@ def census(
             dtype=dtype,
             progress=show_progress,
         )
-    if part is not None and not _table(found).exists() and all(index % part[1] != part[0] for index in found.missing):
+    if (
+        part is not None
+        and not _path_of_heads_table(found).exists()
+        and all(index % part[1] != part[0] for index in found.missing)
+    ):
         _print_counts(found, last[0], lang)
         _print_problems(found, lang)
         click.echo(text("census.others", lang, number=len(found.missing), folder=visible(out)))
@@ -193,7 +197,7 @@ def census(
     _print_census(found, lang, last[0])
     if page is not None and len(found.missing) < len(found.plan.shards):
         _write_page(found, page, other, lang)
-    context.exit(_status(found))
+    context.exit(_exit_status(found))
 
 
 def _load_census(folder: str) -> Census:
@@ -208,19 +212,27 @@ def _print_census(found: Census, lang: str, progress: Progress | None = None) ->
     _print_heads(found, lang)
     _print_problems(found, lang)
     if found.missing:
-        named = ", ".join(map(str, found.missing[:NAMED])) + (" ..." if len(found.missing) > NAMED else "")
+        named = ", ".join(map(str, found.missing[:MAX_PRINTED_PROBLEMS])) + (
+            " ..." if len(found.missing) > MAX_PRINTED_PROBLEMS else ""
+        )
         click.echo(text("census.missing", lang, number=len(found.missing), shards=named), err=True)
-    if _table(found).exists():
-        click.echo(text("census.files", lang, file=visible(str(_table(found))), folder=visible(str(found.folder))))
+    if _path_of_heads_table(found).exists():
+        click.echo(
+            text(
+                "census.files", lang, file=visible(str(_path_of_heads_table(found))), folder=visible(str(found.folder))
+            )
+        )
 
 
-def _table(found: Census) -> Path:
+def _path_of_heads_table(found: Census) -> Path:
     return found.folder / "heads.parquet"
 
 
-def _status(found: Census) -> int:
+def _exit_status(found: Census) -> int:
     """Return the exit status: 1 if something could not be counted, there is no text, or no table could be written."""
-    return int(bool(found.missing or found.counts()["broken"] or not found.texts or not _table(found).exists()))
+    return int(
+        bool(found.missing or found.counts()["broken"] or not found.texts or not _path_of_heads_table(found).exists())
+    )
 
 
 def _read_census(
@@ -234,7 +246,7 @@ def _read_census(
         except InputError as error:
             found.problems.append(str(error))
         _print_census(found, lang)
-        context.exit(_status(found))
+        context.exit(_exit_status(found))
     if place is not None:
         shard, _, index = place.partition(":")
         if not (shard.isdecimal() and index.isdecimal()):
@@ -290,15 +302,15 @@ def _empty_table(names: Sequence[str], lang: str) -> Table:
 
 
 def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
-    from multihead.record.notebook import CHANCE
+    from multihead.record.notebook import CHANCE_SUFFIX
 
     made = _empty_table(("statistic", "mean", "chance", "largest"), lang)
     for name, shown in found.plan.statistics.items():
         known = [row for row in rows if name in row]
         if not known:
             continue
-        best = sorted(known, key=lambda row: -row[name])[:BEST]
-        mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, name + CHANCE))
+        best = sorted(known, key=lambda row: -row[name])[:MAX_PRINTED_HEADS]
+        mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, name + CHANCE_SUFFIX))
         heads = "  ".join(f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best)
         label = visible(statistic_label(name, lang, shown.label))
         label = f"{label} ({visible(unit_label(shown.unit, lang))})" if shown.unit else label
@@ -309,17 +321,17 @@ def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: st
 def _kinds_table(found: Census, lang: str) -> Table:
     made = _empty_table(("kind", "heads", "chance", "largest shares"), lang)
     for kind, heads, chance in found.kind_counts():
-        best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in heads[:BEST])
+        best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in heads[:MAX_PRINTED_HEADS])
         made.add_row(visible(kind.label(lang)), str(len(heads)), chance, best)
     return made
 
 
 def _print_problems(found: Census, lang: str) -> None:
     """Print the first problems of files and texts that could not be read."""
-    for problem in found.problems[:NAMED]:
+    for problem in found.problems[:MAX_PRINTED_PROBLEMS]:
         click.echo(visible(problem), err=True)
-    if len(found.problems) > NAMED:
-        click.echo(text("census.more problems", lang, number=len(found.problems) - NAMED), err=True)
+    if len(found.problems) > MAX_PRINTED_PROBLEMS:
+        click.echo(text("census.more problems", lang, number=len(found.problems) - MAX_PRINTED_PROBLEMS), err=True)
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
@@ -335,7 +347,7 @@ def parse_shard(shard: str) -> tuple[int, int]:
 def _shard_of_launcher() -> str:
     """Return "3/8" by the variables of the programs that started this process; a job array multiplies the others."""
     known = os.environ
-    name = next((each for each in _LAUNCHERS if each[0] in known and each[1] in known), None)
+    name = next((each for each in _LAUNCHER_VARIABLES if each[0] in known and each[1] in known), None)
     in_array = "SLURM_ARRAY_TASK_ID" in known and "SLURM_ARRAY_TASK_COUNT" in known
     if name is None and not in_array:
         raise click.UsageError(

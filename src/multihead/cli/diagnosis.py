@@ -46,52 +46,52 @@ class Diagnosis:
     Attributes:
         system: operating system and processor family.
         cpu: the processor's name.
-        features: the processor's vector instruction sets, by torch's names.
+        cpu_features: the processor's vector instruction sets, by torch's names.
         torch_version: version of torch.
         threads: number of threads that torch and the native kernel use per operator.
         library: shared library of the native kernel, or None.
-        absence: why there is no native kernel, or None.
-        sets: instruction sets that the native kernel knows.
-        requested: instruction set named by the environment variable MULTIHEAD_CPU, or None.
-        chosen: instruction set that is used, or None.
-        refusal: why the requested instruction set cannot be used, or None.
-        lacking: warning that the processor has a faster instruction set that was not compiled, or None.
-        runtimes: files of the loaded OpenMP runtimes; None where the operating system does not list them.
+        absence_reason: why there is no native kernel, or None.
+        instruction_sets: instruction sets that the native kernel knows.
+        requested_set: instruction set named by the environment variable MULTIHEAD_CPU, or None.
+        chosen_set: instruction set that is used, or None.
+        refusal_reason: why the requested instruction set cannot be used, or None.
+        missing_set_warning: warning that the processor has a faster instruction set that was not compiled, or None.
+        openmp_runtime_files: files of the loaded OpenMP runtimes; None where the operating system does not list them.
         kernels: the diagnosis of each kernel, the fastest kernel first.
     """
 
     system: str
     cpu: str
-    features: tuple[str, ...]
+    cpu_features: tuple[str, ...]
     torch_version: str
     threads: int
     library: Path | None
-    absence: str | None
-    sets: tuple[InstructionSet, ...]
-    requested: str | None
-    chosen: str | None
-    refusal: str | None
-    lacking: str | None
-    runtimes: tuple[Path, ...] | None
+    absence_reason: str | None
+    instruction_sets: tuple[InstructionSet, ...]
+    requested_set: str | None
+    chosen_set: str | None
+    refusal_reason: str | None
+    missing_set_warning: str | None
+    openmp_runtime_files: tuple[Path, ...] | None
     kernels: tuple[KernelDiagnosis, ...]
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """One sentence for each problem of this machine and how to fix it."""
         problems = []
-        if self.absence is not None:
+        if self.absence_reason is not None:
             problems.append(
-                f"The native kernel is not available: {self.absence}. Calls use the next kernel that does not refuse; "
-                "install a compiler, then multihead again."
+                f"The native kernel is not available: {self.absence_reason}. Calls use the next kernel that does not "
+                "refuse; install a compiler, then multihead again."
             )
-        if self.refusal is not None:
-            problems.append(self.refusal)
-        if self.lacking is not None:
-            problems.append(self.lacking)
-        if self.runtimes is not None and len(self.runtimes) > 1:
+        if self.refusal_reason is not None:
+            problems.append(self.refusal_reason)
+        if self.missing_set_warning is not None:
+            problems.append(self.missing_set_warning)
+        if self.openmp_runtime_files is not None and len(self.openmp_runtime_files) > 1:
             problems.append(
-                f"{len(self.runtimes)} OpenMP runtimes are loaded, and their threads compete for the same cores: "
-                f"{', '.join(map(str, self.runtimes))}. Install packages that share one."
+                f"{len(self.openmp_runtime_files)} OpenMP runtimes are loaded, and their threads compete for the same "
+                f"cores: {', '.join(map(str, self.openmp_runtime_files))}. Install packages that share one."
             )
         return tuple(problems)
 
@@ -113,17 +113,17 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         system=f"{platform.system()} {platform.machine()}",
         cpu=str(capabilities.get("cpu_name") or platform.processor() or "unknown"),
-        features=tuple(name for name in CPU_FEATURES if capabilities.get(name)),
+        cpu_features=tuple(name for name in CPU_FEATURES if capabilities.get(name)),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
         library=library.path_of_library(),
-        absence=library.reason_of_absence(),
-        sets=library.instruction_sets(),
-        requested=os.environ.get(library.ENVIRONMENT) or None,
-        chosen=chosen,
-        refusal=refusal,
-        lacking=library.missing_faster_instruction_set(),
-        runtimes=openmp_runtimes(),
+        absence_reason=library.reason_of_absence(),
+        instruction_sets=library.instruction_sets(),
+        requested_set=os.environ.get(library.ENVIRONMENT) or None,
+        chosen_set=chosen,
+        refusal_reason=refusal,
+        missing_set_warning=library.missing_faster_instruction_set(),
+        openmp_runtime_files=openmp_runtimes(),
         kernels=tuple(_diagnose_kernel(name) for name in KERNELS),
     )
 

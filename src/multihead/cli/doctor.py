@@ -54,32 +54,32 @@ def _print_machine(console: Console, found: Diagnosis) -> None:
     print_sentence(console, "Machine", style="bold")
     _print_entry(console, "system", found.system)
     _print_entry(console, "processor", found.cpu)
-    _print_entry(console, "features", ", ".join(found.features) or "torch names none")
+    _print_entry(console, "features", ", ".join(found.cpu_features) or "torch names none")
     _print_entry(console, "torch", f"{found.torch_version}, {number_with_noun(found.threads, 'thread')}")
-    if found.runtimes is None:
+    if found.openmp_runtime_files is None:
         _print_entry(console, "OpenMP", "the loaded runtimes cannot be listed on this system")
     else:
-        for runtime in found.runtimes:
+        for runtime in found.openmp_runtime_files:
             _print_entry(console, "OpenMP", str(runtime))
-        if not found.runtimes:
+        if not found.openmp_runtime_files:
             _print_entry(console, "OpenMP", "no runtime is loaded as a separate library")
 
 
 def _print_native_kernel(console: Console, found: Diagnosis) -> None:
     console.print()
     print_sentence(console, "Native kernel", style="bold")
-    if found.absence is not None:
-        _print_entry(console, "library", f"none: {found.absence}")
+    if found.absence_reason is not None:
+        _print_entry(console, "library", f"none: {found.absence_reason}")
         return
     _print_entry(console, "library", str(found.library))
-    for each in found.sets:
+    for each in found.instruction_sets:
         _print_entry(console, each.name, _state_of_instruction_set(each, found))
 
 
 def _state_of_instruction_set(each: InstructionSet, found: Diagnosis) -> str:
     """Return a phrase: whether an instruction set is used or could run here, else why it cannot."""
-    if each.name == found.chosen:
-        return "used: set by MULTIHEAD_CPU" if found.requested else "used: the fastest that runs here"
+    if each.name == found.chosen_set:
+        return "used: set by MULTIHEAD_CPU" if found.requested_set else "used: the fastest that runs here"
     if not each.compiled:
         return "not in this build"
     if not each.runs:

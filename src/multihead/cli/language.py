@@ -10,12 +10,12 @@ import click
 
 from multihead.locale.texts import LANGUAGES
 
-VARIABLES = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides, as in POSIX
+LOCALE_VARIABLES = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides, as in POSIX
 
 
 def language_of_locale() -> str:
     """Return the language of the locale's messages if the commands have it, else English."""
-    locale = next((value for name in VARIABLES if (value := os.environ.get(name))), "")
+    locale = next((value for name in LOCALE_VARIABLES if (value := os.environ.get(name))), "")
     return next((each for each in LANGUAGES if locale.lower().startswith(each)), LANGUAGES[0])
 
 

@@ -47,7 +47,7 @@ MODEL is the folder of a saved model, a GGUF file, the name of an installed pack
 on the Hugging Face hub.
 """
 
-SORTS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
+SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
@@ -66,11 +66,11 @@ SORTS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 @model_options
 @click.option(
     "--sort",
-    type=click.Choice(SORTS),
+    type=click.Choice(SORT_COLUMNS),
     metavar="NAME",
     default="layer",
     show_default=True,
-    help=f"Sort the table by: {', '.join(SORTS)}; those in repeated_ need --textbook.",
+    help=f"Sort the table by: {', '.join(SORT_COLUMNS)}; those in repeated_ need --textbook.",
 )
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Only the first N heads of the table.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")

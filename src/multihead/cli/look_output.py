@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.probes.probe import Statistic
     from multihead.record.analysis.highlights import LayerProfile
-    from multihead.record.memory_use import Memory
+    from multihead.record.memory_use import MemoryUse
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
 
@@ -108,9 +108,11 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
     from rich.cells import cell_len
 
     from multihead.kinds import KINDS, percent
-    from multihead.observation.textbook import DRAWS, LENGTH, TIMES
+    from multihead.observation.textbook import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TIMES
 
-    click.echo("\n" + text("look.textbook.title", lang, draws=DRAWS, times=TIMES, length=LENGTH))
+    click.echo(
+        "\n" + text("look.textbook.title", lang, draws=DEFAULT_DRAWS, times=DEFAULT_TIMES, length=DEFAULT_LENGTH)
+    )
     repeats = [kind.name for kind in KINDS if kind.texts == "repeats"]
     measured = [kind for kind in repeats if any(kind in one.evidence for one in profiles)]
     names = {kind: text(f"look.textbook.{kind}", lang) for kind in measured}
@@ -134,7 +136,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
         click.echo(f"  {shown}  {named or text('look.textbook.none', lang)}".replace("\u00a0", " "))
 
 
-def print_memory_and_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
+def print_memory_and_files(page: ReportSummary, record_file: str | None, memory: MemoryUse, lang: str) -> None:
     """Print the memory used, the files written, and how to see more."""
     if memory.weights >= MEMORY_REPORT_THRESHOLD and memory.peak is not None:
         sizes = {name: _readable_size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
@@ -167,7 +169,7 @@ def _table_of_heads(
     from rich.cells import cell_len
     from rich.table import Table
 
-    from multihead.record.notebook import CHANCE
+    from multihead.record.notebook import CHANCE_SUFFIX
 
     has_roles = any("role" in row for row in rows)
     words = []
@@ -192,7 +194,7 @@ def _table_of_heads(
         drawn.add_row(*cells, *[each.number(row[each.name]) if each.name in row else "" for each in shown])
     chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different chance levels
     for row in rows:
-        numbers = [each.number(row.get(each.name + CHANCE)) for each in shown]
+        numbers = [each.number(row.get(each.name + CHANCE_SUFFIX)) for each in shown]
         level = tuple("" if number == "-" else number for number in numbers)
         chances.setdefault(level, set()).add(row.get("role", ""))
     drawn.add_section()
@@ -209,7 +211,7 @@ def _fitting_statistics(
     from rich.cells import cell_len
 
     from multihead.probes.catalogue import statistic
-    from multihead.record.notebook import CHANCE
+    from multihead.record.notebook import CHANCE_SUFFIX
 
     names = (*COLUMNS, *([sort] if sort in REPEATED_COLUMNS else []))
     shown = [statistic(name) for name in names if any(name in row for row in rows)]
@@ -217,7 +219,12 @@ def _fitting_statistics(
         each.name: gap
         + max(
             *map(cell_len, _column_heading(each, lang).splitlines()),
-            *(len(each.number(row[name])) for row in rows for name in (each.name, each.name + CHANCE) if name in row),
+            *(
+                len(each.number(row[name]))
+                for row in rows
+                for name in (each.name, each.name + CHANCE_SUFFIX)
+                if name in row
+            ),
         )
         for each in shown
     }

@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
-LONGEST_QUOTE = 60  # characters of a text in an error
+MAX_QUOTED_CHARACTERS = 60  # characters of a text in an error
 
-_LAYERS = click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
-_DEVICE_AND_DTYPE = (
+_LAYERS_OPTION = click.option(
+    "--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]"
+)
+_DEVICE_AND_DTYPE_OPTIONS = (
     click.option("--device", default="cpu", show_default=True, help="The device that runs the model."),
     click.option(
         "--dtype",
@@ -22,7 +24,7 @@ _DEVICE_AND_DTYPE = (
         help="The dtype of its parameters; auto: as they were saved.",
     ),
 )
-_SERVER = (
+_SERVER_OPTIONS = (
     click.option(
         "--port", type=click.IntRange(1, 65535), metavar="N", help="Port to listen on.  [default: a free one]"
     ),
@@ -32,17 +34,17 @@ _SERVER = (
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --port and --browser to a command."""
-    return _add_options(command, _SERVER)
+    return _add_options(command, _SERVER_OPTIONS)
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --layers, --device and --dtype to a command."""
-    return _LAYERS(device_options(command))
+    return _LAYERS_OPTION(device_options(command))
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --device and --dtype to a command."""
-    return _add_options(command, _DEVICE_AND_DTYPE)
+    return _add_options(command, _DEVICE_AND_DTYPE_OPTIONS)
 
 
 def _add_options(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
@@ -59,7 +61,7 @@ def check_no_surplus(arguments: Sequence[str]) -> None:
         UsageError: there are `arguments`; the error names the options for them.
     """
     if arguments:
-        given = shlex.quote(shorten(" ".join(arguments), LONGEST_QUOTE, placeholder=" …"))
+        given = shlex.quote(shorten(" ".join(arguments), MAX_QUOTED_CHARACTERS, placeholder=" …"))
         raise click.UsageError(
             f"{given} stands after MODEL without an option. Give a text as --prompt {given}, and a file as --text FILE."
         )

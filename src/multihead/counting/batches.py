@@ -1,4 +1,4 @@
-"""Batches of token ids: texts of similar length together, and where each token is in its text."""
+"""Batches of token ids: put texts of similar length together, and find the text and position of each token."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Batch:
         return torch.arange(len(self.row_of_token)) - self.text_start_of_token
 
     def drop_padding(self, values: Tensor) -> Tensor:
-        """Remove the padding of a statistic, and concatenate its texts.
+        """Remove the padding from the values of a statistic per token, and concatenate the texts.
 
         Args:
             values: (1, heads, tokens) if the model packs its texts into one row, else (texts, heads, length).
@@ -102,12 +102,12 @@ class CurrentBatch:
 def batches_by_length(
     ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool
 ) -> Iterator[Batch]:
-    """Group texts by length into batches of at most `tokens` tokens; a longer text is a batch of its own.
+    """Group texts by length into batches of at most `tokens` tokens; a text with more tokens is a batch by itself.
 
     Args:
         ids: the token ids of each text, at least one.
         texts: the index of each text in its shard.
-        tokens: the most tokens of a batch; where batches run padded, padding counts.
+        tokens: largest number of tokens of a batch; padding counts if batches run padded.
         packed: whether the model leaves padding out.
     """
     lengths = np.array([len(each) for each in ids], np.int64)

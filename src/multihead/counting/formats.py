@@ -1,12 +1,13 @@
 """Read the texts of a shard: a reader for each format of files, compressed or not, local or at an address.
 
-A format of files is a value in `FORMATS`: its suffixes, how its files begin, and how they are divided and read.
+A file format is a value in `FORMATS`: its suffixes, the first bytes of its files, and the functions that divide and
+read a file.
 
 pyarrow reads parquet, arrow and csv. The column of the texts is read as bytes, because one string that is not UTF-8
-would make its whole batch unreadable. The places of the texts in an arrow file are checked first, because pyarrow ends
-the process where it follows a damaged place. Lines of JSON and of text are split by this module: pyarrow gives up a
-whole file of JSON for one bad line, and cannot begin within a file. pyarrow decompresses `.zst` too, so no further
-package is needed.
+would make its whole batch unreadable. The offsets of the texts in an arrow file are checked first, because pyarrow
+crashes on a damaged offset. Lines of JSON and of text are split by this module: pyarrow rejects a whole JSON file for
+one bad line, and cannot start reading in the middle of a file. pyarrow decompresses `.zst` too, so no further package
+is needed.
 
 A csv file is one shard, because a range of bytes may begin within a quoted text.
 """
@@ -30,17 +31,20 @@ import fsspec
 
 from multihead.errors import InputError, MultiheadError
 
-LONGEST_LINE = 1 << 26
-"""Bytes; a longer line is a broken row."""
+MAX_LINE_BYTES = 1 << 26
+"""Largest number of bytes of a line; a longer line counts as a broken row."""
 
-CSV_BLOCK = 1 << 22
-"""Bytes of a csv file that are parsed at once; no row may be longer. pyarrow reads up to 34 of them in advance."""
+CSV_BLOCK_BYTES = 1 << 22
+"""Bytes of a csv file that are parsed at once; no row may be longer. pyarrow reads up to 34 such blocks in advance."""
 
-MOST_BROKEN_CSV_ROWS = 100_000
-"""How many rows of a csv file may be broken one after the other before the file is."""
+MAX_BROKEN_CSV_ROWS = 100_000
+"""Largest number of consecutive broken rows in a csv file; with more the whole file counts as broken."""
 
-_DECODED, _MOST_ROWS = 1 << 22, 1024  # bytes of texts, and rows, of a parquet file that are decoded at once
-_BUFFER = 1 << 16  # bytes that are read at once
+_MAX_DECODED_BYTES, _MAX_DECODED_ROWS = (
+    1 << 22,
+    1024,
+)  # bytes of texts, and rows, of a parquet file that are decoded at once
+_BYTES_PER_READ = 1 << 16  # number of bytes per read of a file
 _ARROW_MAGIC, _ARROW_MESSAGE = b"ARROW1", b"\xff\xff\xff\xff"  # beginning of a file, and of each message in a stream
 
 
@@ -50,10 +54,11 @@ class Shard(NamedTuple):
     Attributes:
         file: the file's name or address.
         kind: the name of its format.
-        group: the row group of a parquet file; -1 for all of them, and in other formats.
-        start: the first row of the row group, or the first record batch, or the first byte: the shard has the lines
-            that begin from here on.
-        stop: the row or record batch after the last one, or the byte at which later lines begin; -1 for the end.
+        group: index of the row group in a parquet file; -1 for all row groups, and in other formats.
+        start: index of the first row in the row group, or of the first record batch, or offset of the first byte: the
+            shard has the lines that begin at `start` or later.
+        stop: index after the last row or record batch, or the byte from which on lines belong to later shards; -1 for
+            the end of the file.
     """
 
     file: str
@@ -63,10 +68,10 @@ class Shard(NamedTuple):
     stop: int
 
     def __str__(self) -> str:
-        """The file and the place of the shard in it, for messages."""
+        """The file and the shard's place in the file, for messages."""
         if self.stop < 0 and not self.start:
             return self.file
-        return f"{self.file} {FORMATS[self.kind].place.format(self.group)} from {self.start}"
+        return f"{self.file} {FORMATS[self.kind].start_label.format(self.group)} from {self.start}"
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,10 @@ class Row:
     """One row of a corpus.
 
     Attributes:
-        index: its index in the shard.
-        place: the file and the row, for messages.
-        text: its text, or None if it cannot be used.
-        problem: why its text cannot be used.
+        index: index of the row in the shard.
+        place: file and row number or byte offset, for messages.
+        text: text of the row; None if it cannot be used.
+        problem: why the text cannot be used; "" if it can.
     """
 
     index: int
@@ -87,12 +92,13 @@ class Row:
 
 
 class FilePart(NamedTuple):
-    """A file, or one row group of a parquet file, before it is divided into shards.
+    """A file of a corpus, or one row group of a parquet file, before it is divided into shards.
 
     Attributes:
-        whole: the part as one shard.
-        size: bytes of uncompressed text, where necessary estimated.
-        units: the number of rows, record batches or bytes between which it can be divided; 1 if it cannot be.
+        whole: the file or row group as one shard.
+        size: bytes of uncompressed text; estimated for compressed files.
+        units: number of rows, record batches or bytes, between which the part can be divided; 1 if it cannot be
+            divided.
     """
 
     whole: Shard
@@ -102,31 +108,32 @@ class FilePart(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files that hold texts.
+    """A file format in which a corpus may be stored.
 
     Attributes:
-        name: its name in a plan.
-        suffixes: the suffixes of its files in lower case.
-        magic: what its files begin with; empty for those of text, which may be compressed as a whole.
-        place: what the start of a shard counts, for messages; "{}" is the row group.
-        rows: reads the rows of a shard; the other argument is the column of the texts.
-        parts: returns the parts of a file, given as one shard, its size, and the column of the texts.
+        name: name of the format in a plan.
+        suffixes: file suffixes of the format, in lower case.
+        magic: first bytes of its files; empty for formats of plain text, whose files may be compressed as a whole.
+        start_label: name of what `Shard.start` counts, such as "byte", for messages; "{}" is replaced by the row group.
+        read_rows: yields the rows of a shard; arguments: the shard, and the column of the texts.
+        list_parts: returns the parts into which a file is divided; arguments: the file as one shard, its size in bytes,
+            and the column of the texts.
     """
 
     name: str
     suffixes: tuple[str, ...]
     magic: bytes
-    place: str
-    rows: Callable[[Shard, str], Iterator[Row]]
-    parts: Callable[[Shard, int, str], list[FilePart]]
+    start_label: str
+    read_rows: Callable[[Shard, str], Iterator[Row]]
+    list_parts: Callable[[Shard, int, str], list[FilePart]]
 
 
 class _Compression(NamedTuple):
-    """A way of compressing whole files.
+    """A compression format of whole files.
 
     Attributes:
-        magic: what such a file begins with.
-        decompress: opens the uncompressed content of an open file.
+        magic: first bytes of a compressed file.
+        decompress: takes an open compressed file, and returns a file object with the uncompressed content.
     """
 
     magic: bytes
@@ -151,7 +158,7 @@ def format_of_file(file: str) -> Format:
     """Return the format of a file by its suffix.
 
     Raises:
-        InputError: files with this suffix are not read.
+        InputError: no format has the suffix of the file.
     """
     path = _path_in_archive(file)
     compressed = compression_of_file(file) is not None
@@ -178,16 +185,16 @@ def compression_of_file(file: str) -> str | None:
 
 
 def _path_in_archive(file: str) -> PurePosixPath:
-    """Return the path that a name ends with; in "zip://a.txt::b.zip", that of the first link of the chain."""
+    """Return the path in a file name or address; of a chain such as "zip://a.txt::b.zip", that of its first link."""
     links = [link for link in file.split("::") if "://" in link and not link.endswith("://")]
     return PurePosixPath(links[0] if links else file)
 
 
 def file_system_of(name: str) -> tuple[Any, str]:
-    """Return the file system of a name or address, and the path in it.
+    """Return the file system of a name or address, and the path in this file system.
 
     Raises:
-        InputError: fsspec cannot open such an address.
+        InputError: fsspec cannot open the address.
     """
     try:
         if "://" not in name:
@@ -202,7 +209,7 @@ def file_system_of(name: str) -> tuple[Any, str]:
 
 @contextmanager
 def _open_file(file: str) -> Iterator[Any]:
-    """Open a file; its file system is kept until then, because that of an archive closes its files."""
+    """Open a file, and keep its file system alive, because that of an archive closes its files when it is deleted."""
     system, path = file_system_of(file)
     if system.isdir(path):
         raise IsADirectoryError(f"{file} is a folder")
@@ -212,16 +219,16 @@ def _open_file(file: str) -> Iterator[Any]:
 
 @contextmanager
 def _open_text(file: str) -> Iterator[io.BufferedReader]:
-    """Open a file of text, decompressed."""
+    """Open a text file, decompressed if it is compressed."""
     with _open_file(file) as raw:
         compression = compression_of_file(file)
         content = raw if compression is None else _COMPRESSIONS[compression].decompress(raw)
-        with io.BufferedReader(content, _BUFFER) as source:
+        with io.BufferedReader(content, _BYTES_PER_READ) as source:
             yield source
 
 
 def _check_text(file: str, head: bytes) -> None:
-    """Reject a file whose first bytes are those of another format or of another encoding."""
+    """Reject a text file whose first bytes, `head`, are those of another format or of another encoding."""
     magics = [(suffix, each.magic) for suffix, each in _COMPRESSIONS.items()]
     magics += [(each.suffixes[0], each.magic) for each in FORMATS.values() if each.magic]
     for suffix, magic in magics:
@@ -232,7 +239,7 @@ def _check_text(file: str, head: bytes) -> None:
 
 
 def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
-    """Read the rows of a shard, one after the other, in memory that does not grow with their number.
+    """Yield the rows of a shard, in memory that does not grow with their number.
 
     Args:
         shard: the shard.
@@ -240,22 +247,23 @@ def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
 
     Raises:
         OSError: the file cannot be read.
-        InputError: it is damaged or of another format, or has no such column.
+        InputError: the file is damaged, of another format, or has no such column.
     """
     try:
-        for row in FORMATS[shard.kind].rows(shard, column):
+        for row in FORMATS[shard.kind].read_rows(shard, column):
             yield _check_row(row)
     except MultiheadError:
         raise
-    except Exception as error:  # of a codec, a file system or pyarrow
+    except Exception as error:  # any error of a codec, a file system or pyarrow
         if isinstance(error, OSError) and (error.errno is not None or type(error) not in (OSError, gzip.BadGzipFile)):
-            raise  # of the system, with a reason; codecs and pyarrow raise bare ones for damaged content
+            # an OSError with a reason is from the system; for damaged content codecs and pyarrow raise it without one
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{shard.file} cannot be read: {reason.rstrip('.')}.", "Write it again.") from error
 
 
 def _check_row(row: Row) -> Row:
-    """Return a row, without its text if that is empty or cannot be written as UTF-8."""
+    """Return a row, without its text if the text is empty or cannot be encoded as UTF-8."""
     if row.text is None:
         return row
     if not row.text.strip():
@@ -285,17 +293,17 @@ def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
             source.seek(place)
             place += _skip_line(source)  # a line that begins in the previous shard belongs to that shard
         else:
-            _check_text(shard.file, source.peek(_BUFFER))
+            _check_text(shard.file, source.peek(_BYTES_PER_READ))
         while shard.stop < 0 or place < shard.stop:
-            line = source.readline(LONGEST_LINE)
+            line = source.readline(MAX_LINE_BYTES)
             if not line:
                 return
             where = f"{shard.file} byte {place}"
             place += len(line)
-            if line.endswith(b"\n") or len(line) < LONGEST_LINE:
+            if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
                 yield _decode_text(index, where, line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
             else:
-                yield Row(index, where, None, f"longer than {LONGEST_LINE} bytes")
+                yield Row(index, where, None, f"longer than {MAX_LINE_BYTES} bytes")
                 place += _skip_line(source)
             index += 1
 
@@ -303,7 +311,7 @@ def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
 def _skip_line(source: io.BufferedReader) -> int:
     """Read to the end of a line, and return the number of bytes read."""
     count = 0
-    while part := source.readline(LONGEST_LINE):
+    while part := source.readline(MAX_LINE_BYTES):
         count += len(part)
         if part.endswith(b"\n"):
             break
@@ -334,13 +342,15 @@ def _text_of_json_line(row: Row, column: str) -> Row:
 
 def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
     system, path = file_system_of(whole.file)
-    with suppress(OSError):  # reported where its texts are read
-        _check_text(whole.file, system.cat_file(path, 0, min(size, _BUFFER)))  # so that one shard fails, and not each
+    with suppress(OSError):  # an error is reported when the texts of the file are read
+        _check_text(
+            whole.file, system.cat_file(path, 0, min(size, _BYTES_PER_READ))
+        )  # an unreadable file is kept whole, so that one shard fails instead of many
     return [FilePart(whole, size, size)]
 
 
 def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
-    """Read the rows of a csv file in order, those that pyarrow leaves out between the others."""
+    """Yield the rows of a csv file in order, including the broken rows that pyarrow leaves out."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -348,14 +358,14 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
 
     def leave_out(row: Any) -> str:
         broken.append((row.number, f"{row.actual_columns} columns, not {row.expected_columns}"))
-        return "skip" if len(broken) < MOST_BROKEN_CSV_ROWS else "error"
+        return "skip" if len(broken) < MAX_BROKEN_CSV_ROWS else "error"
 
     with _open_text(shard.file) as source:
-        _check_text(shard.file, source.peek(_BUFFER))
+        _check_text(shard.file, source.peek(_BYTES_PER_READ))
         try:
             batches = csv.open_csv(
                 source,
-                csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK),
+                csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES),
                 csv.ParseOptions(newlines_in_values=True, invalid_row_handler=leave_out),
                 # As bytes, because one value that is not UTF-8 would make a whole block unreadable.
                 csv.ConvertOptions(include_columns=[column], column_types={column: pa.large_binary()}),
@@ -376,7 +386,8 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
             if "straddl" not in str(error):
                 raise
             raise InputError(
-                f"{shard.file} has a row of more than {CSV_BLOCK} bytes.", "Close its quotes, or write it as jsonl."
+                f"{shard.file} has a row of more than {CSV_BLOCK_BYTES} bytes.",
+                "Close its quotes, or write it as jsonl.",
             ) from None
 
 
@@ -389,14 +400,14 @@ def _read_parquet(shard: Shard, column: str) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     with _open_file(shard.file) as source:
-        file = pq.ParquetFile(source, buffer_size=_BUFFER, page_checksum_verification=True)
+        file = pq.ParquetFile(source, buffer_size=_BYTES_PER_READ, page_checksum_verification=True)
         _check_column(shard.file, column, file.schema_arrow)
         index = 0
         for group in range(file.num_row_groups) if shard.group < 0 else (shard.group,):
             size, rows = _size_of_column(file.metadata, group, column)
             stop = rows if shard.stop < 0 else shard.stop
-            at_once = max(min(_DECODED * rows // max(size, 1), _MOST_ROWS), 1)
-            first = 0  # row of the batch
+            at_once = max(min(_MAX_DECODED_BYTES * rows // max(size, 1), _MAX_DECODED_ROWS), 1)
+            first = 0  # index of the batch's first row
             for batch in file.iter_batches(at_once, row_groups=[group], columns=[column], use_threads=False):
                 skipped = min(max(shard.start - first, 0), batch.num_rows)
                 chosen = batch.slice(skipped, max(stop - first - skipped, 0))
@@ -433,7 +444,7 @@ def _read_arrow(shard: Shard, column: str) -> Iterator[Row]:
 
     with _open_file(shard.file) as source:
         names = _check_column(shard.file, column, _open_arrow(shard.file, source).schema)
-        # Of the other columns nothing is decoded.
+        # Only the column of the texts is decoded.
         reader = _open_arrow(
             shard.file, source, options=ipc.IpcReadOptions(included_fields=[names.index(column)], use_threads=False)
         )
@@ -450,7 +461,7 @@ def _read_arrow(shard: Shard, column: str) -> Iterator[Row]:
 
 
 def _open_arrow(file: str, source: BinaryIO, **options: Any) -> Any:
-    """Open an arrow file, which has a list of its record batches at its end, or a stream of them, which has none."""
+    """Open an arrow file (with a list of its record batches at its end) or an arrow stream (without such a list)."""
     from pyarrow import ipc
 
     source.seek(0)
@@ -496,13 +507,13 @@ def _missing_column(file: str, column: str, names: list[str]) -> InputError:
 
 
 def _column_as_bytes(batch: Any) -> Iterator[bytes | None]:
-    """Yield the values of a batch of one column as bytes: one that is not UTF-8 leaves the others readable."""
+    """Yield the values of a batch with one column as bytes, so that a value that is not UTF-8 affects no others."""
     for value in _checked_bytes(batch.column(0)):
         yield value.as_py()
 
 
 def _checked_bytes(values: Any) -> Any:
-    """Return an array of strings as one of bytes, or raise: pyarrow ends the process where it follows a damaged one."""
+    """Return an array of strings as an array of bytes; raise an error if it is damaged, because pyarrow would crash."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(values.type):
@@ -523,4 +534,4 @@ FORMATS = {
         Format("lines", (".txt", ".text", ""), b"", "bytes", _read_lines, _divide_bytes),
     )
 }
-"""The formats of texts by their names."""
+"""Name of a file format -> the format."""

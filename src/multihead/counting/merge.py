@@ -1,6 +1,6 @@
-"""Merge the files of shards into one table of heads, in the plan's order, so that equal shards give equal bytes.
+"""Merge the files of shards into one table of heads, in the order of the plan, so that equal shards give equal bytes.
 
-Shards are merged in that order because sums of floating-point numbers depend on the order of their terms.
+Shards are merged in the order of the plan because sums of floating-point numbers depend on the order of their terms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from multihead.counting.plan import Plan
 from multihead.counting.shard import (
-    OF_CHANCE,
+    CHANCE_COLUMNS,
     add_missing_columns,
     group_values_by_row,
     heads_schema,
@@ -27,11 +27,11 @@ from multihead.counting.shard import (
 from multihead.counting.sums import merge_moments
 from multihead.files import write_atomically
 
-HEADS = "heads.parquet"
-SHARDS = "shards.parquet"
+HEADS_FILE = "heads.parquet"
+SHARDS_FILE = "shards.parquet"
 
-Numbers = NDArray[np.int64]
-Reals = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -39,41 +39,42 @@ class MergedSums:
     """The sums of all shards so far: one row per layer, statistic and head.
 
     Attributes:
-        examples: how many of the strongest examples are kept.
-        place: the row of each (layer, statistic, head).
-        names: the name of each layer.
+        examples: number of strongest examples that are kept per row.
+        row_of_head: (number of a layer, statistic, head) -> index of its row.
+        names: number of a layer -> its name.
         shards: the metadata of each shard's file: how many rows, texts and tokens were read.
     """
 
     examples: int
-    place: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    row_of_head: dict[tuple[int, str, int], int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     shards: list[dict[str, Any]] = field(default_factory=list)
-    count: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    nonfinite: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    mean: Reals = field(default_factory=lambda: np.zeros(0))
-    squares: Reals = field(default_factory=lambda: np.zeros(0))
-    chance: Reals = field(default_factory=lambda: np.zeros(0))  # NaN if the chance is unknown in a shard
-    texts: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    excess: Reals = field(default_factory=lambda: np.zeros(0))
-    excess_squares: Reals = field(default_factory=lambda: np.zeros(0))
-    minimum: Reals = field(default_factory=lambda: np.zeros(0))
-    maximum: Reals = field(default_factory=lambda: np.zeros(0))
-    _bins: list[Any] = field(default_factory=list)  # tables of (row, value, count): the bins that are not empty
-    _best: Any = None  # the examples of all rows; `_row_of_best` has their rows
-    _row_of_best: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    count: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    nonfinite: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    mean: FloatArray = field(default_factory=lambda: np.zeros(0))
+    squares: FloatArray = field(default_factory=lambda: np.zeros(0))
+    chance: FloatArray = field(default_factory=lambda: np.zeros(0))  # NaN if the chance is unknown in a shard
+    texts: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    excess: FloatArray = field(default_factory=lambda: np.zeros(0))
+    excess_squares: FloatArray = field(default_factory=lambda: np.zeros(0))
+    minimum: FloatArray = field(default_factory=lambda: np.zeros(0))
+    maximum: FloatArray = field(default_factory=lambda: np.zeros(0))
+    # tables with columns row, value and count: the histogram bins that are not empty
+    _bins: list[Any] = field(default_factory=list)
+    _examples: Any = None  # the examples of all rows; `_row_of_example` has their rows
+    _row_of_example: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add_shard(self, table: Any) -> None:
-        """Add the table of one shard; shards come in the order of the plan."""
+        """Add the table of heads of one shard; the caller adds shards in the order of the plan."""
         self.shards.append(read_metadata(table.schema))
         if not len(table):
             return
         keys = list(
             zip(*(table[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
         )  # (layer, statistic, head) of each row
-        rows = np.array([self.place.setdefault(key, len(self.place)) for key in keys])
+        rows = np.array([self.row_of_head.setdefault(key, len(self.row_of_head)) for key in keys])
         self.names.update(zip((key[0] for key in keys), table["name"].to_pylist(), strict=True))
-        self._reserve_rows(len(self.place))
+        self._reserve_rows(len(self.row_of_head))
         self._add_moments(table, rows)
         self._add_bins(table, rows)
         self._add_examples(table, rows)
@@ -81,13 +82,13 @@ class MergedSums:
     def _reserve_rows(self, rows: int) -> None:
         more = rows - len(self.count)
         if more:
-            for name in ("count", "nonfinite", "mean", "squares", *OF_CHANCE):
+            for name in ("count", "nonfinite", "mean", "squares", *CHANCE_COLUMNS):
                 before = getattr(self, name)
                 setattr(self, name, np.append(before, np.zeros(more, before.dtype)))
             self.minimum = np.append(self.minimum, np.full(more, np.inf))
             self.maximum = np.append(self.maximum, np.full(more, -np.inf))
 
-    def _add_moments(self, table: Any, rows: Numbers) -> None:
+    def _add_moments(self, table: Any, rows: IntArray) -> None:
         count, mean, squares = (table[name].to_numpy() for name in ("count", "mean", "squares"))
         texts = table["texts"].fill_null(0).to_numpy()
         chance, excess, excess_squares = (  # null is read as NaN, and as 0 where no query counts
@@ -108,7 +109,7 @@ class MergedSums:
         self.minimum[rows] = np.minimum(self.minimum[rows], least)
         self.maximum[rows] = np.maximum(self.maximum[rows], most)
 
-    def _add_bins(self, table: Any, rows: Numbers) -> None:
+    def _add_bins(self, table: Any, rows: IntArray) -> None:
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -121,38 +122,38 @@ class MergedSums:
             }
         )
         self._bins.append(bins)
-        # Grouping costs as much as there are bins, so that of each shard alone would take shards x bins.
+        # Grouping takes time proportional to all bins so far, so grouping after each shard would take shards x bins.
         if sum(map(len, self._bins[1:])) > len(self._bins[0]):
             self._add_up_equal_bins()
 
     def _add_up_equal_bins(self) -> None:
-        """Sum the counts of equal bins; sums of integers do not depend on their order."""
+        """Sum the counts of equal bins; the sum of integers does not depend on their order."""
         import pyarrow as pa
 
         bins = pa.concat_tables(self._bins).group_by(["row", "value"], use_threads=False)
         self._bins = [bins.aggregate([("count", "sum")]).rename_columns(["row", "value", "count"])]
 
-    def _add_examples(self, table: Any, rows: Numbers) -> None:
+    def _add_examples(self, table: Any, rows: IntArray) -> None:
         import pyarrow as pa
         import pyarrow.compute as pc
 
         lists = table["examples"].combine_chunks()
         best, row = pc.list_flatten(lists), rows[pc.list_parent_indices(lists).to_numpy()]
-        if self._best is not None:
-            best, row = pa.concat_arrays([self._best, best]), np.append(self._row_of_best, row)
+        if self._examples is not None:
+            best, row = pa.concat_arrays([self._examples, best]), np.append(self._row_of_example, row)
         shard, text, position = (best.field(name).to_numpy() for name in ("shard", "text", "position"))
         order = np.lexsort((position, text, shard, -best.field("value").to_numpy(), row))
         row = row[order]
         rank = np.arange(len(row)) - np.searchsorted(row, row)
         kept = rank < self.examples
-        self._best, self._row_of_best = best.take(pa.array(order[kept])), row[kept]
+        self._examples, self._row_of_example = best.take(pa.array(order[kept])), row[kept]
 
     def heads_table(self) -> Any:
-        """Return the table of heads, by layer, statistic and head: statistics in the order of the probes."""
+        """Return the table of heads, sorted by layer, statistic (in the order of the probes) and head."""
         import pyarrow as pa
 
-        rows = sorted(self.place, key=lambda key: (key[0], self.place[key]))
-        order = np.array([self.place[key] for key in rows], np.int64)
+        rows = sorted(self.row_of_head, key=lambda key: (key[0], self.row_of_head[key]))
+        order = np.array([self.row_of_head[key] for key in rows], np.int64)
         none = self.count[order] == 0
         columns: dict[str, Any] = {
             "layer": [key[0] for key in rows],
@@ -162,7 +163,7 @@ class MergedSums:
         }
         for name in ("count", "nonfinite", "mean", "squares"):
             columns[name] = getattr(self, name)[order]
-        for name in OF_CHANCE:
+        for name in CHANCE_COLUMNS:
             columns[name] = pa.array(getattr(self, name)[order], mask=none | np.isnan(self.excess[order]))
         for name in ("minimum", "maximum"):
             columns[name] = pa.array(getattr(self, name)[order], mask=none)
@@ -172,13 +173,13 @@ class MergedSums:
         bins = self._bins[0].sort_by([("row", "ascending"), ("value", "ascending")])
         columns["bin_value"] = group_values_by_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
         columns["bin_count"] = group_values_by_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
-        columns["examples"] = group_values_by_row(self._row_of_best, self._best, order)
+        columns["examples"] = group_values_by_row(self._row_of_example, self._examples, order)
         return pa.Table.from_pydict(columns, schema=heads_schema())
 
 
 def _merge_moment_columns(
-    one: tuple[Numbers, Reals, Reals], other: tuple[Numbers, Reals, Reals]
-) -> tuple[Numbers, Reals, Reals]:
+    one: tuple[IntArray, FloatArray, FloatArray], other: tuple[IntArray, FloatArray, FloatArray]
+) -> tuple[IntArray, FloatArray, FloatArray]:
     """Merge the counts, means and sums of squares of two tables, row by row; see `merge_moments`."""
     first, second = ([torch.tensor(column) for column in each] for each in (one, other))
     count, mean, squares = merge_moments((first[0], first[1], first[2]), (second[0], second[1], second[2]))
@@ -186,7 +187,7 @@ def _merge_moment_columns(
 
 
 def read_shard(folder: Path, plan: Plan, index: int) -> Any:
-    """Read the table of a shard; None if its file is not there, is damaged, or is that of another shard or census."""
+    """Read the table of a shard; None if its file is missing, damaged, or belongs to another shard or census."""
     table = _read_table(plan.shard_file(folder, index))
     if table is None:
         return None
@@ -206,14 +207,14 @@ def _read_table(file: Path) -> Any:
 
 
 def missing_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> list[int]:
-    """Return which of some shards have no result that can be read."""
+    """Return the indices of those of `shards` that have no readable result file."""
     if (merged := read_merged_tables(folder, plan)) is not None and not merged.missing:
         return []
     return [index for index in shards if read_shard(folder, plan, index) is None]
 
 
 def problems_of_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> dict[int, str]:
-    """Return which of some shards could not be counted -> why."""
+    """Return index of a shard -> why it could not be counted, for those of `shards` that failed."""
     found = {}
     for index in shards:
         with suppress(OSError, UnicodeDecodeError):
@@ -222,7 +223,7 @@ def problems_of_shards(folder: Path, plan: Plan, shards: Sequence[int]) -> dict[
 
 
 class MergedTables(NamedTuple):
-    """The tables of heads and of shards, of pyarrow, and the shards that are not in them."""
+    """The tables of heads and of shards (pyarrow), and the indices of the shards that are missing in the tables."""
 
     heads: Any
     shards: Any
@@ -230,7 +231,7 @@ class MergedTables(NamedTuple):
 
 
 def merge_shards(folder: Path, plan: Plan) -> MergedTables:
-    """Merge the shards that have a result."""
+    """Merge the result files of all shards that have one."""
     found, missing = MergedSums(plan.examples), []
     for index in range(len(plan.shards)):
         table = read_shard(folder, plan, index)
@@ -242,8 +243,8 @@ def merge_shards(folder: Path, plan: Plan) -> MergedTables:
 
 
 def read_merged_tables(folder: Path, plan: Plan) -> MergedTables | None:
-    """Read the merged tables of a directory; None unless they hold all shards, or all that have a file."""
-    heads, shards = (_read_table(folder / file) for file in (HEADS, SHARDS))
+    """Read the merged tables of a directory; None unless they contain every shard that has a result file."""
+    heads, shards = (_read_table(folder / file) for file in (HEADS_FILE, SHARDS_FILE))
     if heads is None or shards is None:
         return None
     of_heads, of_shards = (read_metadata(each.schema) for each in (heads, shards))
@@ -257,20 +258,20 @@ def read_merged_tables(folder: Path, plan: Plan) -> MergedTables | None:
 
 
 def write_merged_tables(folder: Path, plan: Plan, merged: MergedTables) -> None:
-    """Write the merged tables, unless the directory holds them.
+    """Write the merged tables, unless the directory has them already.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the tables cannot be written.
     """
     if read_merged_tables(folder, plan) is not None:
         return
     metadata = {"plan": plan.id, "shards": merged.shards["shard"].to_pylist()}
-    for file, table in ((HEADS, merged.heads), (SHARDS, merged.shards)):
+    for file, table in ((HEADS_FILE, merged.heads), (SHARDS_FILE, merged.shards)):
         write_atomically(folder / file, table_to_parquet(table, metadata))
 
 
 def shards_table(plan: Plan, shards: Sequence[dict[str, Any]]) -> Any:
-    """Return a table with a row per shard: where its texts are, and how many rows, texts and tokens were read."""
+    """Return a table with one row per shard: file and range of its texts, numbers of rows, texts and tokens read."""
     import pyarrow as pa
 
     numbers = ("rows", "texts", "tokens", "truncated", "empty", "broken", "left_out")

@@ -21,12 +21,12 @@ from multihead.errors import InputError
 from multihead.errors.optional import require
 from multihead.locale.escaping import visible
 
-EMBEDDED = "local"
-"""The address that starts a Ray on this machine, for this call alone."""
+LOCAL_RAY = "local"
+"""The value of `ray` that starts Ray on this machine for the duration of the call."""
 
 
 class CountingActor:
-    """Counts one shard at a time with a model that it loads once; `place` is the working directory of the caller."""
+    """Counts one shard at a time with a model that is loaded once; `place` is the working directory of the caller."""
 
     _counter: ShardCounter
 
@@ -41,20 +41,20 @@ class CountingActor:
         self._counter = load_counter(self._folder, model, device)
 
     def count(self, index: int) -> tuple[str, int, int]:
-        """Count a shard; return why it failed, or "", and the numbers of its texts and tokens."""
+        """Count a shard; return why it failed ("" if it did not), and its numbers of texts and tokens."""
         batches: list[tuple[int, int]] = []
         problem = count_shard(self._counter, self._folder, index, lambda *batch: batches.append(batch))
         return problem, sum(texts for texts, _ in batches), sum(tokens for _, tokens in batches)
 
 
 class RayWorker:
-    """An actor of Ray, which reserves a CPU per thread of torch; it waits until the cluster has room for it."""
+    """An actor of Ray as a `Worker`; it reserves a CPU per thread of torch, and starts when the cluster has them."""
 
     def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
         import ray
         from ray.exceptions import OutOfMemoryError, RayActorError
 
-        self.ended: tuple[type[Exception], ...] = (RayActorError, OutOfMemoryError)
+        self.errors_of_ended_process: tuple[type[Exception], ...] = (RayActorError, OutOfMemoryError)
         self._plan, self._kill = plan, ray.kill
         gpus = 1 if torch.device(plan.device).type == "cuda" else 0
         remote = ray.remote(CountingActor).options(num_cpus=threads, num_gpus=gpus)
@@ -81,17 +81,17 @@ class RayWorker:
 
 
 def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int, results: Results) -> None:
-    """Count shards with Ray at `EMBEDDED` or the address of a cluster, in as many actors as it has room for."""
+    """Count shards with Ray, started here (`LOCAL_RAY`) or at the address of a cluster, in at most `workers` actors."""
     require("ray", purpose="Running on Ray", extra="ray")
     import ray
 
     started = not ray.is_initialized()
     if started:
-        options: dict[str, Any] = {"num_cpus": workers * threads} if address == EMBEDDED else {}
+        options: dict[str, Any] = {"num_cpus": workers * threads} if address == LOCAL_RAY else {}
         options |= {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
         try:
             ray.init(address=address, **options)
-        except Exception as error:  # a start that takes too long is no error of a class of its own
+        except Exception as error:  # Ray raises no specific error class if a start takes too long
             raise InputError(
                 f"Ray at {visible(address)} cannot be used: {visible(str(error).splitlines()[0].rstrip('.'))}.",
                 "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",

@@ -1,12 +1,12 @@
-"""The plan of a census: its model, statistics, texts and shards, written before it runs; every process checks it.
+"""The plan of a census: model, statistics, texts and shards; written before the census runs, checked by processes.
 
 The file of a shard is a function of the plan and of the shard's texts. One process, several processes, Ray and `--shard
 i/n` therefore write the same bytes to the same file names. A run that was stopped is continued by counting the shards
-that have no file; a damaged file, or the file of another shard, counts as none.
+that have no result file; a damaged file, or the file of another shard, counts as missing.
 
-There is no queue between machines: `--shard i/n` counts the shards it was given, or Ray divides them. Processes that
-join over a shared directory would need leases, clocks and process numbers that agree, which containers and network file
-systems do not have.
+There is no queue between machines: a run with `--shard i/n` counts every n-th shard, or Ray distributes the shards.
+    Processes that coordinate through a shared directory would need leases, clocks and process numbers that agree, which
+    containers and network file systems do not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.counting.corpus import Version
+from multihead.counting.corpus import FileVersion
 from multihead.counting.formats import Shard
 from multihead.errors import ArgumentError, InputError
 from multihead.files import write_atomically
@@ -30,44 +30,44 @@ from multihead.models.loading import LoadedModel
 from multihead.probes.catalogue import PROBES, probe_of_part
 from multihead.probes.probe import Probe, Statistic
 
-VERSION = 2
-"""Version 1 kept several examples of one text; its censuses are read, and none is continued."""
+PLAN_VERSION = 2
+"""Version of census files. Version 1 kept several examples per text; such a census can be read, but not continued."""
 
-FILE = "plan.json"
-SHARDS = "shards"
+PLAN_FILE = "plan.json"
+SHARDS_FOLDER = "shards"
 
-_SAME = (
+_COMPARED_FIELDS = (
     "version", "model_id", "tokenizer_id", "probes", "seed", "texts", "column", "share", "tokens", "batch_tokens",
     "examples", "layers", "dtype",
 )  # fmt: skip
-_NAMES = {"model_id": "model", "tokenizer_id": "tokenizer"}
+_FIELD_LABELS = {"model_id": "model", "tokenizer_id": "tokenizer"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A census before it runs: each shard's result is a function of this and of the shard's texts.
+    """The plan of a census: the result of each shard is a function of the plan and of the shard's texts.
 
     Attributes:
-        model: the MODEL argument, from which workers load it; "" if it was given as a module.
-        model_id: a hash of its configuration and parameters.
-        title: its short name.
-        dtype: the dtype of its parameters.
-        device: where it runs.
-        tokenizer_id: a hash of the tokenizer.
+        model: the MODEL argument, from which worker processes load the model; "" if the model was given as a module.
+        model_id: hash of the model's configuration, parameters and buffers.
+        title: short name of the model.
+        dtype: dtype of the model's parameters.
+        device: device on which the model runs.
+        tokenizer_id: hash of the tokenizer's configuration and vocabulary.
         special_ids: the token ids that `special_mass` counts.
-        probes: what identifies each probe: its name, how it is shown, its parts and its tokens.
-        layers: the layers that are measured, or None for all.
-        texts: the names and globs of the corpus.
-        column: the column or key of the texts.
-        share: the share of the texts that is read, drawn at random per text.
-        seed: the seed of that draw.
-        tokens: the most tokens of a text; longer ones are truncated.
-        batch_tokens: the most tokens of a batch.
-        examples: how many of the strongest examples are kept per head and statistic.
-        files: the files with their sizes, None where one was missing.
-        shards: the shards in order.
-        versions: what else identifies the content of each file that was there.
-        version: the version of the files of the census.
+        probes: per probe a JSON description that identifies it: name, label and format, measured parts, and token ids.
+        layers: numbers or names of the layers that are measured; None for all.
+        texts: names and globs of the corpus files.
+        column: column (tables) or key (JSON) that holds the texts.
+        share: share of the texts that is read, from 0 to 1; each text is drawn at random.
+        seed: seed of the random draw of texts.
+        tokens: largest number of tokens of a text; longer texts are truncated.
+        batch_tokens: largest number of tokens of a batch.
+        examples: number of strongest examples that are kept per head and statistic.
+        files: name of a corpus file -> its size in bytes; None if the file was missing.
+        shards: shards of the corpus, in the order in which they are merged.
+        versions: name of a corpus file that existed -> what identifies its content besides the size.
+        version: format version of the files of the census, see `PLAN_VERSION`.
     """
 
     model: str
@@ -88,34 +88,34 @@ class Plan:
     examples: int
     files: dict[str, int | None]
     shards: tuple[Shard, ...]
-    versions: dict[str, Version] = field(default_factory=dict)
-    version: int = VERSION
+    versions: dict[str, FileVersion] = field(default_factory=dict)
+    version: int = PLAN_VERSION
 
     @cached_property
     def id(self) -> str:
-        """A hash of the plan without what does not change the result, such as the model's name and the device."""
+        """Hash of the fields of the plan that change the result; the model's name and the device are left out."""
         left_out = ("model", "device", "title", "versions", *(("version",) if self.version == 1 else ()))
         content = {name: value for name, value in asdict(self).items() if name not in left_out}
         return _hash_of_content(json.dumps(content, sort_keys=True).encode())
 
     @property
     def statistics(self) -> dict[str, Statistic]:
-        """The statistics by name, with their labels, units and number formats."""
+        """Name of a statistic -> the statistic with its label, unit and number format."""
         return {each["name"]: Statistic(each["name"], **each["shown"]) for each in self.probes}
 
     def shard_file(self, folder: Path, index: int) -> Path:
-        """Return the file of a shard's result."""
-        return folder / SHARDS / f"{index:06d}.parquet"
+        """Return the path of a shard's result file in the directory of the census."""
+        return folder / SHARDS_FOLDER / f"{index:06d}.parquet"
 
     def problem_file(self, folder: Path, index: int) -> Path:
-        """Return the file that says why a shard has no result, if it could not be counted."""
+        """Return the path of the file that stores why a shard could not be counted."""
         return self.shard_file(folder, index).with_suffix(".txt")
 
     def built_in_probes(self) -> tuple[Probe, ...]:
         """Return the probes that the plan describes, for a process that has only the plan.
 
         Raises:
-            ArgumentError: one of them is a Python function of a script.
+            ArgumentError: a probe is a Python function of a script.
         """
         found = []
         for each in self.probes:
@@ -132,14 +132,18 @@ class Plan:
         """Reject another plan if its census differs from this one.
 
         Raises:
-            ArgumentError: names what differs.
+            ArgumentError: the censuses differ; the error names the first difference.
         """
-        for name in _SAME:
+        for name in _COMPARED_FIELDS:
             mine, wanted = getattr(self, name), getattr(other, name)
             if mine != wanted:
-                shown = (f", {_format_for_error(mine)}, not {_format_for_error(wanted)}") if name not in _NAMES else ""
+                shown = (
+                    (f", {_format_for_error(mine)}, not {_format_for_error(wanted)}")
+                    if name not in _FIELD_LABELS
+                    else ""
+                )
                 raise ArgumentError(
-                    f"The directory holds a census with another {_NAMES.get(name, name)}{shown}.",
+                    f"The directory holds a census with another {_FIELD_LABELS.get(name, name)}{shown}.",
                     "Give another directory with out=, or delete this one.",
                 )
         for file in other.files:
@@ -151,9 +155,10 @@ class Plan:
                 )
 
     def _difference_of_file(self, file: str, other: Plan) -> tuple[str, str] | None:
-        """Return how a file differs in another plan, and how else to mend that; None if it does not differ.
+        """Return how a corpus file differs in another plan, and another way to fix that; None if they are equal.
 
-        What is unknown in one of the plans does not differ: the file may have been unavailable for a while.
+        A size or version that is unknown in one plan counts as equal, because the file may have been unavailable for a
+        while.
         """
         if file not in self.files:
             return "the plan does not have it", ""
@@ -163,17 +168,19 @@ class Plan:
         was, now = self.versions.get(file), other.versions.get(file)
         if was is None or now is None or was == now:
             return None
-        if was.ends != now.ends:
+        if was.hash_of_ends != now.hash_of_ends:
             return "its first or its last bytes differ", ""
-        if not (was.written and now.written):
+        if not (was.last_written and now.last_written):
             return None
         mend = (
-            f"; if its content is the same, restore its time with touch -d {was.written}" if "://" not in file else ""
+            f"; if its content is the same, restore its time with touch -d {was.last_written}"
+            if "://" not in file
+            else ""
         )
-        return f"it was written at {now.written}, not at {was.written}", mend
+        return f"it was written at {now.last_written}, not at {was.last_written}", mend
 
     def write_or_check(self, folder: Path) -> Plan:
-        """Write the plan, or check the one that the directory holds.
+        """Write the plan to a directory, or compare it with the plan that the directory already has.
 
         Returns:
             the plan of the directory.
@@ -183,14 +190,14 @@ class Plan:
             InputError: the directory cannot be written.
         """
         try:
-            (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+            (folder / SHARDS_FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
                 f"{str(folder)!r} cannot be written: {error.strerror}.", "Choose another folder."
             ) from None
-        file = folder / FILE
+        file = folder / PLAN_FILE
         if not file.exists():
-            # Processes that start at the same time with the same command write the same bytes.
+            # Several processes may write this file at once: with the same command they write the same bytes.
             content = {"id": self.id, **asdict(self)}
             write_atomically(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         found = read_plan(folder)
@@ -202,16 +209,16 @@ def read_plan(folder: Path) -> Plan:
     """Read the plan of a directory.
 
     Raises:
-        InputError: there is none, or it cannot be read.
+        InputError: the directory has no plan, or the plan cannot be read.
     """
-    file = folder / FILE
+    file = folder / PLAN_FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{str(folder)!r} holds no census.", "Run multihead census with --out first.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{str(file)!r} cannot be read: {error}.", "Delete the directory and run again.") from None
-    if not isinstance(content, dict) or content.get("version") not in (1, VERSION):
+    if not isinstance(content, dict) or content.get("version") not in (1, PLAN_VERSION):
         raise InputError(f"{str(file)!r} is no plan of this version of multihead.", "Run the census again elsewhere.")
     try:
         expected = content.pop("id")
@@ -219,7 +226,7 @@ def read_plan(folder: Path) -> Plan:
             content[name] = tuple(content[name])
         content["layers"] = None if content["layers"] is None else tuple(content["layers"])
         content["shards"] = tuple(Shard(*each) for each in content["shards"])
-        content["versions"] = {file: Version(*each) for file, each in content.get("versions", {}).items()}
+        content["versions"] = {file: FileVersion(*each) for file, each in content.get("versions", {}).items()}
         plan = Plan(**content)
     except (KeyError, TypeError) as error:
         raise InputError(f"{str(file)!r} is incomplete: {error}.", "Delete the directory and run again.") from None
@@ -229,14 +236,14 @@ def read_plan(folder: Path) -> Plan:
 
 
 def identity_of_probe(probe: Probe) -> dict[str, Any]:
-    """Return the JSON description by which a plan identifies a probe: name, display, parts and tokens."""
+    """Return the JSON description by which a plan identifies a probe: name, label and format, parts, token ids."""
     parts = sorted(json.dumps(part) for part in probe.parts)
     tokens = None if probe.tokens is None else sorted(probe.tokens)
     return {"name": probe.name, "shown": probe.display(), "parts": parts, "tokens": tokens}
 
 
 def _restore_probe(described: Mapping[str, Any]) -> Probe | None:
-    """Return the probe of a description: built in, or of one measured part with an argument; None if it is neither."""
+    """Return the probe of a JSON description if it is built in, or measures a single part; else None."""
     if described["name"] in PROBES:
         return PROBES[described["name"]]
     parts = [json.loads(part) for part in described["parts"]]
@@ -264,7 +271,7 @@ def tokenizer_id(tokenizer: Any) -> str:
     """Return a hash of a tokenizer's configuration and vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # Truncation and padding are left out: they are the options of the tokenizer's last call.
+        # Truncation and padding are left out of the hash, because they are options of the tokenizer's last call.
         content = {
             name: each for name, each in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")
         }

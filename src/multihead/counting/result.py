@@ -1,4 +1,4 @@
-"""`Census`: the result of a census: tables, quantiles, strongest examples, and divergences between heads."""
+"""The class `Census`, the result of a census: tables, quantiles, strongest examples, and divergences between heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from multihead.counting.merge import (
     write_merged_tables,
 )
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import OF_CHANCE
+from multihead.counting.shard import CHANCE_COLUMNS
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -45,16 +45,16 @@ from multihead.record.analysis.highlights import (
     kinds_of_heads,
 )
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import OneLine
+from multihead.record.notebook import OneLineRepr
 from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import SHARES, Of, check_summary_name
+from multihead.record.summaries import QUANTILE_OF_SUMMARY, SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 
-FLOOR = 2.0**-10
-"""Smaller values count as 0 where distributions are compared: whether a weight is 1e-6 or 1e-5 makes no difference."""
+MIN_COMPARED_VALUE = 2.0**-10
+"""Values below this count as 0 when distributions are compared: a weight of 1e-6 or of 1e-5 makes no difference."""
 
-PER_OCTAVE = 8
-"""Bins per factor of two where distributions are compared."""
+COARSE_BINS_PER_OCTAVE = 8
+"""Number of bins per factor of two in the histograms that are compared."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Example:
     """One of the strongest examples of a head and statistic.
 
     Attributes:
-        value: the statistic at the query.
-        shard: the shard of the text.
+        value: value of the statistic at the query.
+        shard: index of the shard that has the text.
         text: index of the text in its shard.
-        position: the query's position among the tokens of the text.
-        token: the part of the text that is the query.
+        position: position of the query among the tokens of the text.
+        token: the query as text.
         key: position of the key with the largest weight; -1 where unknown.
-        key_token: the part of the text that is this key.
-        start: position of the first of `tokens`.
-        tokens: the parts of the text around the query.
-        values: the statistic at these tokens; NaN where it is not defined.
+        key_token: the key with the largest weight as text.
+        start: position in the text of the first token in `tokens`.
+        tokens: the tokens around the query, as text.
+        values: value of the statistic at each token in `tokens`; NaN where it is not defined.
     """
 
     value: float
@@ -86,7 +86,7 @@ class Example:
     values: list[float] = field(repr=False)
 
     def __str__(self) -> str:
-        """The example in a line: the text around the query, which is marked."""
+        """Return one line: the value, and the text around the query, which is marked."""
         place = self.position - self.start
         before, after = ("".join(each) for each in (self.tokens[:place], self.tokens[place + 1 :]))
         line = f"{before}»{self.token}«{after}"
@@ -94,19 +94,19 @@ class Example:
 
 
 @dataclass(frozen=True, repr=False)
-class DifferentHead(OneLine):
-    """One head in two distributions, such as those of two checkpoints.
+class DifferentHead(OneLineRepr):
+    """One head in two censuses, such as those of two checkpoints, or two heads of one census.
 
     Attributes:
         layer: the layer's number.
         head: the head's index in its layer.
         name: the layer's name.
-        divergence: mean of `divergences`, nats.
-        divergences: statistic -> Jensen-Shannon divergence of its two distributions over queries, from 0 (the same) to
-            ln 2 (no value in common).
-        before: statistic -> the mean in the first one.
-        after: statistic -> the mean in the second one.
-        statistics: how each statistic is shown.
+        divergence: mean of `divergences` over the statistics, nats.
+        divergences: name of a statistic -> Jensen-Shannon divergence of its two distributions over queries, nats, from
+            0 (equal) to ln 2 (no value in common).
+        before: name of a statistic -> its mean in the first census.
+        after: name of a statistic -> its mean in the second census.
+        statistics: name -> statistic with its label, unit and number format.
     """
 
     layer: int
@@ -120,17 +120,17 @@ class DifferentHead(OneLine):
 
     @property
     def most_different(self) -> str:
-        """The statistic with the largest divergence."""
+        """Name of the statistic with the largest divergence."""
         return max(self.divergences, key=self.divergences.__getitem__)
 
     def __str__(self) -> str:
-        """The head in a line: "L2 H3: 0.312 nats; previous 91 % -> 12 %"."""
+        """Return one line, such as "L2 H3: 0.312 nats; previous 91 % -> 12 %"."""
         shown = statistic(self.most_different, self.statistics)
         before, after = (shown.text(each[self.most_different]) for each in (self.before, self.after))
         return visible(f"L{self.layer} H{self.head}: {self.divergence:.3f} nats; {shown.label} {before} -> {after}")
 
     def row(self) -> dict[str, str | int | float]:
-        """Return it as a row of a table: `entropy` is `entropy_divergence`, `_before` and `_after`."""
+        """Return a table row; a statistic has the columns `{name}_divergence`, `{name}_before` and `{name}_after`."""
         found: dict[str, str | int | float] = {
             "layer": self.layer,
             "head": self.head,
@@ -147,12 +147,12 @@ class DifferentHead(OneLine):
 
 
 class KindCount(NamedTuple):
-    """The heads of one kind.
+    """The heads of a census that have one kind.
 
     Attributes:
-        kind: the kind.
-        heads: its heads, the largest share first.
-        chance: the chance of these heads, as it is written: one number, or the smallest and the largest.
+        kind: the kind of head.
+        heads: the heads of this kind, the largest share first.
+        chance: chance levels of these heads as text: one number, or the smallest and the largest.
     """
 
     kind: Kind
@@ -165,13 +165,13 @@ class Census:
     """What every head of a model did over a corpus.
 
     Attributes:
-        plan: the plan: the model, the statistics, the texts and their shards.
-        heads: the table of heads, of pyarrow: a row per layer, statistic and head.
-        shards: the table of shards, of pyarrow: how many rows, texts and tokens were read of each.
-        missing: the shards without a result.
-        problems: the shards and rows that could not be counted, in a sentence each.
+        plan: the plan of the census: the model, the statistics, the texts and their shards.
+        heads: the table of heads (pyarrow), with one row per layer, statistic and head.
+        shards: the table of shards (pyarrow), with the numbers of rows, texts and tokens that were read per shard.
+        missing: indices of the shards without a result.
+        problems: one sentence for each shard or row that could not be counted.
         folder: the directory.
-        own_kinds: the kinds of heads that are not built in, see `add_kinds`. The directory does not hold them.
+        own_kinds: user-defined kinds of heads, see `add_kinds`. The directory does not store them.
 
     >>> import multihead as mh, tempfile, pathlib
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -191,14 +191,14 @@ class Census:
 
     @staticmethod
     def load(folder: str | os.PathLike[str], *, problems: Sequence[str] = ()) -> Census:
-        """Read the census of a directory; while it runs, that of the shards that are finished. Nothing is written.
+        """Read the census of a directory; of a running census, the shards that are finished. Nothing is written.
 
         Args:
-            folder: the directory.
-            problems: further problems, next to those that the directory holds.
+            folder: the directory of the census.
+            problems: sentences on further problems, besides those that the directory stores.
 
         Raises:
-            InputError: there is no census, or a file of it cannot be read.
+            InputError: the directory has no census, or a file of the census cannot be read.
             MissingPackageError: pyarrow is not installed.
         """
         require("pyarrow", purpose="A census", extra="census")
@@ -212,14 +212,14 @@ class Census:
     def write_tables(self) -> bool:
         """Write the tables of heads and of shards into the directory, once no shard is left to count.
 
-        `mh.census` does this at its end; of several processes with `shard=` the last one does. Tables that the
-        directory holds are not written again.
+        `mh.census` calls this method at its end; of several processes with `shard=`, the last one writes the tables.
+        Tables that the directory has already are not written again.
 
         Returns:
-            whether the directory holds the tables. False if shards are missing that may still be counted.
+            whether the directory has the tables; False if shards are missing that may still be counted.
 
         Raises:
-            InputError: they cannot be written.
+            InputError: the tables cannot be written.
         """
         known = problems_of_shards(self.folder, self.plan, self.missing)
         if len(known) < len(self.missing) or not len(self.shards):
@@ -228,7 +228,7 @@ class Census:
         return True
 
     def __repr__(self) -> str:
-        """Return one line."""
+        """Return one line: the name of the model, and the numbers of texts and of finished shards."""
         done = len(self.plan.shards) - len(self.missing)
         return f"<Census of {visible(self.plan.title)}: {self.texts:,} texts, {done} of {len(self.plan.shards)} shards>"
 
@@ -246,7 +246,7 @@ class Census:
         return sum(self.shards[name].to_pylist())
 
     def counts(self) -> dict[str, int]:
-        """Return what was read: rows, texts, tokens, and how many were truncated, empty, broken or left out."""
+        """Return name -> number of rows, texts or tokens read, and of texts truncated, empty, broken or left out."""
         names = ("rows", "texts", "tokens", "truncated", "empty", "broken", "left_out")
         return {name: self._sum_of_shards(name) for name in names}
 
@@ -264,13 +264,13 @@ class Census:
 
     @cached_property
     def row_of(self) -> dict[tuple[int, str, int], int]:
-        """(layer, statistic, head) -> its row in the table of heads."""
+        """(number of a layer, statistic, head) -> index of its row in the table of heads."""
         keys = zip(*(self.heads[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
         return {key: row for row, key in enumerate(keys)}
 
     @cached_property
     def names(self) -> list[str]:
-        """The name of the layer of each row of the table of heads."""
+        """Name of the layer, for each row of the table of heads."""
         return list(map(str, self.heads["name"].to_pylist()))
 
     @cached_property
@@ -278,8 +278,8 @@ class Census:
         """Column of the table of heads -> (rows,) float64; 0 where no query counted, NaN where chance is unknown."""
         names = ("count", "mean", "squares", "minimum", "maximum")
         found = {name: self.heads[name].fill_null(0).to_numpy().astype(np.float64) for name in names}
-        for name in OF_CHANCE:
-            column = self.heads[name].to_numpy().astype(np.float64)  # null is NaN
+        for name in CHANCE_COLUMNS:
+            column = self.heads[name].to_numpy().astype(np.float64)  # a null in the table becomes NaN
             found[name] = np.where(found["count"] == 0, 0.0, column)
         return found
 
@@ -292,15 +292,15 @@ class Census:
         """Add kinds of heads whose probes were counted; `mh.census(..., kinds=...)` does this and counts them.
 
         Raises:
-            ArgumentError: one of them is no kind, or two have one name.
+            ArgumentError: an argument is not a `Kind`, or two kinds have the same name.
         """
         check_kinds((*self.all_kinds, *kinds))
         self.own_kinds += kinds
 
     def profiles(self) -> list[LayerKinds]:
-        """Return the means of every layer, their chance, and the kinds of its heads, as pages and tables show them.
+        """Return per layer the means of its statistics, their chance levels, and the kinds of its heads.
 
-        A kind whose statistic was not counted, or whose chance is unknown, names no head.
+        No head has a kind whose statistic was not counted, or whose chance level is unknown.
         """
         found = []
         for layer in self.layers:
@@ -309,18 +309,18 @@ class Census:
             named = kinds_of_heads(evidence, heads=layer.num_heads, among=self.all_kinds)
             chance = {name: each.chance for name, each in evidence.items()}
             means = layer.summary()
-            found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, crosses=False))
+            found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, cross_attention=False))
         return found
 
     def kinds(self, *names: str) -> list[HeadKind]:
         r"""List the kinds of the heads with the numbers that decide about them, the largest share first.
 
         The rules are those of `Record.kinds`: a head has a kind only if its share exceeds chance clearly. The standard
-        error is computed over texts, so at least four texts are needed. Kinds that are judged on repeated random
-        tokens, or by statistics that are derived from a single text (`separator`, `local`), are not known here.
+        error is computed over texts, so at least four texts are needed. Kinds that are measured on repeated random
+        tokens, or by statistics that are derived from a single text (`separator`, `local`), are unknown in a census.
 
         Args:
-            names: only these kinds; none takes all.
+            names: only these kinds; without names, all kinds.
 
         Returns:
             a `HeadKind` for each kind of each head: its share, chance, standard error and number of queries.
@@ -345,7 +345,7 @@ class Census:
         return heads_of_kinds(profiles, self.all_kinds, names)
 
     def kind_counts(self) -> list[KindCount]:
-        """Return the kinds that heads have, with these heads and their chance; none where chance is unknown."""
+        """Return each kind that any head has, with the heads of that kind and their chance levels."""
         profiles, found = self.profiles(), []
         for kind in self.all_kinds:
             if heads := heads_of_kinds(profiles, self.all_kinds, (kind.name,)):
@@ -360,7 +360,7 @@ class Census:
             lang: "en" or "zh".
 
         Raises:
-            ArgumentError: lang is something else.
+            ArgumentError: lang is neither "en" nor "zh".
 
         >>> import multihead as mh, tempfile, pathlib
         >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -385,7 +385,8 @@ class Census:
         """Return the distribution of a statistic over the queries of one head.
 
         Returns:
-            the values, ascending, each within 1 % of the queries that it stands for; and how many queries these are.
+            (bins,) representative value of each bin, ascending, within 1 % of the values in the bin; and (bins,) number
+            of queries in each bin.
         """
         return self._histogram_of_row(self._row_of_head(layer, head, name))
 
@@ -394,7 +395,7 @@ class Census:
         return values.to_numpy(), counts.to_numpy()
 
     def quantile(self, layer: int, head: int, name: str, share: float) -> float:
-        """Return the value below which a share of a head's queries lies, within 1 %; 0 of no queries.
+        """Return the value of a statistic below which a share of a head's queries lies, within 1 %; 0 without queries.
 
         Raises:
             ArgumentError: the share is not from 0 to 1, or there is no such head.
@@ -405,7 +406,7 @@ class Census:
         return self.quantile_of_row(self._row_of_head(layer, head, name), share)
 
     def quantile_of_row(self, row: int, share: float) -> float:
-        """Return the quantile of one row of the table of heads."""
+        """Return a quantile of the statistic and head in one row of the table of heads, within 1 %."""
         values, counts = self._histogram_of_row(row)
         if not len(values):
             return 0.0
@@ -413,7 +414,9 @@ class Census:
         least, most = (float(self.numbers[name][row]) for name in ("minimum", "maximum"))
         return min(max(float(values[min(place, len(values) - 1)]), least), most)
 
-    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean", kinds: bool = True) -> HeadTable:
+    def table(
+        self, *, sort: str = "layer", top: int | None = None, of: SummaryName = "mean", kinds: bool = True
+    ) -> HeadTable:
         """Return a table with one row per head, each statistic summarised over all queries; see `Record.table`.
 
         Args:
@@ -436,7 +439,7 @@ class Census:
             found += of_layer
         return HeadTable.of(found, sort=sort, top=top, statistics=self.plan.statistics)
 
-    def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
+    def find(self, *, of: SummaryName = "mean", **ranges: Range) -> list[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first; see `Record.find`.
 
         Args:
@@ -451,7 +454,7 @@ class Census:
         return find(self.layers, ranges, of=of, statistics=self.plan.statistics, among=self.all_kinds)
 
     def top(self, layer: int, head: int, name: str) -> list[Example]:
-        """Return the strongest examples of a head and statistic, at most one of each text, the strongest first.
+        """Return the strongest examples of a head and statistic, at most one per text, the strongest first.
 
         Raises:
             ArgumentError: there is no such head.
@@ -464,16 +467,16 @@ class Census:
         """Read the whole text of an example from the corpus.
 
         Raises:
-            InputError: it cannot be read any more.
+            InputError: the text can no longer be read.
         """
         return self.text_at(example.shard, example.text)
 
     def text_at(self, shard: int, text: int) -> str:
-        """Read the whole text at an index of a shard.
+        """Read the whole text that has the index `text` in a shard.
 
         Raises:
             ArgumentError: there is no such shard.
-            InputError: it cannot be read any more.
+            InputError: the text can no longer be read.
         """
         if not 0 <= shard < len(self.plan.shards):
             raise ArgumentError(f"shard is {shard}.", f"Give 0 to {len(self.plan.shards) - 1}.")
@@ -539,7 +542,7 @@ class Census:
     def changed(self, after: Census, *, top: int | None = None) -> list[DifferentHead]:
         """Rank the heads by how much the distributions of their statistics differ from those in another census.
 
-        The two may be those of two checkpoints on one corpus, or of one model on two corpora.
+        The two censuses may be those of two checkpoints on one corpus, or of one model on two corpora.
 
         Args:
             after: another census of a model with the same layers and heads.
@@ -549,7 +552,7 @@ class Census:
             the heads, the most different first.
 
         Raises:
-            ArgumentError: the two have no head and statistic in common, or different numbers of heads.
+            ArgumentError: the two censuses have no head and statistic in common, or different numbers of heads.
         """
         heads = [{(layer, head) for layer, _, head in each.row_of} for each in (self, after)]
         if heads[0] != heads[1]:
@@ -567,15 +570,15 @@ class Census:
 
     @cached_property
     def coarse_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """Row, share of the row's queries and number of each filled coarse bin, ordered by row and number."""
+        """Row in the table of heads, share of its queries, and number of each filled coarse bin: (bins,) each."""
         import pyarrow.compute as pc
 
         lists = self.heads["bin_value"].combine_chunks()
         row = pc.list_parent_indices(lists).to_numpy()
         value = pc.list_flatten(lists).to_numpy()
         count = pc.list_flatten(self.heads["bin_count"].combine_chunks()).to_numpy()
-        size = np.maximum(np.abs(value) / FLOOR, 1e-300)
-        octave = np.maximum(np.floor(PER_OCTAVE * np.log2(size)).astype(np.int64) + 1, 0)
+        size = np.maximum(np.abs(value) / MIN_COMPARED_VALUE, 1e-300)
+        octave = np.maximum(np.floor(COARSE_BINS_PER_OCTAVE * np.log2(size)).astype(np.int64) + 1, 0)
         keys, place = np.unique(np.stack([row, np.sign(value).astype(np.int64) * octave]), axis=1, return_inverse=True)
         share = np.zeros(keys.shape[1])
         np.add.at(share, place.reshape(-1), count)
@@ -583,7 +586,7 @@ class Census:
         return keys[0], share, keys[1]
 
     def distribution(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the coarse bins of a row, ascending, and the share of its queries in each."""
+        """Return the numbers of a row's filled coarse bins, ascending, and the share of queries in each: (bins,)."""
         of_row, share, number = self.coarse_bins
         part = slice(*np.searchsorted(of_row, [row, row + 1]))
         return number[part], share[part]
@@ -596,7 +599,7 @@ class _CensusLayerSummary(RunningSummary):
     Attributes:
         census: the census.
         name: the layer's name.
-        rows_by_statistic: statistic -> for each head its row in the table of heads.
+        rows_by_statistic: name of a statistic -> index of each head's row in the table of heads.
     """
 
     census: Census = field(kw_only=True)
@@ -604,7 +607,7 @@ class _CensusLayerSummary(RunningSummary):
     rows_by_statistic: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
 
     def evidence(self) -> dict[str, Evidence]:
-        """Return statistic -> its comparison with chance, for the statistics whose chance is known."""
+        """Return name of a statistic -> its comparison with chance, for the statistics whose chance level is known."""
         found = {}
         for name, at in self.rows_by_statistic.items():
             mean, chance, count, texts, squares = (
@@ -615,8 +618,8 @@ class _CensusLayerSummary(RunningSummary):
                 found[name] = Evidence(mean, chance, error_of_mean(texts, squares), count)
         return found
 
-    def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Summarise each statistic, or some: (heads,) float64 each; "mean" and "max" are exact, others within 1 %."""
+    def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Summarise the statistics: name -> (heads,) float64; "mean" and "max" are exact, quantiles within 1 %."""
         check_summary_name(of)
         numbers, quantile = self.census.numbers, self.census.quantile_of_row
         found = {}
@@ -626,7 +629,7 @@ class _CensusLayerSummary(RunningSummary):
             if of in ("mean", "max"):
                 values = numbers["mean" if of == "mean" else "maximum"][at]
             else:
-                values = np.array([quantile(row, SHARES[of]) for row in at])
+                values = np.array([quantile(row, QUANTILE_OF_SUMMARY[of]) for row in at])
             found[name] = torch.from_numpy(values.astype(np.float64))
         return found
 
@@ -634,7 +637,7 @@ class _CensusLayerSummary(RunningSummary):
 def _rank_by_divergence(
     before: Census, after: Census, pairs: Mapping[tuple[int, int], Mapping[str, tuple[int, int]]]
 ) -> list[DifferentHead]:
-    """Compare heads of two censuses by the rows of each statistic; return them, the most different first."""
+    """Compare heads of two censuses by the distributions of their statistics; the most different come first."""
     found = []
     for (layer, head), rows_of in pairs.items():
         apart = {

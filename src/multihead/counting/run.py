@@ -1,4 +1,4 @@
-"""`mh.census`: count what every head of a model does over a corpus."""
+"""The function `mh.census`: count what every head of a model does over a corpus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer
 from multihead.counting.result import Census
 from multihead.counting.shard import ShardCounter
 from multihead.counting.tally import census_probes
-from multihead.counting.work import Progress, Report, Results, check_reads_text, count_in_this_process
+from multihead.counting.work import Progress, ReportProgress, Results, check_reads_text, count_in_this_process
 from multihead.counting.workers import ProcessWorker, count_in_workers
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
@@ -28,11 +28,11 @@ from multihead.models.pretrained import pretrained_models
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.statistics import Wanted
 
-TOKENS = 512
-"""The most tokens of a text by default."""
+DEFAULT_TOKENS = 512
+"""Default of the largest number of tokens of a text."""
 
-BATCH_TOKENS = 2048
-EXAMPLES = 5
+DEFAULT_BATCH_TOKENS = 2048
+DEFAULT_EXAMPLES = 5
 
 
 def census(
@@ -46,18 +46,18 @@ def census(
     probes: Wanted | Sequence[Wanted] | None = None,
     kinds: Sequence[Kind] = (),
     layers: Sequence[int | str] | int | str | None = None,
-    examples: int = EXAMPLES,
+    examples: int = DEFAULT_EXAMPLES,
     share: float = 1.0,
     seed: int = 0,
     workers: int = 1,
     threads: int | None = None,
     shard: tuple[int, int] | None = None,
     ray: str | None = None,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
     shard_bytes: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
-    progress: Report = lambda progress: None,
+    progress: ReportProgress = lambda progress: None,
 ) -> Census:
     r"""Count what every head of a model does over a corpus, in constant memory and without storing activations.
 
@@ -69,33 +69,34 @@ def census(
     Args:
         model: a MODEL argument as in `multihead look`, or a Hugging Face model, which only this process can run.
         texts: names and globs of parquet, arrow, feather, csv, jsonl or text files, local or addresses that fsspec
-            opens; the last three may be compressed (.gz, .bz2, .xz, .zst). Each row or line is one text.
+            opens; csv, jsonl and text files may be compressed (.gz, .bz2, .xz, .zst). Each row or line is one text.
         out: the directory of the census.
         tokenizer: the tokenizer of a model that is given as a module.
         column: the column or key of the texts.
-        tokens: the most tokens of a text, to which longer ones are truncated; by default 512, or fewer if the model
-            accepts no more.
-        probes: the statistics, by name or as values; None takes those that cost next to nothing.
+        tokens: largest number of tokens of a text, to which longer texts are truncated; by default 512, or fewer if the
+            model accepts no more.
+        probes: the statistics, by name or as values; None takes the statistics that cost next to nothing.
         kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
         layers: the layers to measure, as in `observe`; None measures all.
-        examples: how many of the strongest examples are kept per head and statistic, at most one of each text.
+        examples: how many of the strongest examples are kept per head and statistic, at most one per text.
         share: the share of the texts that is read, drawn at random per text.
-        seed: the seed of that draw.
-        workers: the number of processes that count, or the most actors of Ray.
-        threads: threads of each process; by default one each if there are several processes.
-        shard: (i, n) counts every n-th shard from the i-th on, as one of n runs that something else started.
+        seed: the seed of the random draw of texts.
+        workers: the number of processes that count, or the largest number of Ray actors.
+        threads: number of threads of each process; by default one if there are several processes.
+        shard: (i, n) counts every n-th shard from the i-th on, as one of n runs that are started separately.
         ray: "local" starts Ray on this machine for this call; or the address of a cluster.
-        batch_tokens: the most tokens of a batch.
-        shard_bytes: bytes of text in a shard; by default a 64th of what is left of the corpus, from 16 KiB to 32 MiB.
-        device: where the model runs.
-        dtype: the dtype of its parameters, as in `multihead look`.
+        batch_tokens: largest number of tokens of a batch.
+        shard_bytes: bytes of text in a shard; by default a 64th of the bytes not yet divided into shards, from 16 KiB
+            to 32 MiB.
+        device: the device on which the model runs.
+        dtype: the dtype of the model's parameters, as in `multihead look`.
         progress: called after each batch.
 
     Returns:
         the census. Its `problems` name the shards and rows that could not be counted.
 
     Raises:
-        ArgumentError: an option out of range, two kinds of one name, or `out` holds another census.
+        ArgumentError: an option is out of range, two kinds have the same name, or `out` has another census.
         InputError: there is no text, or `out` cannot be written.
         ModelError: the model reads no text, its attention cannot be measured, or no process could load it.
         MissingPackageError: pyarrow, or Ray, is not installed.
@@ -155,13 +156,13 @@ def census(
     results.report_progress()
     if not shares_model:
         count_in_this_process(ShardCounter(loaded, plan, wanted), missing, threads, results)
-    elif missing:  # Ray is started only if a shard is left
-        del loaded  # the other processes load the model themselves, so this one is freed
+    elif missing:  # Ray is started only if a shard is left to count
+        del loaded  # the worker processes load the model themselves, so the model of this process is freed
         if ray is not None:
             count_on_ray(ray, missing, workers, threads or 1, results)
         else:
             count_in_workers(partial(ProcessWorker, plan, folder, threads or 1), missing, workers, results)
-    found = Census.load(folder, problems=list(results.failed.values()))
+    found = Census.load(folder, problems=list(results.failure_of_shard.values()))
     try:
         found.write_tables()
     except InputError as error:  # the disk is full: the files of the shards are complete, and are read instead
@@ -207,7 +208,7 @@ def _max_tokens_of_text(loaded: LoadedModel, tokens: int | None) -> int:
     """Return the maximum length of a text in tokens; longer texts are truncated."""
     most = loaded.max_tokens
     if tokens is None:
-        return TOKENS if most is None else min(TOKENS, most)
+        return DEFAULT_TOKENS if most is None else min(DEFAULT_TOKENS, most)
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if (
         isinstance(tokens, bool)

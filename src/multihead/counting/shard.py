@@ -1,10 +1,10 @@
 """Count one shard: read its texts, run the model on them, and write one parquet file with the sums of every head.
 
 A shard is read in groups of about 4 million characters, in the order of its texts. The texts of a group are sorted by
-length, batched and summed before the next group is read, and only texts with an example are kept. Memory therefore
-depends neither on the size of the shard nor on its format, and a compressed file of any size can be one shard. The
-groups follow from the texts alone, and so do the bytes of the shard's file. A group fills hundreds of batches of 2,048
-tokens, enough to put texts of similar length into each batch.
+length, batched and counted before the next group is read, and only the texts of strongest examples are kept in memory.
+Memory therefore depends neither on the size of the shard nor on its format, and a compressed file of any size can be
+one shard. The groups depend only on the texts, and so do the bytes of the shard's file. A group fills hundreds of
+batches of 2,048 tokens, enough to put texts of similar length into each batch.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from numpy.typing import NDArray
 from multihead.counting.batches import Batch, batches_by_length
 from multihead.counting.formats import Row, rows_of_shard
 from multihead.counting.plan import Plan
-from multihead.counting.sums import AFTER, BEFORE, LayerSums
+from multihead.counting.sums import TOKENS_AFTER, TOKENS_BEFORE, LayerSums
 from multihead.counting.tally import Tally, replace_attention
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
 
-METADATA = b"multihead"
-"""The key of the summary in the metadata of a parquet file."""
+METADATA_KEY = b"multihead"
+"""Key in the metadata of a parquet file under which the counts of the shard or census are stored as JSON."""
 
-NAMED = 20
-"""How many broken rows of a shard are named; all are counted."""
+MAX_NAMED_ROWS = 20
+"""Largest number of broken rows of a shard that are described in its problems; all broken rows are counted."""
 
-OF_CHANCE = "chance", "texts", "excess", "excess_squares"
-"""The columns about chance, null where no query counts or chance is unknown; files of earlier versions lack them."""
+CHANCE_COLUMNS = "chance", "texts", "excess", "excess_squares"
+"""Columns about chance levels, null where no query counts or the chance level is unknown; missing in old files."""
 
-GROUP = 1 << 22
-"""Characters of the texts of a shard that are in memory at once; their batches run before the next ones are read."""
+GROUP_CHARACTERS = 1 << 22
+"""Number of characters in a group of texts, which is in memory at once and runs before the next group is read."""
 
-_CHARACTERS_OF_OBJECTS = 200  # what else a text and its token ids take in memory
-_AT_ONCE = 1000  # number of texts that are tokenized together
-_CHARACTERS = 64  # characters kept per token of the limit; the rest of a text is cut off before tokenizing
+_OVERHEAD_CHARACTERS_PER_TEXT = 200  # memory of a text's Python objects and token ids, in characters
+_TEXTS_PER_TOKENIZER_CALL = 1000  # number of texts that are tokenized together
+_CHARACTERS_PER_TOKEN = 64  # a text is cut to this many characters per allowed token before it is tokenized
 
-Renew = Callable[[int, int], None]
-"""Called after each batch with the numbers of its texts and tokens."""
+ReportBatch = Callable[[int, int], None]
+"""Function called after each batch with the batch's numbers of texts and tokens."""
 
 
 @dataclass
@@ -56,14 +56,14 @@ class ShardCounts:
     """How many rows, texts and tokens of a shard were read.
 
     Attributes:
-        rows: rows that were read.
-        texts: texts that ran through the model.
-        tokens: tokens of these texts.
-        truncated: texts of which only the first tokens ran.
-        empty: rows with an empty text, or one without a token.
-        broken: rows without a text.
-        left_out: rows that the draw of the plan's `share` left out.
-        problems: the place of the first broken rows, and what is wrong with them.
+        rows: number of rows that were read.
+        texts: number of texts that ran through the model.
+        tokens: number of tokens that ran through the model.
+        truncated: number of texts that were cut to the largest number of tokens.
+        empty: number of rows with an empty text or a text without a token.
+        broken: number of rows from which no text could be read.
+        left_out: number of rows that the random draw of `Plan.share` left out.
+        problems: a sentence per broken row, for the first `MAX_NAMED_ROWS`: where the row is, and what is wrong.
     """
 
     rows: int = 0
@@ -82,50 +82,50 @@ class ShardCounter:
 
     Attributes:
         loaded: the model and its tokenizer.
-        plan: the plan.
-        probes: its probes.
+        plan: the plan of the census.
+        probes: the probes that the plan describes.
     """
 
     loaded: LoadedModel
     plan: Plan
     probes: tuple[Probe, ...]
 
-    def count_shard(self, index: int, renew: Renew = lambda texts, tokens: None) -> bytes:
-        """Count a shard, and return the bytes of its parquet file.
+    def count_shard(self, index: int, report_batch: ReportBatch = lambda texts, tokens: None) -> bytes:
+        """Run the model on the texts of a shard, and return the bytes of the shard's parquet file.
 
         Args:
-            index: the shard.
-            renew: called after each batch.
+            index: index of the shard in the plan.
+            report_batch: called after each batch.
 
         Raises:
-            OSError, InputError: its texts cannot be read.
+            OSError, InputError: the texts of the shard cannot be read.
             ModelError: the model has no attention that can be measured.
         """
         plan, model = self.plan, _model_without_output_layer(self.loaded)
         counts = ShardCounts()
         chosen = None if plan.layers is None else LayerFilter.from_argument(plan.layers)
         options = self.probes, plan.special_ids, plan.examples, chosen
-        kept: dict[int, str] = {}  # the texts of the examples so far
+        kept: dict[int, str] = {}  # index of a text -> the text, for the strongest examples so far
         with replace_attention(model) as packed, Tally.measure_model(model, *options) as tally:
             for texts in group_texts(self._read_texts(index, counts)):
                 for batch in self._batches(texts, counts, packed=packed):
                     tally.add_batch(batch)
                     counts.texts += len(batch.lengths)
                     counts.tokens += batch.num_tokens
-                    renew(len(batch.lengths), batch.num_tokens)
+                    report_batch(len(batch.lengths), batch.num_tokens)
                 if counts.texts:
                     tally.check_complete()
                 kept |= texts
                 kept = {each: kept[each] for each in sorted(tally.texts_of_examples())}
         return _shard_as_parquet(tally.layers, _ShardExamples(self, index, kept), counts, plan, index)
 
-    def write_shard(self, folder: Path, index: int, renew: Renew = lambda texts, tokens: None) -> None:
+    def write_shard(self, folder: Path, index: int, report_batch: ReportBatch = lambda texts, tokens: None) -> None:
         """Count a shard and write its file, whole or not at all."""
-        write_atomically(self.plan.shard_file(folder, index), self.count_shard(index, renew))
+        write_atomically(self.plan.shard_file(folder, index), self.count_shard(index, report_batch))
 
     def _read_texts(self, index: int, counts: ShardCounts) -> Iterator[tuple[int, str]]:
-        """Read the texts of a shard with their indices, and count the other rows."""
-        plan, most = self.plan, self.plan.tokens * _CHARACTERS
+        """Yield (index, text) for the texts of a shard; count empty, broken and left-out rows in `counts`."""
+        plan, most = self.plan, self.plan.tokens * _CHARACTERS_PER_TOKEN
         draw = np.random.default_rng([plan.seed, index])
         for row in rows_of_shard(plan.shards[index], plan.column):
             counts.rows += 1
@@ -140,40 +140,40 @@ class ShardCounter:
                 _count_broken_row(counts, row)
 
     def _batches(self, texts: Mapping[int, str], counts: ShardCounts, *, packed: bool) -> Iterator[Batch]:
-        """Tokenize some texts by index, and yield them as batches; texts without a token are counted as empty."""
+        """Tokenize `texts` (index -> text), and yield batches of them; texts without a token are counted as empty."""
         ids = dict(zip(texts, self._tokenize(list(texts.values()), counts), strict=True))
         filled = {place: each for place, each in ids.items() if len(each)}
         counts.empty += len(ids) - len(filled)
         return batches_by_length(list(filled.values()), list(filled), tokens=self.plan.batch_tokens, packed=packed)
 
     def _tokenize(self, texts: Sequence[str], counts: ShardCounts) -> Iterator[NDArray[np.int64]]:
-        """Return the token ids of each text, truncated."""
+        """Yield the token ids of each text, (tokens,) int64, truncated to the largest number of tokens of the plan."""
         most, tokenizer = self.plan.tokens, self.loaded.tokenizer
         left = iter(texts)
-        while some := list(islice(left, _AT_ONCE)):
+        while some := list(islice(left, _TEXTS_PER_TOKENIZER_CALL)):
             with silence_transformers():
                 found = tokenizer(some, truncation=True, max_length=most + 1)["input_ids"]
                 cut = [place for place, ids in enumerate(found) if len(ids) > most]
-                # Truncated by the tokenizer, so that the text keeps the special token at its end.
+                # The tokenizer truncates, so that a truncated text keeps the special token at its end.
                 short = (
                     tokenizer([some[place] for place in cut], truncation=True, max_length=most)["input_ids"]
                     if cut
                     else []
                 )
-            counts.truncated += sum(len(some[place]) < most * _CHARACTERS for place in cut)
+            counts.truncated += sum(len(some[place]) < most * _CHARACTERS_PER_TOKEN for place in cut)
             for place, ids in zip(cut, short, strict=True):
                 found[place] = ids
             yield from (np.array(ids, np.int64) for ids in found)
 
 
 def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
-    """Divide the texts of a shard, in order, into groups that are held in memory one after the other."""
+    """Divide the texts of a shard, in order, into groups (index -> text) of about `GROUP_CHARACTERS` characters."""
     group: dict[int, str] = {}
     size = 0
     for index, text in texts:
         group[index] = text
-        size += len(text) + _CHARACTERS_OF_OBJECTS
-        if size >= GROUP:
+        size += len(text) + _OVERHEAD_CHARACTERS_PER_TEXT
+        if size >= GROUP_CHARACTERS:
             yield group
             group, size = {}, 0
     if group:
@@ -182,7 +182,7 @@ def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
 
 def _count_broken_row(counts: ShardCounts, row: Row) -> None:
     counts.broken += 1
-    if len(counts.problems) < NAMED:
+    if len(counts.problems) < MAX_NAMED_ROWS:
         counts.problems.append(f"{row.place}: {row.problem}")
 
 
@@ -196,23 +196,24 @@ class _ShardExamples:
     """The strongest examples of a shard, with the text of their tokens.
 
     Args:
-        counter: the model with its tokenizer.
-        shard: the shard.
-        texts: their texts by index.
+        counter: has the model, its tokenizer and the plan.
+        shard: index of the shard.
+        texts: index of a text in the shard -> the text, for all texts with an example.
     """
 
     def __init__(self, counter: ShardCounter, shard: int, texts: dict[int, str]) -> None:
         self._shard = shard
         self._pieces: dict[int, list[str]] = {}
         left = iter(texts)
-        while some := list(islice(left, _AT_ONCE)):
+        while some := list(islice(left, _TEXTS_PER_TOKENIZER_CALL)):
             pieces = tokenize_texts(counter.loaded, [texts[each] for each in some], tokens=counter.plan.tokens)
             self._pieces.update(zip(some, pieces, strict=True))
 
     def examples_of_layer(self, layer: LayerSums) -> list[list[dict[str, Any]]]:
-        """Return the examples of each row of a layer, the strongest first, as dicts for the table."""
+        """Return per row of a layer's sums its examples, the strongest first, as dicts for the table of heads."""
         best = layer.strongest
-        numbers = (each.tolist() for each in (best.value, best.text, best.position, best.largest_key, best.values))
+        columns = best.largest_value, best.text_index, best.query_position, best.largest_key, best.values_around
+        numbers = (each.tolist() for each in columns)
         return [
             [self._example_fields(*each) for each in zip(*row, strict=True) if each[0] > -inf]
             for row in zip(*numbers, strict=True)
@@ -220,8 +221,8 @@ class _ShardExamples:
 
     def _example_fields(self, value: float, text: int, position: int, key: int, values: list[float]) -> dict[str, Any]:
         pieces = self._pieces[text]
-        start, stop = max(position - BEFORE, 0), min(position + AFTER + 1, len(pieces))
-        first = BEFORE - (position - start)
+        start, stop = max(position - TOKENS_BEFORE, 0), min(position + TOKENS_AFTER + 1, len(pieces))
+        first = TOKENS_BEFORE - (position - start)
         return {
             "value": value,
             "shard": self._shard,
@@ -295,7 +296,7 @@ def add_missing_columns(table: Any) -> Any:
 def _shard_as_parquet(
     layers: dict[int, LayerSums], examples: _ShardExamples, counts: ShardCounts, plan: Plan, index: int
 ) -> bytes:
-    """Return a shard's parquet file: a row per layer, statistic and head, and the counts as metadata."""
+    """Return the bytes of a shard's parquet file: a row per layer, statistic and head, and the counts as metadata."""
     import pyarrow as pa
 
     tables = [heads_schema().empty_table()]
@@ -314,7 +315,7 @@ def _shard_as_parquet(
             "squares": layer.squares.numpy(),
             **{
                 name: pa.array(getattr(layer, name).numpy(), mask=none | layer.excess.isnan().numpy())
-                for name in OF_CHANCE
+                for name in CHANCE_COLUMNS
             },
             "minimum": pa.array(layer.minimum.numpy(), mask=none),
             "maximum": pa.array(layer.maximum.numpy(), mask=none),
@@ -330,7 +331,7 @@ def _shard_as_parquet(
 
 
 def group_values_by_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
-    """Return a pyarrow list of the values of each row in `order`; `row` is the row of each value, ascending."""
+    """Return a pyarrow array: the list of values of each row in `order`; `row` has each value's row, ascending."""
     import pyarrow as pa
 
     first, stop = (np.searchsorted(row, order, side) for side in ("left", "right"))
@@ -346,12 +347,12 @@ def table_to_parquet(table: Any, metadata: dict[str, Any]) -> bytes:
 
     written = io.BytesIO()
     content = json.dumps(metadata, ensure_ascii=False, sort_keys=True).encode()
-    pq.write_table(table.replace_schema_metadata({METADATA: content}), written, compression="zstd")
+    pq.write_table(table.replace_schema_metadata({METADATA_KEY: content}), written, compression="zstd")
     return written.getvalue()
 
 
 def read_metadata(schema: Any) -> dict[str, Any]:
     """Return the metadata that `table_to_parquet` wrote; empty if there is none."""
-    content = (schema.metadata or {}).get(METADATA, b"{}")
+    content = (schema.metadata or {}).get(METADATA_KEY, b"{}")
     found = json.loads(content)
     return found if isinstance(found, dict) else {}

@@ -19,14 +19,15 @@ class SpawnedProcess(SpawnProcess):
     """A spawned process that does not import the caller's `__main__`, and that Ctrl-C does not reach.
 
     Python imports the main module in every spawned process, so a script without `if __name__ == "__main__"` would run
-    again in each, and a program from standard input has no file to import. Counting needs nothing of that module. The
-    keys of a terminal go to all of its processes; only the process that started the others acts on Ctrl-C.
+    again in each, and a program from standard input has no file to import. Counting does not need the main module. A
+    terminal sends Ctrl-C to all its processes; only the process that started the others acts on it.
     """
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - the name in multiprocessing
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # without a file or a name that could be imported
+        # an empty main module, without a file or a name that could be imported
+        sys.modules["__main__"] = ModuleType("__main__")
         try:
             with _block_interrupts():
                 return SpawnProcess._Popen(process)  # noqa: SLF001
@@ -36,9 +37,9 @@ class SpawnedProcess(SpawnProcess):
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block SIGINT in this thread, and so in the processes that it starts, which inherit the mask.
+    """Block SIGINT in this thread, and so in the processes that this thread starts, which inherit the signal mask.
 
-    Python's resource tracker unblocks it when it starts; the queues of a pool start it before any process.
+    Python's resource tracker unblocks SIGINT when it starts; the queues of a pool start the tracker before any process.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -51,7 +52,7 @@ def _block_interrupts() -> Iterator[None]:
 
 
 class SpawningContext(SpawnContext):
-    """Starts such processes for a pool, and keeps them, so that they can be terminated while they compute.
+    """Starts `SpawnedProcess`es for a pool, and stores them, so that they can be terminated while they compute.
 
     Attributes:
         processes: the processes that were started.

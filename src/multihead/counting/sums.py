@@ -1,13 +1,15 @@
 """Sums of the statistics of one layer's heads over one shard: moments, extremes, bins, and the strongest examples.
 
 The k strongest examples of a batch are found by k searches for the first maximum, in the order of texts and positions.
-Ties are decided without a stable sort, which takes ten times as long. After each search the text that was found is left
-out. A text is in one batch, so its best query in the batch is its best of all, and examples of one text are never
-merged. A head whose values in the batch cannot replace its weakest example is skipped.
+These searches resolve ties without a stable sort, which takes ten times as long. After each search the text of the
+maximum is left out. All tokens of a text are in one batch, so the text's largest value in the batch is its largest of
+all, and examples of one text are never merged. A head whose values in the batch cannot replace its weakest example is
+skipped.
 
-The standard error of a census is computed as that of a record: each text is one number, its mean of value - chance. A
-shard keeps how many texts there are, the mean of their numbers and the sum of the squared deviations, which merge as
-the moments of queries do. A ratio estimate, with n and n² of each text, would be another rule for the same head.
+The standard error in a census is computed as in a record, from one number per text: the text's mean of value - chance.
+    A shard stores the number of texts, the mean of these numbers and the sum of their squared deviations, which are
+    merged like the moments over queries. A ratio estimate, with n and n² of each text, would give a head another
+    standard error in a census than in a record.
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ from torch import Tensor
 from multihead.counting.batches import Batch, CurrentBatch
 from multihead.probes.catalogue import PROBES
 from multihead.record.running_summary import QuantileSketch, RunningSummary, value_of_bin
-from multihead.record.summaries import Measured
+from multihead.record.summaries import MeasuredStatistic
 
 LARGEST_KEY = PROBES["largest_key"]
 
-BEFORE, AFTER = 24, 8
-"""Tokens of a text that are kept around the position of an example."""
+TOKENS_BEFORE, TOKENS_AFTER = 24, 8
+"""Numbers of tokens before and after the query of an example that are stored with the example."""
 
 
 DistanceMoments: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""How many numbers there are, their mean, and the sum of their squared deviations from it: (rows,) each."""
+"""Per row of a table: count of numbers, their mean, and the sum of squared deviations from the mean: (rows,) each."""
 
 
 def merge_moments(one: DistanceMoments, other: DistanceMoments) -> DistanceMoments:
-    """Return the moments of the union of two sets of numbers, (rows,) each.
+    """Return the moments (count, mean, squared deviations) of the union of two sets of numbers, (rows,) each.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
 
@@ -53,27 +55,28 @@ def merge_moments(one: DistanceMoments, other: DistanceMoments) -> DistanceMomen
 
 @dataclass(eq=False)
 class StrongestExamples:
-    """The k texts with the largest values of each statistic and head; of equal values the earlier is kept.
+    """The k texts with the largest values of each statistic and head; of texts with equal values the earlier is kept.
 
     Attributes:
-        value: (rows, k) float64, descending: the largest value of a text; -inf where there are fewer.
-        text: (rows, k) int64, index of the value's text in its shard.
-        position: (rows, k) int64, position of the query with that value in its text.
-        largest_key: (rows, k) int64, the key with the largest weight of that query, -1 where unknown.
-        values: (rows, k, window) float32, the statistic at the tokens around the query; NaN outside the text and
-            where a query does not count.
+        largest_value: (rows, k) float64, descending: largest value of the statistic in a text; -inf if there are fewer
+            than k texts.
+        text_index: (rows, k) int64, index in the shard of the text that has the value.
+        query_position: (rows, k) int64, position in the text of the query that has the value.
+        largest_key: (rows, k) int64, position of the key with the largest weight of the query; -1 where unknown.
+        values_around: (rows, k, window) float32, value of the statistic at each token around the query; NaN outside the
+            text and where a token's query does not count.
     """
 
-    value: Tensor
-    text: Tensor
-    position: Tensor
+    largest_value: Tensor
+    text_index: Tensor
+    query_position: Tensor
     largest_key: Tensor
-    values: Tensor
+    values_around: Tensor
 
     @staticmethod
     def empty(rows: int, k: int) -> StrongestExamples:
         """Return a table of `rows` rows without examples."""
-        window = BEFORE + 1 + AFTER
+        window = TOKENS_BEFORE + 1 + TOKENS_AFTER
         text, position, largest_key = torch.full((3, rows, k), -1, dtype=torch.int64)
         return StrongestExamples(
             torch.full((rows, k), -torch.inf, dtype=torch.float64),
@@ -84,31 +87,31 @@ class StrongestExamples:
         )
 
     def add(self, values: Tensor, batch: Batch, largest_keys: Tensor) -> None:
-        """Keep the largest values of a batch, which holds its texts whole.
+        """Keep the largest values of a batch of complete texts.
 
         Args:
             values: (statistics, heads, tokens), -inf where a query does not count.
-            batch: the tokens.
-            largest_keys: (heads, tokens) int64, the key with the largest weight, its position in its text.
+            batch: the batch of texts to which the tokens belong.
+            largest_keys: (heads, tokens) int64, position in the text of the key with the largest weight.
         """
-        k, heads = self.value.shape[1], values.shape[1]
+        k, heads = self.largest_value.shape[1], values.shape[1]
         flat = values.flatten(0, 1)
         best = flat.amax(-1).double()
-        weakest, last_text = self.value[:, -1], self.text[:, -1]
-        # A value equal to the weakest example replaces it if its text may be an earlier one.
+        weakest, last_text = self.largest_value[:, -1], self.text_index[:, -1]
+        # An equal value replaces the weakest example if the value may be from an earlier text.
         better = (best > weakest) | ((best == weakest) & (batch.texts[0] < last_text) & (best > -torch.inf))
         rows = better.nonzero().flatten()
         if not len(rows):
             return
-        left = flat[rows]  # a copy
+        left = flat[rows]  # a copy, in which values are set to -inf
         found = []
         for _ in range(min(k, len(batch.lengths))):
-            found.append(left.max(-1))  # the first of equal values
+            found.append(left.max(-1))  # `max` returns the first of equal values
             text = batch.text_of_token[found[-1].indices]
             left.masked_fill_(batch.text_of_token == text[:, None], -torch.inf)
         value = torch.stack([each.values for each in found], 1)  # (some rows, k)
         index = torch.stack([each.indices for each in found], 1)
-        place = index[..., None] + torch.arange(-BEFORE, AFTER + 1)  # (some rows, k, window)
+        place = index[..., None] + torch.arange(-TOKENS_BEFORE, TOKENS_AFTER + 1)  # (some rows, k, window)
         inside = (place >= batch.text_start_of_token[index][..., None]) & (
             place < batch.text_stop_of_token[index][..., None]
         )
@@ -124,13 +127,14 @@ class StrongestExamples:
         self._merge_rows(rows, new)
 
     def _merge_rows(self, rows: Tensor, new: StrongestExamples) -> None:
-        """Merge new examples into the rows with the indices `rows`."""
-        k = self.value.shape[1]
+        """Merge new examples, (len(rows), k), into the rows with the indices `rows`."""
+        k = self.largest_value.shape[1]
         both = {
             name: torch.cat([getattr(self, name)[rows], getattr(new, name)], 1)
-            for name in ("value", "text", "position", "largest_key", "values")
+            for name in ("largest_value", "text_index", "query_position", "largest_key", "values_around")
         }
-        order = np.lexsort((both["position"].numpy(), both["text"].numpy(), -both["value"].numpy()), axis=-1)
+        keys = both["query_position"], both["text_index"], -both["largest_value"]
+        order = np.lexsort([key.numpy() for key in keys], axis=-1)
         chosen = torch.from_numpy(order[:, :k].copy())
         for name, value in both.items():
             index = chosen if value.dim() == 2 else chosen[..., None].expand(-1, -1, value.shape[2])
@@ -141,30 +145,31 @@ class StrongestExamples:
 class LayerSums(RunningSummary):
     """The running summary of one layer with moments, extremes and the strongest examples, over the texts of a shard.
 
-    Values that are NaN or infinite are in no sum. A row is one statistic of one head: rows = statistics * heads.
+    NaN and infinite values are left out of all sums. A row is one statistic of one head: rows = statistics * heads.
 
     Attributes:
         name: the layer's qualified name.
-        examples: how many of the strongest examples are kept.
-        reading: the texts that the model reads now.
-        sums: one sketch of all rows; the sketches in `statistics` are views of it.
-        nonfinite: (rows,) int64, how many further values of queries that count were NaN or infinite.
-        mean: (rows,) float64.
-        squares: (rows,) float64, the sum of the squared deviations from the mean.
-        chance: (rows,) float64, what an even spread over the visible keys gives, the mean over the same queries; NaN
-            where it is unknown.
-        texts: (rows,) int64, how many texts have a query that counts.
-        excess: (rows,) float64, the mean over these texts of a text's mean of value - chance; NaN where unknown.
+        examples: number of strongest examples that are kept per row.
+        current: the batch of texts on which the model runs now.
+        sums: one quantile sketch of all rows; the sketches in `statistics` are views of its tensors.
+        nonfinite: (rows,) int64, number of NaN or infinite values at queries that count.
+        mean: (rows,) float64, mean of the values over the queries that count.
+        squares: (rows,) float64, sum of the squared deviations of the values from `mean`.
+        chance: (rows,) float64, mean chance level (even weights over the visible keys) over the queries that count; NaN
+            where unknown.
+        texts: (rows,) int64, number of texts that have a query that counts.
+        excess: (rows,) float64, mean over the texts of each text's mean of value - chance; NaN where unknown.
         excess_squares: (rows,) float64, the sum of the squared deviations of the texts' means from `excess`.
-        minimum: (rows,) float64, inf if no query counted.
-        maximum: (rows,) float64, -inf if no query counted.
-        negative_bins: (rows, bins) int64, the histogram of the absolute values of negative values; None without any.
-        strongest: the strongest examples.
+        minimum: (rows,) float64, smallest value; inf if no query counted.
+        maximum: (rows,) float64, largest value; -inf if no query counted.
+        negative_bins: (rows, bins) int64, histogram of the absolute values of the negative values; None if no value was
+            negative.
+        strongest: the strongest examples of each row.
     """
 
     name: str = field(kw_only=True)
     examples: int = field(kw_only=True)
-    reading: CurrentBatch = field(kw_only=True)
+    current: CurrentBatch = field(kw_only=True)
     sums: QuantileSketch = field(init=False)
     nonfinite: Tensor = field(init=False)
     mean: Tensor = field(init=False)
@@ -181,7 +186,7 @@ class LayerSums(RunningSummary):
 
     @property
     def count(self) -> Tensor:
-        """(rows,) int64, how many queries counted."""
+        """(rows,) int64, number of queries that counted."""
         return self.sums.count.long()
 
     def _create_sums(self, names: list[str]) -> None:
@@ -201,10 +206,10 @@ class LayerSums(RunningSummary):
         self.maximum = -self.minimum
         self.strongest = StrongestExamples.empty(rows, self.examples)
 
-    def add(self, measured: Mapping[str, Measured], *, samples: int) -> None:
-        """Add the queries of a batch; `measured` holds "largest_key" too, as positions in each text."""
+    def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
+        """Add the statistics of a batch; `measured` includes "largest_key", as positions of keys in each text."""
         self.num_samples += samples
-        batch, names = self.reading.batch, [name for name in measured if name != LARGEST_KEY.name]
+        batch, names = self.current.batch, [name for name in measured if name != LARGEST_KEY.name]
         if not self.statistics:
             self._create_sums(names)
         values = torch.stack([batch.drop_padding(measured[each].values) for each in self.statistics])
@@ -230,15 +235,15 @@ class LayerSums(RunningSummary):
         self.maximum = torch.maximum(self.maximum, flat.amax(-1).double())
         self.strongest.add(flat.view(values.shape), batch, batch.drop_padding(measured[LARGEST_KEY.name].values))
 
-    def _chance_per_token(self, measured: Measured, *, like: Tensor) -> Tensor:
-        """Return a statistic's level of chance at each token: (heads, tokens), NaN where it is unknown."""
+    def _chance_per_token(self, measured: MeasuredStatistic, *, like: Tensor) -> Tensor:
+        """Return the chance level of a statistic at each token's query: (heads, tokens), NaN where unknown."""
         if measured.chance is None:
             return torch.full_like(like, torch.nan)
-        return self.reading.batch.drop_padding(measured.chance).expand_as(like)
+        return self.current.batch.drop_padding(measured.chance).expand_as(like)
 
     def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: QuantileSketch) -> None:
-        """Add the chance, and each text's mean of value - chance, of a batch; arguments are (rows, tokens)."""
-        starts = self.reading.batch.text_starts.numpy()
+        """Add the chance levels of a batch, and each text's mean of value - chance; tensors are (rows, tokens)."""
+        starts = self.current.batch.text_starts.numpy()
         difference = torch.where(taken, flat.double() - level, 0.0)
         excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
         numbers = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))
@@ -254,7 +259,7 @@ class LayerSums(RunningSummary):
         self.texts, self.excess, self.excess_squares = merge_moments(of_texts, (texts, mean, squares))
 
     def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: QuantileSketch) -> None:
-        """Add the sum, the mean and the squared deviations of a batch: `flat` and `left_out` are (rows, tokens)."""
+        """Add the count, mean and squared deviations of a batch; `flat` (values) and `left_out` are (rows, tokens)."""
         count = of_batch.count.long()
         mean = of_batch.total / of_batch.count.clamp(min=1)
         deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
@@ -265,7 +270,7 @@ class LayerSums(RunningSummary):
         self.sums.count += of_batch.count
 
     def _add_negative_values(self, flat: Tensor, taken: Tensor) -> None:
-        """Count negative values in `negative_bins`; the sketch counts them in its first bin too."""
+        """Count negative values in `negative_bins`; the quantile sketch counts negative values in its first bin too."""
         of_batch = QuantileSketch.empty(len(flat))
         if self.negative_bins is not None:
             of_batch.bins = self.negative_bins
@@ -273,7 +278,7 @@ class LayerSums(RunningSummary):
         self.negative_bins = of_batch.bins
 
     def filled_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """Return row, value and count of each bin that is not empty, ordered by row and value."""
+        """Return row, representative value and count of each non-empty bin, ordered by row and value: (bins,) each."""
         bins = self.sums.bins
         if self.negative_bins is not None:
             bins = bins.clone()

@@ -1,18 +1,18 @@
 """Run a model on batches of texts, and sum the statistics of its heads layer by layer.
 
-Packed rows are measured as they are. The hooks that leave padding out pass the lengths of the texts in a row to the
-listeners, so the kernel measures a whole row at once. Statistics do not cross texts: equal tokens of different texts
-get different numbers, and special tokens are looked up per text. `observe` still runs packed models padded, because it
-keeps texts apart.
+Packed rows are measured without splitting them into texts. The hooks that leave padding out pass the lengths of the
+texts in a row to the listeners, so the kernel measures a whole row at once. Statistics do not cross texts: equal tokens
+of different texts get different numbers, and special tokens are looked up per text. `observe` still runs packed models
+padded, because it keeps texts apart.
 
 Chance levels are measured by the same code on the same batch with q k = 0, in one head
-(`StatisticsMeasurer.measure_chance_levels`), once per mask in a pass of the model. This takes 2 ms per batch of 2,048
-tokens. Chance text by text, as records have it, takes 5 ms per text unless another text has the same length. The kernel
-of the call measures chance in float32 unless the model is in float64; float64 would otherwise need tiles of the whole
-row, 50 ms.
+(`StatisticsMeasurer.measure_chance_levels`), once per mask in a pass of the model. Measuring chance levels takes 2 ms
+per batch of 2,048 tokens. Measuring them text by text, as records do, takes 5 ms per text unless another text has the
+same length. The kernel of the call measures chance levels in float32 unless the model is in float64; float64 would need
+tiles of the whole row, which take 50 ms.
 
-The cached plans of a batch are dropped after the batch, because its lengths do not recur and the cache would grow
-through the run.
+The cached kernel plans of a batch are dropped after the batch, because its text lengths do not recur and the cache
+would grow during the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def census_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...]
     """Return the probes of a census, by default those of `multihead.probes.DEFAULT` except the largest key.
 
     Raises:
-        ProbeError: a statistic is unknown, or has no number per query that can be added up.
+        ProbeError: a statistic is unknown, or has no number per query that can be summed.
     """
     found = resolve_probes([name for name in DEFAULT if name != LARGEST_KEY.name] if wanted is None else wanted)
     for probe in found:
@@ -65,15 +65,15 @@ def census_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...]
 
 @dataclass(eq=False)
 class Tally:
-    """The sums of a model's layers over batches of texts.
+    """The sums of the statistics of a model's layers over batches of texts.
 
     Attributes:
         model: the model whose layers are measured.
-        reading: the batch that the model runs on now.
+        current: the batch that the model runs on now.
     """
 
     model: nn.Module
-    reading: CurrentBatch
+    current: CurrentBatch
     _recorder: Recorder
 
     @staticmethod
@@ -86,33 +86,33 @@ class Tally:
         layer_filter: LayerFilter | None = None,
     ) -> Iterator[Tally]:
         """Measure every forward pass of a model in this context; arguments as in `census_probes` and `observe`."""
-        reading = CurrentBatch()
+        current = CurrentBatch()
 
         def new_layer_sums(name: str, num_heads: int) -> LayerSums:
-            return LayerSums(num_heads, name=name, examples=examples, reading=reading)
+            return LayerSums(num_heads, name=name, examples=examples, current=current)
 
         measuring = StatisticsMeasurer(model, module_names(model), (*probes, LARGEST_KEY), tuple(special_ids))
         with recording_calls(Record(), layer_filter, "summary", measuring, new_layer_sums) as recorder:
-            yield Tally(model, reading, recorder)
+            yield Tally(model, current, recorder)
 
     def add_batch(self, batch: Batch) -> None:
         """Run the model on a batch, and add the statistics of its attention calls."""
-        self.reading.batch = batch
+        self.current.batch = batch
         run_batch(self.model, batch)
 
     @property
     def layers(self) -> dict[int, LayerSums]:
-        """Layer number -> its sums; numbers follow the order in which layers run."""
+        """Number of a layer -> the layer's sums; layers are numbered in the order of their first calls."""
         found = ((layer.number, layer.running_summary) for layer in self._recorder.record.layers)
         return {number: sums for number, sums in found if isinstance(sums, LayerSums)}
 
     def texts_of_examples(self) -> set[int]:
         """Return the indices of the texts that have one of the strongest examples so far."""
         best = [sums.strongest for sums in self.layers.values()]
-        return {text for each in best for text in each.text[each.value > -torch.inf].tolist()}
+        return {text for each in best for text in each.text_index[each.largest_value > -torch.inf].tolist()}
 
     def check_complete(self) -> None:
-        """Raise ModelError if the batches so far called no attention that can be measured, see `Recorder`."""
+        """Raise ModelError if no batch so far called attention that can be measured, see `Recorder.check_complete`."""
         self._recorder.check_complete(self.model)
 
 
@@ -124,7 +124,7 @@ def replace_attention(model: nn.Module) -> Iterator[bool]:
         whether the model leaves padding out.
 
     Raises:
-        ModelError: the model computes attention where it cannot be replaced.
+        ModelError: the model computes attention outside of transformers' AttentionInterface.
     """
     with ExitStack() as stack:
         try:
@@ -137,7 +137,7 @@ def replace_attention(model: nn.Module) -> Iterator[bool]:
 
 
 def run_batch(model: nn.Module, batch: Batch) -> None:
-    """Run a model on a batch without gradients and without a cache; its output is dropped."""
+    """Run a model on a batch without gradients and without a key/value cache; the output is dropped."""
     device = next(model.parameters()).device
     names = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}

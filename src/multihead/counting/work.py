@@ -1,8 +1,8 @@
 """Count shards one after the other in this process, and sum up what a run has counted.
 
-A file with the reason is written for a shard that cannot be counted. Without the file, the runs of `--shard i/n` could
-not tell a shard that another run has still to count from a shard that nobody can count, and a census with one damaged
-file would have no table.
+For a shard that cannot be counted, a file with the reason is written. Without this file, the runs of `--shard i/n`
+could not distinguish a shard that another run has still to count from a shard that cannot be counted, and a census with
+one damaged file would have no table.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from multihead.counting.plan import Plan, model_id, read_plan
-from multihead.counting.shard import Renew, ShardCounter
+from multihead.counting.shard import ReportBatch, ShardCounter
 from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, load
 
-RETURN_EVERY = 5.0
-"""Seconds between two returns of freed memory to the system within a shard; one takes about 30 ms."""
+TRIM_INTERVAL = 5.0
+"""Seconds between two calls of malloc_trim within a shard; a call takes about 30 ms."""
 
 
 @dataclass
@@ -31,12 +31,12 @@ class Progress:
     """How far a run of a census is.
 
     Attributes:
-        shards: shards that are finished.
-        total: all shards of this run.
-        texts: texts that ran since the start of this call.
-        tokens: tokens of these texts.
-        seconds: seconds since the start of this call, the loading of this process's model not counted.
-        processes: processes that count a shard now.
+        shards: number of shards that are finished.
+        total: number of all shards of this run.
+        texts: number of texts that ran since `census` was called.
+        tokens: number of tokens of the texts that ran.
+        seconds: seconds since `census` was called, without the time to load the model in this process.
+        processes: number of processes that count a shard now.
     """
 
     shards: int
@@ -52,7 +52,7 @@ class Progress:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-Report = Callable[[Progress], None]
+ReportProgress = Callable[[Progress], None]
 
 
 @dataclass
@@ -60,33 +60,33 @@ class Results:
     """What a run has counted so far.
 
     Attributes:
-        plan: the plan.
+        plan: the plan of the census.
         folder: the directory of the census.
         progress: how far the run is.
         report: called with the progress after each change.
-        failed: shard -> why the shard has no result. The directory stores the reasons too, so that another process can
-            tell a shard that cannot be counted from one that is not counted yet.
+        failure_of_shard: index of a shard -> why the shard has no result. The directory stores the reasons too, so that
+            another process can tell a shard that cannot be counted from one that is not counted yet.
     """
 
     plan: Plan
     folder: Path
     progress: Progress
-    report: Report
-    failed: dict[int, str] = field(default_factory=dict)
+    report: ReportProgress
+    failure_of_shard: dict[int, str] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
 
     def add_batch(self, texts: int, tokens: int) -> None:
-        """Add a batch that ran."""
+        """Add a batch that ran to `progress`."""
         self.progress.texts += texts
         self.progress.tokens += tokens
         self.report_progress()
 
     def add_shard(self, index: int, problem: str) -> None:
-        """Add a shard that was counted, or why it failed."""
+        """Record that a shard was counted (`problem` is ""), or why it could not be counted."""
         file = self.plan.problem_file(self.folder, index)
         if problem:
-            self.failed[index] = problem
-            with suppress(InputError):  # on a full disk only this run knows the reason
+            self.failure_of_shard[index] = problem
+            with suppress(InputError):  # on a full disk the reason is stored in this process only
                 write_atomically(file, problem)
         else:
             self.progress.shards += 1
@@ -94,13 +94,13 @@ class Results:
         self.report_progress()
 
     def report_progress(self) -> None:
-        """Call `report` with the current time."""
+        """Update the seconds in `progress`, and call `report` with it."""
         self.progress.seconds = time.monotonic() - self._began
         self.report(self.progress)
 
 
 def count_in_this_process(counter: ShardCounter, shards: Iterable[int], threads: int | None, results: Results) -> None:
-    """Count shards one after the other; `threads` of None leaves those of torch as they are."""
+    """Count shards one after the other; `threads`: number of threads of torch, None leaves the number unchanged."""
     with set_torch_threads(threads):
         results.progress.processes = 1
         results.report_progress()
@@ -110,11 +110,11 @@ def count_in_this_process(counter: ShardCounter, shards: Iterable[int], threads:
         results.report_progress()
 
 
-def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: Renew) -> str:
-    """Count a shard and write its file; return "", or why it cannot be read or written."""
+def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: ReportBatch) -> str:
+    """Count a shard and write its file; return "", or why its texts cannot be read or its file cannot be written."""
 
     def trim_heap_and_report_batch(texts: int, tokens: int) -> None:
-        _HEAP.trim()
+        _HEAP_TRIMMER.trim()
         report_batch(texts, tokens)
 
     try:
@@ -122,32 +122,32 @@ def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: R
     except (OSError, InputError) as error:
         return f"{counter.plan.shards[index]}: {_reason_of_failure(error)}"
     finally:
-        _HEAP.trim(every=1.0)  # most of the shard's memory is free now
+        _HEAP_TRIMMER.trim(every=1.0)  # most of the memory that the shard used is free now
     return ""
 
 
 class _HeapTrimmer:
     """Returns freed heap memory to the operating system from time to time (malloc_trim).
 
-    Batches differ in their lengths, so each leaves holes in the heap that the tensors of the next batch do not fit
-    into. The GNU C library keeps these pages, and a long run would take ever more memory.
+    Batches have different sizes, so each batch leaves gaps in the heap into which the tensors of the next batch do not
+    fit. The GNU C library keeps the pages of these gaps, and a long run would take ever more memory.
     """
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._trim = None
-        with suppress(OSError, AttributeError, TypeError):  # another C library than that of GNU has no malloc_trim
+        with suppress(OSError, AttributeError, TypeError):  # C libraries other than GNU's have no malloc_trim
             self._trim = ctypes.CDLL(None).malloc_trim
 
-    def trim(self, *, every: float = RETURN_EVERY) -> None:
-        """Return freed memory, if `every` seconds have passed since the last time."""
+    def trim(self, *, every: float = TRIM_INTERVAL) -> None:
+        """Return freed memory to the operating system, if the last call was at least `every` seconds ago."""
         now = time.monotonic()
         if self._trim is not None and now - self._last > every:
             self._last = now
             self._trim(0)
 
 
-_HEAP = _HeapTrimmer()
+_HEAP_TRIMMER = _HeapTrimmer()
 
 
 def _reason_of_failure(error: OSError | InputError) -> str:
@@ -158,7 +158,7 @@ def _reason_of_failure(error: OSError | InputError) -> str:
 
 @contextmanager
 def set_torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch use a number of threads in this context; None leaves it as it is."""
+    """Set torch's number of threads in this context; None leaves the number unchanged."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -188,7 +188,7 @@ def check_reads_text(loaded: LoadedModel) -> None:
     """Reject a model that reads no text.
 
     Raises:
-        ModelError: it has no tokenizer, or reads audio.
+        ModelError: the model has no tokenizer, or reads audio.
     """
     if loaded.tokenizer is None or loaded.feature_extractor is not None:
         raise ModelError(f"{loaded.title} reads no text.", "Give a model with a tokenizer.")

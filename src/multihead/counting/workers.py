@@ -1,9 +1,9 @@
-"""Count shards in other processes, each of which loads the model once: on this machine here, on Ray in `on_ray`.
+"""Count shards in other processes of this machine, each of which loads the model once; `on_ray.py` does so on Ray.
 
-Each process is a pool of its own. `concurrent.futures` fails all calls of a pool when one of its processes ends, ends
-the other processes, and does not say which call was at fault. In a pool of one process the call is known, and the other
-processes keep the models that they loaded. Actors of Ray have the same methods (`Worker`), so the same loop serves
-them.
+Each worker process is in a separate pool. When one process of a pool ends, `concurrent.futures` fails all calls of the
+pool, ends its other processes, and does not report which call was at fault. In a pool of one process the call is known,
+and the other processes keep the models that they loaded. Actors of Ray have the same methods (`Worker`), so the same
+loop runs them.
 
 The process that starts workers does not count, because a text that ends the counting process would end the run. A
 worker ends itself when the process that started it has ended, which a process of `concurrent.futures` would not notice.
@@ -31,110 +31,111 @@ from multihead.counting.spawn import SpawningContext
 from multihead.counting.work import Results, count_shard, load_counter
 from multihead.errors import ModelError
 
-ATTEMPTS = 3
-"""How many processes may end while they load the model, before the run ends."""
+MAX_FAILED_LOADS = 3
+"""Number of processes that end while they load the model, after which the run fails."""
 
-READ_EVERY = 0.2
-"""Seconds between two looks at the progress of the workers."""
+PROGRESS_INTERVAL = 0.2
+"""Seconds between two queries of the progress of the workers."""
 
 
 class Worker(Protocol):
     """A process that loads the model, and then counts one shard at a time.
 
     Attributes:
-        ended: the errors of a future whose process has ended.
+        errors_of_ended_process: classes of the errors that a future raises if the worker's process has ended.
     """
 
-    ended: tuple[type[Exception], ...]
+    errors_of_ended_process: tuple[type[Exception], ...]
 
     def load(self) -> Future[Any]:
         """Start the process, and load the model in it."""
 
     def count(self, index: int) -> Future[tuple[str, int, int]]:
-        """Count a shard: why it failed, or "", and the texts and tokens that `batches` does not have."""
+        """Count a shard; the future returns why it failed (or ""), and the texts and tokens not in `batches`."""
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """Return the texts and tokens of each batch that ran since the last call."""
+        """Yield the numbers of texts and tokens of each batch that ran since the last call."""
 
     def end(self) -> str:
-        """End the process, whatever it does; return how it ended, for messages: " by signal 9"."""
+        """End the process even while it computes; return how it ended, such as " by signal 9", for messages."""
 
 
 def count_in_workers(new_worker: Callable[[], Worker], shards: Sequence[int], number: int, results: Results) -> None:
     """Count shards in `number` workers, which are replaced where their processes end.
 
-    A shard whose process ended is counted once more after all others, alone: what ended it may have been the memory
-    that the others took. A shard that ends this process too is a failed one.
+    A shard whose process ended is counted once more, alone, after all other shards, because the other processes may
+    have used up the memory. A shard whose second process ends too has failed.
 
     Raises:
-        MultiheadError: a process rejected the model or the plan, or none could load the model.
+        MultiheadError: a process rejected the model or the plan, or no process could load the model.
     """
-    ended = _Pass(new_worker, shards, results).run(number)
-    for index, how in _Pass(new_worker, list(ended), results).run(1).items():
+    ended = _CountingPass(new_worker, shards, results).run(number)
+    for index, how in _CountingPass(new_worker, list(ended), results).run(1).items():
         place = results.plan.shards[index]
         results.add_shard(index, f"{place}: two processes that counted it ended{how}.")
 
 
-class _Pass:
-    """Counts each of some shards once.
+class _CountingPass:
+    """Counts each of the given shards once, in several workers.
 
     Attributes:
-        left: the shards that no worker has taken yet.
-        running: what each worker does now: the shard that it counts, or None while it loads the model.
-        ended: the shards whose process ended -> how it ended.
-        attempts: how many processes ended while they loaded the model.
+        waiting_shards: indices of the shards that no worker has started yet.
+        running: future -> its worker, and the index of the shard that the worker counts, or None while it loads the
+            model.
+        ended_shards: index of a shard whose process ended -> how the process ended, such as " by signal 9".
+        failed_loads: number of processes that ended while they loaded the model.
     """
 
     def __init__(self, new_worker: Callable[[], Worker], shards: Sequence[int], results: Results) -> None:
         self.new_worker, self.results = new_worker, results
-        self.left = deque(shards)
+        self.waiting_shards = deque(shards)
         self.running: dict[Future[Any], tuple[Worker, int | None]] = {}
-        self.ended: dict[int, str] = {}
-        self.attempts = 0
+        self.ended_shards: dict[int, str] = {}
+        self.failed_loads = 0
 
     def run(self, number: int) -> dict[int, str]:
-        """Count the shards in at most `number` workers, and return `ended`."""
+        """Count the shards in at most `number` workers, and return `ended_shards`."""
         try:
-            for _ in range(min(number, len(self.left))):
+            for _ in range(min(number, len(self.waiting_shards))):
                 self._start_worker()
             while self.running:
-                done, _ = wait(self.running, READ_EVERY, FIRST_COMPLETED)
+                done, _ = wait(self.running, PROGRESS_INTERVAL, FIRST_COMPLETED)
                 for worker, _ in self.running.values():
                     for batch in worker.batches():
                         self.results.add_batch(*batch)
                 for future in done:
                     self._handle_finished(future)
-                if not self.left:
+                if not self.waiting_shards:
                     self._end_loading_workers()
                 self.results.progress.processes = sum(index is not None for _, index in self.running.values())
                 self.results.report_progress()
         finally:
             for worker, _ in self.running.values():
                 worker.end()
-        return self.ended
+        return self.ended_shards
 
     def _start_worker(self) -> None:
         worker = self.new_worker()
         self.running[worker.load()] = worker, None
 
     def _handle_finished(self, future: Future[Any]) -> None:
-        """Add the result of a worker, and let it take the next shard; replace it if its process ended."""
+        """Store the result of a worker, and start the next shard in it; replace the worker if its process ended."""
         worker, index = self.running[future]
         try:
             result = future.result()
-        except worker.ended:
+        except worker.errors_of_ended_process:
             del self.running[future]
             how = worker.end()
             if index is not None:
-                self.ended[index] = how
+                self.ended_shards[index] = how
             else:
-                self.attempts += 1
-                if self.attempts == ATTEMPTS:
+                self.failed_loads += 1
+                if self.failed_loads == MAX_FAILED_LOADS:
                     raise ModelError(
-                        f"{ATTEMPTS} processes that loaded the model ended{how}.",
+                        f"{MAX_FAILED_LOADS} processes that loaded the model ended{how}.",
                         "Each process needs memory for the whole model: use fewer workers.",
                     ) from None
-            if self.left:
+            if self.waiting_shards:
                 self._start_worker()
             return
         if index is not None:
@@ -142,37 +143,37 @@ class _Pass:
             self.results.add_batch(texts, tokens)
             self.results.add_shard(index, problem)
         del self.running[future]
-        if self.left:
-            index = self.left.popleft()
+        if self.waiting_shards:
+            index = self.waiting_shards.popleft()
             self.running[worker.count(index)] = worker, index
         else:
             worker.end()
 
     def _end_loading_workers(self) -> None:
-        """End the workers that still load the model, when no shard is left for them."""
+        """End the workers that still load the model when no shard is left to count."""
         for future in [each for each, (_, index) in self.running.items() if index is None]:
             self.running.pop(future)[0].end()
 
 
 class ProcessWorker:
-    """A process on this machine, in a pool of its own: a pool that breaks names the shard that was counted."""
+    """A process on this machine in a pool of one, so that a broken pool identifies the shard that was counted."""
 
-    ended: tuple[type[Exception], ...] = (BrokenProcessPool,)
+    errors_of_ended_process: tuple[type[Exception], ...] = (BrokenProcessPool,)
 
     def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
         self._plan, self._folder, self._context = plan, folder, SpawningContext()
         self._batches, self._sent = self._context.Pipe(duplex=False)
-        self._pool = ProcessPoolExecutor(1, self._context, _begin, (self._sent, threads))
+        self._pool = ProcessPoolExecutor(1, self._context, _prepare_process, (self._sent, threads))
 
     def load(self) -> Future[None]:
         """See `Worker`."""
-        future = self._pool.submit(_load, self._folder, self._plan.model, self._plan.device)
-        self._sent.close()  # the process has its own copy
+        future = self._pool.submit(_load_model, self._folder, self._plan.model, self._plan.device)
+        self._sent.close()  # the worker process has its own copy of this end of the pipe
         return future
 
     def count(self, index: int) -> Future[tuple[str, int, int]]:
         """See `Worker`."""
-        return self._pool.submit(_count, self._folder, index)
+        return self._pool.submit(_count_shard, self._folder, index)
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """See `Worker`."""
@@ -190,36 +191,36 @@ class ProcessWorker:
         return f" by signal {-code}" if code < 0 else f" with status {code}"
 
 
-class _Here:
-    """What a process of `ProcessWorker` keeps: the model, and where it sends the texts and tokens of each batch."""
+class _WorkerState:
+    """Global state of a worker process: the model, and the pipe for the numbers of texts and tokens of each batch."""
 
     counter: ShardCounter
     batches: Connection
 
 
-def _begin(batches: Connection, threads: int) -> None:
-    """Prepare this process, before the model is loaded."""
-    _Here.batches = batches
+def _prepare_process(batches: Connection, threads: int) -> None:
+    """Prepare this worker process before it loads the model: standard output, threads and the pipe for batches."""
+    _WorkerState.batches = batches
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError):  # a closed standard error
-        os.dup2(2, 1)  # standard output is the caller's: what a model's libraries print goes to standard error
-    os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizer
+        os.dup2(2, 1)  # standard output belongs to the caller, so what a model's libraries print goes to standard error
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # number of threads of the tokenizer
     torch.set_num_threads(threads)
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it has ended, even by a signal that nothing can handle."""
+    """End this process when the process that started it has ended, even by a signal that cannot be handled."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
 
 
-def _load(folder: Path, model: str, device: str) -> None:
-    _Here.counter = load_counter(folder, model, device)
+def _load_model(folder: Path, model: str, device: str) -> None:
+    _WorkerState.counter = load_counter(folder, model, device)
 
 
-def _count(folder: Path, index: int) -> tuple[str, int, int]:
+def _count_shard(folder: Path, index: int) -> tuple[str, int, int]:
     def send(texts: int, tokens: int) -> None:
-        _Here.batches.send((texts, tokens))  # a few bytes, which a pipe takes whole or not at all
+        _WorkerState.batches.send((texts, tokens))  # a few bytes, which a pipe writes completely or not at all
 
-    return count_shard(_Here.counter, folder, index, send), 0, 0
+    return count_shard(_WorkerState.counter, folder, index, send), 0, 0

@@ -68,7 +68,7 @@ class _CallFollower:
 
     def concerns(self, module: nn.Module) -> bool:
         """Whether a module is the model, or a part of it, and runs in the thread whose inputs are known."""
-        return id(module) in self.names and (self.inputs.receives or is_in_backward_pass())
+        return id(module) in self.names and (self.inputs.is_recording or is_in_backward_pass())
 
     def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pass a call to the function, and return what the function returns."""
@@ -81,7 +81,7 @@ class _CallFollower:
             self.namer.begins_pass()
             name = self.namer.name_call(request, module)
         self.finder.follow(request, name.partition("#")[0])
-        call = FollowedCall(name, self.namer.numbers[name], request, self.inputs.passes, self.finder)
+        call = FollowedCall(name, self.namer.numbers[name], request, self.inputs.num_passes, self.finder)
         return self.function(call, output)
 
 

@@ -64,8 +64,8 @@ class TokenFinder:
     def follow(self, request: AttentionRequest, name: str) -> None:
         """Remember a self-attention call for the cross-attention after it; `name` is that of its module."""
         assert request.origin is not None
-        if self.inputs.passes != self._pass:
-            self._pass, self._newest = self.inputs.passes, None
+        if self.inputs.num_passes != self._pass:
+            self._pass, self._newest = self.inputs.num_passes, None
         call = _Call(request, name, huggingface.call_key_positions.get())
         if call.crosses is False:
             self._newest = call

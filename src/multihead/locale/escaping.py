@@ -6,7 +6,7 @@ import re
 
 # Control characters (C0, DEL, C1), direction marks and overrides, invisible characters, line and paragraph separators,
 # and lone surrogates, which no encoding can write. ZWJ and ZWNJ are kept: emoji and Persian words need them.
-ACTING = re.compile(
+CONTROL_CHARACTERS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
@@ -17,4 +17,4 @@ def visible(text: object) -> str:
     >>> print(visible("a\x1b[31mb\n\u202ec"))
     a\x1b[31mb\n\u202ec
     """
-    return ACTING.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
+    return CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))

@@ -1,9 +1,9 @@
 """Find modules of a running Hugging Face model that compute attention without calling this library.
 
-This can only be detected at run time: a layer may compute its own attention at one layer index, or read the mask and
-ignore transformers' AttentionInterface. So hooks watch the modules that look attention up in the interface, and the
-modules that read the mask of `transformers_mask`. During its forward pass each of them must call this library's
-attention at least once.
+Some bypasses can only be detected at run time: a layer may compute its own attention at one layer index only, or read
+    the mask and ignore transformers' AttentionInterface. So hooks watch the modules that look attention up in the
+    interface, and the modules that read the mask of `transformers_mask`. Each watched module must call this library's
+    attention at least once during its forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from multihead.models.pretrained import innermost_model, is_submodule_of
 from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
 from multihead.tensors.undo import Undo
 
-Report = Callable[[str], object]
+ReportBypass = Callable[[str], object]
 
 
 class CallCounts(threading.local):
@@ -33,24 +33,25 @@ class CallCounts(threading.local):
 
     Attributes:
         count: number of calls so far.
-        before: id of a module -> `count`, and the number of mask reads, when its newest forward pass began.
+        counts_at_start: id of a module -> `count` and the number of mask reads, both when the module's newest forward
+            pass began.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.before: dict[int, tuple[int, int]] = {}
+        self.counts_at_start: dict[int, tuple[int, int]] = {}
 
 
-calls = CallCounts()
+call_counts = CallCounts()
 
 
 def report_bypassing_modules(
-    undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: Report
+    undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: ReportBypass
 ) -> None:
-    """Add hooks that report modules that compute attention or read its mask, but never call this library's attention.
+    """Add hooks that report modules that compute attention or read the mask, but never call this library's attention.
 
     Args:
-        undo: receives the steps that remove the hooks.
+        undo: stores how to remove the hooks.
         model: a module that contains models of transformers.
         models: the models of transformers in `model`, by qualified name.
         implementation: name of this library's attention in transformers; models that use another one are not checked.
@@ -88,21 +89,21 @@ def raise_bypass_error(sentence: str) -> None:
 
 def _count_call(*_: object) -> None:
     if not torch.compiler.is_compiling():
-        calls.count += 1
+        call_counts.count += 1
 
 
 def _begin_forward(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():
-        calls.before[id(module)] = calls.count, mask_reads.count
+        call_counts.counts_at_start[id(module)] = call_counts.count, mask_reads.count
 
 
 def _report_if_bypassed(
-    name: str, config: Any, implementation: str, report: Report, module: nn.Module, *_: object, attends: bool
+    name: str, config: Any, implementation: str, report: ReportBypass, module: nn.Module, *_: object, attends: bool
 ) -> None:
     if torch.compiler.is_compiling():
         return
-    before = calls.before.pop(id(module), None)
-    if before is None or before[0] != calls.count or not (attends or before[1] != mask_reads.count):
+    before = call_counts.counts_at_start.pop(id(module), None)
+    if before is None or before[0] != call_counts.count or not (attends or before[1] != mask_reads.count):
         return
     if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation and not _is_compiled(module):
         read = "" if attends else "read the attention mask, and "

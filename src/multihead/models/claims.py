@@ -12,16 +12,17 @@ from multihead.errors import ModelError
 
 MAX_LAYERS = 4096
 """Maximum number of layers in a configuration; the deepest published models have 1,000. Without a limit, a broken file
-could make transformers build layers for hours: a millisecond or more for each."""
+could make transformers build layers for hours, at a millisecond or more per layer."""
 
 MAX_LABELS = 10_000_000
 """Maximum number of classes (`num_labels`) in a configuration; transformers creates a string for each class."""
 
 # Matches entries such as num_hidden_layers, n_layer, encoder_layers, depths, and inner_group_num of ALBERT.
 _LAYER_COUNT = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
-_GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # number type -> bytes
-_GGUF_TEXT, _GGUF_ARRAY = 8, 9
-_GGUF_INTEGERS = {4: "I", 5: "i", 10: "Q", 11: "q"}
+# number of a GGUF value type -> bytes per value
+_GGUF_BYTES_OF_TYPE = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_GGUF_STRING_TYPE, _GGUF_ARRAY_TYPE = 8, 9
+_GGUF_INTEGER_FORMATS = {4: "I", 5: "i", 10: "Q", 11: "q"}
 
 
 def check_configured_sizes(model: str, config: Any) -> None:
@@ -62,23 +63,23 @@ def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:
         return int(struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0])
 
     def skip_value(kind: int) -> None:
-        if kind == _GGUF_TEXT:
+        if kind == _GGUF_STRING_TYPE:
             file.seek(read_number("Q"), os.SEEK_CUR)
-        elif kind == _GGUF_ARRAY:
+        elif kind == _GGUF_ARRAY_TYPE:
             of, length = read_number("I"), read_number("Q")
-            if of in _GGUF_BYTES:
-                file.seek(_GGUF_BYTES[of] * length, os.SEEK_CUR)
+            if of in _GGUF_BYTES_OF_TYPE:
+                file.seek(_GGUF_BYTES_OF_TYPE[of] * length, os.SEEK_CUR)
             else:
-                for _ in range(length):  # a wrong length ends with an error at the end of the file
+                for _ in range(length):  # a wrong length raises an error at the end of the file
                     skip_value(of)
         else:
-            file.seek(_GGUF_BYTES[kind], os.SEEK_CUR)
+            file.seek(_GGUF_BYTES_OF_TYPE[kind], os.SEEK_CUR)
 
     file.seek(16)  # skip the format, its version and the number of tensors
     for _ in range(read_number("Q")):
         name = file.read(read_number("Q"))
         kind = read_number("I")
-        if name.endswith(b".block_count") and kind in _GGUF_INTEGERS:
-            return {"num_layers": read_number(_GGUF_INTEGERS[kind])}
+        if name.endswith(b".block_count") and kind in _GGUF_INTEGER_FORMATS:
+            return {"num_layers": read_number(_GGUF_INTEGER_FORMATS[kind])}
         skip_value(kind)
     return {}

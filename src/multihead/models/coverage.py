@@ -2,8 +2,8 @@
 
 transformers accepts `attn_implementation="multihead"` for every model, but only layers that look this name up in
 `ALL_ATTENTION_FUNCTIONS` call our function. Other layers compute attention themselves, and some of them also misread
-the mask that was made for our function. Whether a class looks the name up is found by reading the bytecode of its
-forward, once per class.
+the mask that was made for our function. The bytecode of a class's forward, read once per class, shows whether the class
+looks the name up.
 
 A class computes attention itself if its name contains "attn" or "atten", its forward (with the methods and functions
 that it calls in the same file) uses a softmax and a matrix product, and it does not look up `ALL_ATTENTION_FUNCTIONS`.
@@ -33,7 +33,7 @@ _FUSED_FUNCTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attent
 _SOFTMAX_NAME = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
 _MATRIX_PRODUCT_NAME = re.compile(
     r"matmul|bmm|einsum|irfft|natten|mra2_attention"
-)  # irfft: the autocorrelation of Autoformer
+)  # irfft is used for the autocorrelation of Autoformer
 _ATTENTION_NAME = re.compile(r"atten|attn", re.IGNORECASE)
 # Classes named after attention that do not attend from tokens to tokens, but for example to layers.
 _NOT_TOKEN_ATTENTION = re.compile(r"AttentionMap$|AttentionResidual$|AttentionGRUCell$|RowAttentionPooling$")
@@ -49,7 +49,8 @@ def attention_outside_interface(model: nn.Module) -> dict[str, str]:
         model: any module; usually a Hugging Face model.
 
     Returns:
-        qualified name of a submodule -> the reason, in one sentence; empty if all attention uses the interface.
+        qualified name of a submodule -> why it bypasses the interface, in one sentence; empty if all attention uses the
+        interface.
     """
     return {
         name: reason
@@ -77,7 +78,7 @@ def multiplies_matrices(kind: Any) -> bool:
 
 @cache
 def names_in_eager_attention(kind: Any) -> frozenset[str] | None:
-    """Return the variables and string constants in a class's eager attention function; None if that is unknown."""
+    """Return the names of variables and the string constants in a class's eager attention; None if it is unknown."""
     functions = _read_class_forward(kind).defaults
     names = [{*each.__code__.co_varnames, *map(str, each.__code__.co_consts)} for each in functions]
     return frozenset().union(*names) if names else None
@@ -110,7 +111,7 @@ def unsupported_model_error(kind: type[nn.Module], elsewhere: dict[str, str]) ->
 
 
 def classes_lacking_implementation(kind: type[nn.Module], implementation: str) -> dict[str, str]:
-    """Find dicts of attention classes next to a model class that have no entry for an attention implementation.
+    """Find dicts of attention classes, in a model class's module, without an entry for an attention implementation.
 
     A model that chooses its attention class from such a dict cannot be created: transformers raises a KeyError.
 
@@ -119,7 +120,8 @@ def classes_lacking_implementation(kind: type[nn.Module], implementation: str) -
         implementation: name of the attention implementation.
 
     Returns:
-        name of a dict's class for eager attention -> the reason, in one sentence; empty if there is no such dict.
+        name of the class for eager attention in such a dict -> what is missing, in one sentence; empty if no dict lacks
+        an entry.
     """
     tables = vars(sys.modules.get(kind.__module__, sys)).items()
     without = [
@@ -144,8 +146,8 @@ def _reason_module_unsupported(module: nn.Module) -> str | None:
 def _reason_eager_differs(module: nn.Module) -> str | None:
     """Return why a custom class's eager attention is not the function that we compute; None if it is.
 
-    Whatever a custom eager attention adds, such as a bias, our kernels would ignore. Classes of transformers itself are
-    not tried here: `python -m tools.families` compares their outputs.
+    Our kernels would ignore whatever a custom eager attention adds, such as a bias. Classes of transformers itself are
+    not tested here: `python -m tools.families` compares their outputs.
     """
     kind: Any = type(module)
     if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
@@ -225,12 +227,12 @@ def _interface_is_named(names: frozenset[str]) -> bool:
 
 @dataclass(frozen=True)
 class _ForwardCode:
-    """Names and functions in the code of a forward, and of the methods and functions of the same files that it uses.
+    """Names and functions in the code of a forward, and in the methods and functions that it uses from the same files.
 
     Attributes:
-        names: all names in this code.
-        calls: names of the attention functions that it calls directly, such as an eager one.
-        defaults: attention functions that it refers to, which AttentionInterface returns for eager attention.
+        names: all names of variables, functions and attributes in this code.
+        calls: names of the attention functions that this code calls directly, such as eager attention.
+        defaults: attention functions to which this code refers, which AttentionInterface returns for eager attention.
     """
 
     names: frozenset[str]
@@ -257,7 +259,7 @@ def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _Forward
     calls: set[str] = set()
     defaults: set[FunctionType] = set()
     waiting: list[Any] = [forward]
-    direct = {id(forward)}  # ids of functions that are read wherever they are defined
+    direct = {id(forward)}  # ids of functions whose code is read even if they are defined in another file
     seen: set[CodeType] = set()
     while waiting:
         given = waiting.pop()
@@ -292,7 +294,7 @@ def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _Forward
 def _unwrap_function(given: Any) -> Any:
     """Return the function of a method, or the innermost `__wrapped__` function of a wrapper."""
     while True:
-        function = getattr(given, "__func__", given)  # of a static method or a class method
+        function = getattr(given, "__func__", given)  # the function of a static method or a class method
         if inspect.isfunction(function) or isinstance(function, partial) or not hasattr(function, "__wrapped__"):
             return function
         given = function.__wrapped__
@@ -317,7 +319,7 @@ def _is_attention_function(function: Any) -> bool:
 
 
 def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all names in a code object and its nested ones, and the called names; `a @ b` counts as matmul."""
+    """Return all names in a code object and its nested code, and the called names; `a @ b` counts as matmul."""
     names = {*code.co_names, *code.co_freevars}
     calls: set[str] = set()
     steps = list(dis.get_instructions(code))

@@ -1,7 +1,7 @@
 """Let the key/value cache of a Hugging Face model know which heads were switched off while it was filled.
 
-The cache object, which outlives the model's call, checks each update itself: its class is replaced by a subclass. So a
-cache is checked after the context of an intervention has ended too, when nothing of the model is hooked.
+The class of the cache object, which outlives the model's call, is replaced by a subclass that checks each update. So a
+cache is also checked after the context of an intervention has ended, when the model has no hooks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from multihead.tensors.undo import Undo
 def guard_caches(model: nn.Module) -> Iterator[None]:
     """Guard each cache that a Hugging Face model in `model` is called with, or returns, in this context.
 
-    A guarded cache raises a ModelError where it is continued with other heads switched off than those under which it
-    was filled; so does a cache that was filled before it was guarded.
+    A guarded cache raises a ModelError if it is continued with other heads switched off than when it was filled; a
+    cache that was filled before it was guarded raises one too.
     """
     with Undo() as undo:
         for module in pretrained_models(model).values():
@@ -60,37 +60,37 @@ def _parts_of_cache(given: Any) -> list[Any]:
 
 
 class _Guard:
-    """Part of a cache's class that checks each update.
+    """Base class of guarded caches, which checks each update of a cache.
 
     Attributes:
-        owner: weak reference to the model.
-        filled: the states of the changes under which the cache was filled.
+        model_reference: weak reference to the model that the cache belongs to.
+        states_when_filled: the states of the changes of heads that were active when the cache was filled.
     """
 
-    owner: weakref.ref[nn.Module]
-    filled: frozenset[object]
+    model_reference: weakref.ref[nn.Module]
+    states_when_filled: frozenset[object]
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Append keys and values if the same heads are switched off as before, or if the cache is empty."""
-        model, whole = self.owner(), cast("Any", super())
-        if model is not None and (head_changes.active or self.filled):
+        model, whole = self.model_reference(), cast("Any", super())
+        if model is not None and (head_changes.active or self.states_when_filled):
             states = head_changes.states_of(model)
             if whole.get_seq_length() > 0:
-                head_changes.check_same_states(self.filled, states)
+                head_changes.check_same_states(self.states_when_filled, states)
             else:
-                self.filled = states or frozenset()
+                self.states_when_filled = states or frozenset()
         return whole.update(*args, **kwargs)
 
 
 @cache
 def _guarded_class(kind: Any) -> type:
-    """Return a subclass of a class of caches that checks each update."""
+    """Return a subclass of the cache class `kind` that checks each update."""
     return type(kind.__name__, (_Guard, kind), {"__module__": kind.__module__})
 
 
 def _guard(cache_: Any, module: nn.Module, states: frozenset[object] | None) -> None:
-    """Make a cache check its updates, unless it may be continued under any changes."""
+    """Make a cache check its updates, unless it may be continued under any changes of heads."""
     if states is not None:
-        cache_.owner, cache_.filled = weakref.ref(module), states
+        cache_.model_reference, cache_.states_when_filled = weakref.ref(module), states
         kind: Any = type(cache_)
         cache_.__class__ = _guarded_class(kind)

@@ -1,8 +1,8 @@
 """Make a Hugging Face model call this library's attention, and restore it.
 
 transformers selects a model's attention by name: `AttentionInterface` registers the function that computes it, and
-`AttentionMaskInterface` the function that makes its mask. Both are needed: without the second one transformers passes
-no mask at all, and padding and causality are silently ignored.
+`AttentionMaskInterface` the function that makes its mask. Both are needed: without a function that makes the mask,
+transformers passes no mask at all, and padding and causality are silently ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
-from multihead.models.bypass import Report, calls, raise_bypass_error, report_bypassing_modules
+from multihead.models.bypass import ReportBypass, call_counts, raise_bypass_error, report_bypassing_modules
 from multihead.models.coverage import names_in_eager_attention, require_attention_interface
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
@@ -38,8 +38,9 @@ from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
 
 IMPLEMENTATION_NAME = "multihead"
-_FULL, _CAUSAL = Full(), Causal()
-_ADDITIVE_MASK_MODEL_TYPES = frozenset({"deepseek_v4"})  # model types whose layers concatenate numbers to the mask
+_FULL_MASK, _CAUSAL_MASK = Full(), Causal()
+# types of models whose layers concatenate numbers to the mask, which must therefore be additive
+_ADDITIVE_MASK_MODEL_TYPES = frozenset({"deepseek_v4"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +57,10 @@ class KeyOffsetAndPadding:
 
 
 call_key_positions: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_key_positions", default=None)
-"""Set while a listener receives an attention call or its heads are changed; None if no Hugging Face model makes it."""
+"""Set while a listener receives an attention call of a Hugging Face model or its heads are changed; else None."""
 
 
-def install(model: nn.Module, report: Report = raise_bypass_error) -> Undo:
+def install(model: nn.Module, report: ReportBypass = raise_bypass_error) -> Undo:
     """Make all Hugging Face models in a module call this library's attention; nn.MultiheadAttention is replaced too.
 
     Args:
@@ -75,7 +76,7 @@ def install(model: nn.Module, report: Report = raise_bypass_error) -> Undo:
     return Undo.run_change(partial(_install_attention, model, report))
 
 
-def _install_attention(model: nn.Module, report: Report, undo: Undo) -> None:
+def _install_attention(model: nn.Module, report: ReportBypass, undo: Undo) -> None:
     models = pretrained_models(model)
     if not models:
         return
@@ -113,10 +114,10 @@ def transformers_attention(
         key: (batch, kv_heads, keys, head_dim), after rotary embedding and cache.
         value: (batch, kv_heads, keys, value_dim).
         attention_mask: the mask from `transformers_mask`, or a tensor made by the model or the user, or None.
-        scaling: factor of q . k; None: 1 / sqrt(head_dim).
+        scaling: factor of the dot products q . k; None: 1 / sqrt(head_dim).
         dropout: probability that a weight is set to 0.
         is_causal: whether to hide later keys; used only without a mask and with more than one query.
-        softcap: c of c * tanh(scores / c).
+        softcap: the c in c * tanh(scores / c), which limits scores; None: no limit.
         s_aux: (heads,), an attention sink per head: a logit in the softmax without a value.
         position_bias: (batch or 1, heads, queries, keys), added to the scores; or a RelativeBias.
         indices: (batch, queries, selected) int, the keys that each query of sparse attention selects; -1 = none.
@@ -130,7 +131,7 @@ def transformers_attention(
         (batch, queries, heads, value_dim), contiguous; and the attention weights if the model returns them, else None.
     """
     if not torch.compiler.is_compiling():
-        calls.count += 1
+        call_counts.count += 1
     _check_options(module, options)
     if cache is not None:
         raise ModelError(
@@ -162,7 +163,7 @@ def transformers_attention(
     if attended is not None and not returned:
         output, weights = attended[0], None
     else:
-        if start is None:  # the mask does not need the position, but followers of calls do
+        if start is None:  # the mask does not need the position of the first query, but listeners do
             start = 0 if not is_call_followed() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
@@ -194,15 +195,15 @@ def _mask_of_call(
 ) -> tuple[Mask, Bias | None, int | None]:
     """Return the Mask of a call, the bias that its mask tensor adds to scores, and the index of the first query.
 
-    The index counts from the first key; it is None where the mask does not depend on positions.
+    The index of the first query counts from the first key; None if the mask does not depend on positions.
     """
     if attention_mask is None:
         # In a compiled graph None stands for a causal mask, see `transformers_mask`. Otherwise the model made no mask,
-        # and eager attention then hides nothing, whatever the module's `is_causal` is (BridgeTower).
+        # in which case eager attention hides nothing, whatever the module's `is_causal` is (BridgeTower).
         causal = (is_traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
         if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
-            return _CAUSAL, None, 0  # as in transformers, the first query is at the position of the first key
-        return _FULL, None, None
+            return _CAUSAL_MASK, None, 0  # as in transformers, the first query is at the position of the first key
+        return _FULL_MASK, None, None
     if isinstance(attention_mask, LazyMask):
         return attention_mask.mask, None, attention_mask.query_start
     if isinstance(attention_mask, BooleanMask):
@@ -213,8 +214,8 @@ def _mask_of_call(
 def _mask_of_selection(
     module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int
 ) -> Mask:
-    """Return the mask of the keys that sparse attention selects, by indices as in `transformers_attention`."""
-    mask: Mask = _FULL
+    """Return the mask of the keys that sparse attention selects; arguments are those of `transformers_attention`."""
+    mask: Mask = _FULL_MASK
     if indices is not None:
         mask = mask & Keep(_indices_to_mask(indices.long(), keys)[:, None])
     if block_indices is not None:
@@ -225,7 +226,7 @@ def _mask_of_selection(
 
 
 def _returns_weights(options: dict[str, object]) -> bool:
-    """Whether the model returns the attention weights of this call; rejects that for a sequence split across ranks."""
+    """Whether the model returns the attention weights of a call; raise an error if ranks split its sequence."""
     wanted = output_attentions.are_weights_wanted(options)
     if wanted:
         reject_split_sequence("output_attentions=True", "Compute the weights outside, from all tokens.")
@@ -233,7 +234,7 @@ def _returns_weights(options: dict[str, object]) -> bool:
 
 
 def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a call with `call_key_positions` set from its mask, for what follows calls.
+    """Compute a call with `call_key_positions` set from its mask, for listeners and changes of heads.
 
     Returns:
         the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries).
@@ -373,10 +374,11 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
         tensor = tensor[:, None]
     if not tensor.is_floating_point():
         return Keep(tensor.bool()), None
-    # Half of the lowest number: two masks may have been added, and rounding to another dtype changes the lowest.
+    # Scores below half of the lowest number are hidden: two masks may have been added, and rounding to another dtype
+    # changes the lowest number.
     hidden = tensor <= torch.finfo(tensor.dtype).min / 2
     bias = tensor.masked_fill(hidden, 0)
-    # A compiled graph cannot branch on values.
+    # A compiled graph cannot branch on the values of a tensor.
     added_to_scores = is_traced() or tensor.requires_grad or bool((bias != 0).any())
     return Keep(~hidden), bias if added_to_scores else None
 

@@ -2,7 +2,7 @@
 
 A Hugging Face model passes its mask from layer to layer as a tensor. A `LazyMask` is computed as a dense tensor only if
 the model computes with it. `models/mask_functions.py` infers the Mask from a mask function of transformers and compares
-both on some rows; a function that it does not recognise becomes a dense mask.
+both on some rows; an unknown mask function becomes a dense mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multihead.masks import Full, Keep, Mask
 from multihead.masks.positions import TilePositions
 
 _KEYS_AXIS = 3
-_FULL = Full()
+_FULL_MASK = Full()
 # Tensor operations that turn a mask into a mask.
 _MASK_TO_MASK_OPS = frozenset(
     (
@@ -74,12 +74,12 @@ _SELECTION_OPS = frozenset(
         "nonzero",
     )
 )
-# Sums. They are rejected between two masks too: adding Boolean masks would show the keys that either shows.
+# Sums, which are rejected between two masks too: adding Boolean masks would show the keys that either mask shows.
 _SUM_OPS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
 
 
 class MaskReads(threading.local):
-    """Per thread, how many operations have read the values of a mask outside this library's attention."""
+    """Number of operations, per thread, that have read the values of a mask outside this library's attention."""
 
     count = 0
 
@@ -100,7 +100,7 @@ class BooleanMask(Tensor):
 
     @staticmethod
     def of(cells: Tensor) -> BooleanMask:
-        """Wrap a plain Boolean tensor."""
+        """Wrap a plain Boolean tensor as a mask."""
         made: BooleanMask = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way
             BooleanMask, cells.size(), strides=cells.stride(), dtype=torch.bool, device=cells.device
         )
@@ -142,9 +142,9 @@ class BooleanMask(Tensor):
 class LazyMask(BooleanMask):
     """A mask tensor (batch, 1, queries, keys) for a Hugging Face model that stores a Mask and no values.
 
-    Models pass their mask to the attention layers mostly unchanged; some slice keys off its end. The result of either
-    is a LazyMask again. Any other operation runs on the dense tensor, so that every change that a model makes to its
-    mask takes effect.
+    Models pass their mask to the attention layers mostly unchanged; some slice keys off its end. A copy or such a slice
+    of a LazyMask is a LazyMask. Any other operation runs on the dense tensor, so that every change that a model makes
+    to its mask takes effect.
 
     Attributes:
         keys: number of keys.
@@ -214,7 +214,8 @@ class LazyMask(BooleanMask):
             if name in ("detach.default", "alias.default"):
                 return source.first_keys(source.shape[_KEYS_AXIS])
             if name == "slice.Tensor":
-                options = list(args[1:])  # axis, start, end and step; trailing ones may be missing
+                # arguments of aten.slice: axis, start, end and step, of which the last may be missing
+                options = list(args[1:])
                 axis, start, end, step = options + [0, None, None, 1][len(options) :]
                 size = source.shape[axis]
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
@@ -231,5 +232,5 @@ class LazyMask(BooleanMask):
 def _adds_only_full_masks(terms: tuple[Any, ...]) -> bool:
     """Whether every mask among the terms of a sum hides nothing, so that it can be added to scores as 0."""
     scores = [each for each in terms if not isinstance(each, LazyMask)]
-    shown = all(each.mask == _FULL for each in terms if isinstance(each, LazyMask))
+    shown = all(each.mask == _FULL_MASK for each in terms if isinstance(each, LazyMask))
     return shown and all(isinstance(each, Tensor) and each.is_floating_point() for each in scores) and bool(scores)

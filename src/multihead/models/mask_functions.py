@@ -1,9 +1,9 @@
 """Convert mask functions of transformers, (batch, head, query, key) -> visible, to masks of this library.
 
 Padding on the right is converted to `Lengths` once per forward pass. The key intervals of `Lengths` are computed by
-arithmetic, so the attention calls of the model need no plan. For a plain call our attention function spends less time
-in Python than the one of transformers for SDPA. In a compiled graph the mask is a tensor, or none if it is causal,
-because a graph must not depend on tensor values.
+arithmetic, so the attention calls of the model need no plan. In a call without a plan our attention function spends
+less time in Python than transformers' function for SDPA. In a compiled graph the mask is a tensor, or none if it is
+causal, because a graph must not depend on tensor values.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class MaskExtent:
 def mask_of_function(function: MaskFunction, extent: MaskExtent) -> Mask | None:
     """Convert a mask function of transformers to a mask; None if the function is unknown.
 
-    A function is recognised by its name and the variables of its closure. To be safe, the mask is compared with the
-    function on the first, the middle and the last query, and None is returned if they differ.
+    A function is recognised by its name and the variables of its closure. The resulting mask is then compared with the
+    function on the first, the middle and the last query; if they differ, the result is None.
 
     Source: transformers/masking_utils.py.
     """
@@ -81,7 +81,7 @@ def _mask_by_name(function: MaskFunction, extent: MaskExtent) -> Mask | None:
     try:
         return convert(closure, extent) if convert is not None else None
     except (KeyError, TypeError, AttributeError, IndexError, ArgumentError):
-        return None  # another version of the function has other closure variables, or a window is empty
+        return None  # the function is from a version of transformers with other closure variables, or a window is empty
 
 
 def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExtent) -> bool:
@@ -172,7 +172,7 @@ def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask | 
     size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
     if extent.key_offset:
         return None
-    first = padding % size  # length of the incomplete chunk at the start, all padding
+    first = padding % size  # number of tokens of the incomplete chunk at the start, which is all padding
     count = -(-extent.keys // size) + 1
     whole = torch.full((extent.batch, count), size, dtype=torch.int64, device=extent.device)
     lengths = torch.cat([first.view(-1, 1).expand(extent.batch, 1), whole], 1)

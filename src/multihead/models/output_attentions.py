@@ -45,7 +45,8 @@ class _OutputCollector:
     """Stores the variable in which transformers collects outputs, so that transformers is not imported in each call.
 
     Attributes:
-        collector: transformers' context variable of the outputs that a forward pass collects; None before it is set.
+        collector: transformers' context variable with the outputs that a forward pass collects; None before
+            transformers is imported.
     """
 
     collector: ClassVar[Any] = None
@@ -76,7 +77,8 @@ def allow_output_attentions(implementation: str) -> None:
     while waiting:
         each = waiting.pop()
         waiting += each.__subclasses__()
-        listed = vars(each).get("__class_validators__", [])  # each subclass has its own list
+        # each subclass of a configuration has a separate list of validators
+        listed = vars(each).get("__class_validators__", [])
         listed[:] = [validate_unless_ours if validator is check else validator for validator in listed]
     _OutputCollector.collector = _active_collector
 
@@ -84,8 +86,8 @@ def allow_output_attentions(implementation: str) -> None:
 def are_weights_wanted(options: dict[str, Any]) -> bool:
     """Whether the attention call that is running should return weights.
 
-    Most models collect weights by hooks, if the caller requested them. Outside such a model the output of the layer may
-    be read directly, so the weights are always returned.
+    Most models collect weights by hooks, if the caller requested them. The output of a layer outside of such a model
+    may be read directly, so its weights are always returned.
 
     Args:
         options: the arguments that transformers passes to its attention function.
@@ -105,7 +107,8 @@ def are_weights_wanted(options: dict[str, Any]) -> bool:
 def weights_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
     """Return the weights of a call: (batch, heads, queries, keys), in the dtype of q, before dropout.
 
-    The weights are lazy, except in a compiled graph, or where they need no gradient and no more memory than the keys.
+    The result is a `LazyWeights`, except in a compiled graph, or if the weights need no gradient and no more memory
+    than the keys.
 
     Args:
         request: the call.
@@ -126,7 +129,7 @@ class LazyWeights(Tensor):
     _request: AttentionRequest | None  # None once the weights are computed
     _logsumexp: Tensor
     _differentiable: bool
-    _found: Tensor
+    _computed_weights: Tensor
 
     @staticmethod
     def __new__(cls: type[LazyWeights], request: AttentionRequest, logsumexp: Tensor) -> LazyWeights:
@@ -149,8 +152,8 @@ class LazyWeights(Tensor):
         if self._request is not None:
             self._check_size(self.numel())
             with torch.set_grad_enabled(self._differentiable):
-                self._found, self._request = _compute_weights(self._request, self._logsumexp), None
-        return self._found
+                self._computed_weights, self._request = _compute_weights(self._request, self._logsumexp), None
+        return self._computed_weights
 
     def read_index(self, index: Any) -> Tensor:
         """Compute only the weights at an index, for tensors with more than `MAX_WEIGHTS` weights."""
@@ -191,7 +194,7 @@ class LazyWeights(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the weights and run an operation on them that was called from PyTorch's C++ code."""
+        """Compute the weights, and run on them an operation that was called from PyTorch's C++ code."""
         args, kwargs = pytree.tree_map_only(LazyWeights, lambda each: each.read().detach(), (args, kwargs or {}))
         return function(*args, **kwargs)
 

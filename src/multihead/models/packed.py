@@ -8,13 +8,14 @@ at padding.
 Nothing is stored between the hooks: the mask carries the packing through the model. So a model with these hooks can be
 copied, pickled, checkpointed and called from several threads.
 
-The hooks also restore hidden states and the cache. Wrapping layers instead of the model would recompute the packing
-under activation checkpointing, and need the name of each argument of each layer. T5's position bias is passed as one
-number per distance (`RelativeBias`), because its own dense bias would have tokens x tokens elements for the whole row.
+The hooks also restore hidden states and the cache. Hooks on layers instead of the model would recompute the packing
+under activation checkpointing, and would have to know the argument names of each layer. T5's position bias is passed as
+one number per distance (`RelativeBias`), because its own dense bias would have tokens x tokens elements for the whole
+row.
 
 Calls that cannot be packed (decoding, returned weights, graphs) run padded, with the same result, instead of raising an
-error. T5's decoder is not packed: its queries and keys would be two rows, and it is rarely given padding, since it is
-causal and its padding is on the right.
+error. T5's decoder is not packed: its queries and keys would be two rows, and its input rarely has padding, since the
+decoder is causal and pads on the right.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ _PER_TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids", "positio
 
 @dataclass(frozen=True)
 class PackedFamily:
-    """How models of one class of transformers run on a packed row of tokens.
+    """Settings for running models of one class of transformers on a packed row of tokens.
 
     Attributes:
         name: name of the family in the documentation and in errors.
-        masks: returns the mask within one sample from the configuration, or a dict: layer type -> mask.
-        positions: returns the default position ids of a padded batch, (batch or 1, length); None for models without
-            position ids.
-        read_by_model: submodule whose output the model's pooler reads as a padded batch; "" for none.
-        relative: submodule that computes a relative position bias; "" for none.
+        masks: function: configuration of a model -> mask within one sample, or a dict: layer type -> mask.
+        default_positions: function that returns the default position ids of a padded batch, (batch or 1, length); None
+            for models without them.
+        pooler_input: name of the submodule whose output the model's pooler reads as a padded batch; "" for none.
+        relative_bias_module: name of the submodule that computes a relative position bias; "" for none.
     """
 
     name: str
     masks: Callable[[Any], Mask | dict[str, Mask]]
-    positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
-    read_by_model: str = ""
-    relative: str = ""
+    default_positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
+    pooler_input: str = ""
+    relative_bias_module: str = ""
 
 
 def _columns_in_padded_row(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def _causal_mask(config: Any) -> Mask:
 
 
 def _two_sided_window(config: Any) -> Mask:
-    width = config.sliding_window  # keys on each side
+    width = config.sliding_window  # number of visible keys on each side of a query
     return Window(width + 1, after=width)
 
 
@@ -104,10 +105,10 @@ def _masks_by_attention_type(config: Any) -> dict[str, Mask]:
     return {"full_attention": Full(), "sliding_attention": _two_sided_window(config)}
 
 
-FAMILIES = {
-    "BertModel": PackedFamily("BERT", _full_mask, _columns_in_padded_row, read_by_model="encoder"),
-    "RobertaModel": PackedFamily("RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
-    "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, read_by_model="encoder"),
+PACKED_FAMILIES = {
+    "BertModel": PackedFamily("BERT", _full_mask, _columns_in_padded_row, pooler_input="encoder"),
+    "RobertaModel": PackedFamily("RoBERTa", _full_mask, _roberta_positions, pooler_input="encoder"),
+    "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, pooler_input="encoder"),
     "DistilBertModel": PackedFamily("DistilBERT", _full_mask, _columns_in_padded_row),
     "ElectraModel": PackedFamily("ELECTRA", _full_mask, _columns_in_padded_row),
     "ModernBertModel": PackedFamily("ModernBERT", _masks_by_attention_type, _columns_in_padded_row),
@@ -115,9 +116,9 @@ FAMILIES = {
     "MistralModel": PackedFamily("Mistral", _causal_window, _columns_in_padded_row),
     "Qwen2Model": PackedFamily("Qwen2", _causal_masks_by_layer, _columns_in_padded_row),
     "Qwen3Model": PackedFamily("Qwen3", _causal_masks_by_layer, _columns_in_padded_row),
-    "T5Stack": PackedFamily("T5", _full_mask, None, relative="block.0"),
+    "T5Stack": PackedFamily("T5", _full_mask, None, relative_bias_module="block.0"),
 }
-"""The supported families, by the class of transformers that holds their layers."""
+"""Name of the transformers class that has the layers -> how its models are packed."""
 
 
 _padded_contexts: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())
@@ -164,11 +165,13 @@ def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], u
     undo.callback(used.close)
     for module, family in stacks:
         undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
-        read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
+        read = [module.get_submodule(family.pooler_input)] if family.pooler_input else []
         for part in (module, *read):
             undo.hook_after_forward(part, _unpack_outputs, with_kwargs=True)
-        if family.relative:
-            undo.hook_before_forward(module.get_submodule(family.relative), _add_relative_bias, with_kwargs=True)
+        if family.relative_bias_module:
+            undo.hook_before_forward(
+                module.get_submodule(family.relative_bias_module), _add_relative_bias, with_kwargs=True
+            )
 
 
 @contextmanager
@@ -194,15 +197,15 @@ def _modules_to_pack(model: nn.Module) -> list[tuple[nn.Module, PackedFamily]]:
 
 
 def _unsupported_error(finding: str) -> ModelError:
-    names = ", ".join(family.name for family in FAMILIES.values())
+    names = ", ".join(family.name for family in PACKED_FAMILIES.values())
     return ModelError(finding, f"Give a model of one of these families: {names}; or use packed=False.")
 
 
 def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
     """Return the family of a class; None if it is not supported, or a subclass with its own forward."""
     for parent in kind.__mro__:
-        if parent.__module__.startswith("transformers.") and parent.__name__ in FAMILIES:
-            return FAMILIES[parent.__name__] if kind.forward is parent.forward else None  # type: ignore[attr-defined]
+        if parent.__module__.startswith("transformers.") and parent.__name__ in PACKED_FAMILIES:
+            return PACKED_FAMILIES[parent.__name__] if kind.forward is parent.forward else None  # type: ignore[attr-defined]
     return None
 
 
@@ -217,7 +220,7 @@ def _pack_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a model that packs its inputs; None leaves the inputs unchanged."""
     if is_traced():
-        return None  # the number of tokens is unknown in a graph
+        return None  # the number of tokens is unknown in a compiled graph
     inputs = {**dict(zip(_forward_parameter_names(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
     real = _non_padding_tokens(inputs)
     if real is None or not _can_pack(model, inputs):
@@ -229,11 +232,13 @@ def _pack_inputs(
         return None
     masks = family.masks(model.config)
     windows = any(mask.lookback is not None for mask in (masks.values() if isinstance(masks, dict) else (masks,)))
-    if (windows and _fills_cache(model, inputs)) or ((windows or family.relative) and _has_inner_padding(real, tokens)):
+    if (windows and _fills_cache(model, inputs)) or (
+        (windows or family.relative_bias_module) and _has_inner_padding(real, tokens)
+    ):
         return None
     packing = Packing(lengths, real.flatten().nonzero().flatten(), batch, length)
-    if family.positions is not None and inputs.get("position_ids") is None:
-        inputs["position_ids"] = family.positions(model, inputs, real)
+    if family.default_positions is not None and inputs.get("position_ids") is None:
+        inputs["position_ids"] = family.default_positions(model, inputs, real)
     for name in _PER_TOKEN_ARGUMENTS:
         if isinstance(value := inputs.get(name), Tensor):
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
@@ -262,7 +267,7 @@ def _non_padding_tokens(inputs: dict[str, Any]) -> Tensor | None:
 
 
 def _can_pack(model: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a call of a model may run on a packed row; the exceptions are listed in `leave_out_padding`."""
+    """Whether a call of a model may run on a packed row; `leave_out_padding` lists the calls that may not."""
     config = model.config
     rotary = getattr(getattr(model, "rotary_emb", None), "rope_type", "default")
     return not (
@@ -349,10 +354,10 @@ def _unpack_cached_heads(x: Tensor, packing: Packing) -> Tensor:
 def _add_relative_bias(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook that passes the first block of T5 a relative bias in linear memory.
+    """Forward pre-hook that passes a relative position bias in linear memory to the first block of T5.
 
-    Without it, the block computes a bias of tokens x tokens. Distances within a sample are the same in the packed row
-    as in the padded batch.
+    Without this bias, the block computes one of tokens x tokens numbers. Distances within a sample are the same in the
+    packed row as in the padded batch.
     """
     hidden_states, mask, *others = args
     if not isinstance(mask, _PackedRowMask):

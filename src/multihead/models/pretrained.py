@@ -24,7 +24,7 @@ from multihead.tensors.undo import Undo
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     """Return the Hugging Face models in a module, itself included, by qualified name."""
     if "transformers" not in sys.modules:
-        return {}  # not imported, so no model of it can exist
+        return {}  # transformers is not imported, so no model of it can exist
     from transformers import PreTrainedModel
 
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
@@ -72,14 +72,14 @@ class TokenInputs:
 
     Attributes:
         ids: (batch, tokens) int64, a copy of the token ids on the CPU; None if the model received none.
-        tokens: (batch, cached and new tokens) bool, True = no padding; None where padding is unknown.
-        batches: batch size of the main input, then of every input; () where unknown, as in models that are not from
+        tokens: (batch, cached and new tokens) bool, False for padding; None where padding is unknown.
+        batch_sizes: batch size of the main input, then of every input; () where unknown, as in models that are not from
             Hugging Face.
     """
 
     ids: Tensor | None = None
     tokens: Tensor | None = None
-    batches: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -90,13 +90,13 @@ class _TrackedModel:
         prefix: qualified name of the model and a dot; "" for the outermost model.
         module: the model.
         signature: signature of its forward.
-        given: inputs of its newest forward pass.
+        newest_inputs: inputs of its newest forward pass.
     """
 
     prefix: str
     module: nn.Module
     signature: inspect.Signature
-    given: TokenInputs = TokenInputs()
+    newest_inputs: TokenInputs = TokenInputs()
 
     @property
     def takes_tokens(self) -> bool:
@@ -114,12 +114,12 @@ class InputTracker:
     """Token inputs of a model and of the models inside it, updated by hooks during each forward pass.
 
     Attributes:
-        passes: number of forward passes that have started.
-        any_ids: whether any model was called with token ids.
+        num_passes: number of forward passes that have started.
+        received_ids: whether any model was called with token ids.
     """
 
-    passes: int = 0
-    any_ids: bool = False
+    num_passes: int = 0
+    received_ids: bool = False
     _depth: int = 0
     _models: list[_TrackedModel] = field(default_factory=list)  # outer models come before inner ones
 
@@ -129,14 +129,14 @@ class InputTracker:
         return self._depth > 0
 
     @property
-    def receives(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether forward passes in this thread and context are recorded."""
         return self in _receiving.get()
 
     def inputs_of_queries(self, name: str) -> TokenInputs:
-        """Return the inputs from which the queries of a layer are computed.
+        """Return the token inputs of the model from which the queries of a layer are computed.
 
-        These are the inputs of the innermost model that contains the layer and takes tokens. An encoder and a decoder
+        The result is that of the innermost model that contains the layer and takes tokens. An encoder and a decoder
         are separate models, each with its own token ids and padding.
         """
         found: TokenInputs | None = None
@@ -145,9 +145,9 @@ class InputTracker:
                 continue
             if found is not None:
                 # A model of texts and images embeds the tokens and passes only embeddings to its inner model.
-                return found if model.is_encoder_decoder else TokenInputs(model.given.ids, found.tokens)
+                return found if model.is_encoder_decoder else TokenInputs(model.newest_inputs.ids, found.tokens)
             if model.takes_tokens:
-                found = model.given
+                found = model.newest_inputs
                 if found.ids is not None:
                     return found
             elif model.prefix:
@@ -160,7 +160,7 @@ class InputTracker:
         The result is 1 where the batch size of the model is unknown, or where one of its inputs has `rows` rows.
         """
         around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
-        batch, *others = next((model.given.batches for model in around), ()) or (rows,)
+        batch, *others = next((model.newest_inputs.batch_sizes for model in around), ()) or (rows,)
         return 1 if not self.is_running or not batch or rows in others or rows % batch else max(rows // batch, 1)
 
     def tokens_until_query(self, name: str, request: AttentionRequest, key_offset: int) -> Tensor | None:
@@ -188,27 +188,29 @@ class InputTracker:
         """
         for model in self._models:
             if f"{name}.".startswith(model.prefix) and model.is_encoder_decoder:
-                if model.given.ids is not None:
-                    return model.given
+                if model.newest_inputs.ids is not None:
+                    return model.newest_inputs
                 whole: Any = model.module
                 encoder = whole.get_encoder()
-                return next((each.given for each in self._models if each.module is encoder), model.given)
+                return next(
+                    (each.newest_inputs for each in self._models if each.module is encoder), model.newest_inputs
+                )
         return TokenInputs()
 
     def begin_pass(
         self, model: _TrackedModel, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Forward pre-hook that stores a model's token inputs; torch may call it without `kwargs` as it is added."""
-        if not self.receives:
-            return  # another thread runs the model; its attention calls are not recorded here either
-        self.passes += self._depth == 0
+        if not self.is_recording:
+            return  # the model runs in another thread, whose attention calls are not recorded either
+        self.num_passes += self._depth == 0
         self._depth += 1
-        model.given = _read_token_inputs(model, args, kwargs or {})
-        self.any_ids |= model.given.ids is not None
+        model.newest_inputs = _read_token_inputs(model, args, kwargs or {})
+        self.received_ids |= model.newest_inputs.ids is not None
 
     def end_pass(self, *_: object) -> None:
         """Forward hook that marks the end of a model's forward pass."""
-        if self.receives:
+        if self.is_recording:
             self._depth = max(self._depth - 1, 0)
 
 
@@ -255,7 +257,8 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    # Hugging Face models, which have `main_input_name`, have the batch in the first axis; others may not.
+    # The first axis of inputs is the batch in Hugging Face models, which have `main_input_name`; in others it may not
+    # be.
     main = getattr(model.module, "main_input_name", None)
     given = {key: each for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
     lengths = {key: each.size(0) for key, each in given.items()}  # a nested tensor has no len

@@ -1,17 +1,17 @@
 """Make transformers raise an error for models whose attention would not run on our kernels.
 
-transformers accepts the name of a registered attention for every model. Models that never look the name up silently
-compute something else with the mask that was made for our attention. So three methods of transformers are wrapped;
-whichever way a user selects an attention, one of them is called:
+transformers accepts the name of a registered attention for every model. Models that never look up this name silently
+compute other attention with the mask that was made for ours. So three methods of transformers are wrapped; whichever
+way a user selects an attention, one of them is called:
 
 - `PreTrainedModel.__init__` runs before the layers are created, for models that choose a layer class by the name;
 - `PreTrainedModel.post_init` runs at the end of the `__init__` of every model and of the models in it, whether
   `from_pretrained`, `from_config` or the class itself creates it, and before weights are loaded;
 - `PreTrainedModel.set_attn_implementation` changes the attention of a loaded model.
 
-For any other attention these methods are unchanged.
+The wrapped methods change nothing if another attention is selected.
 
-The methods are wrapped because transformers has no hook for such a check, and a model that never looks the name up
+The methods are wrapped because transformers has no hook for such a check, and a model that never looks up the name
 never calls our code.
 """
 
@@ -30,7 +30,8 @@ from multihead.models.coverage import (
 )
 from multihead.models.pretrained import innermost_model, pretrained_models
 
-IMPLEMENTATION_ATTRIBUTE = "_attn_implementation_internal"  # of a configuration: the name of its attention
+# attribute of a configuration with the name of the attention
+IMPLEMENTATION_ATTRIBUTE = "_attn_implementation_internal"
 
 
 def reject_unsupported_models(implementation: str) -> None:
@@ -70,7 +71,8 @@ def _wrap_set_implementation(set_implementation: Callable[..., None], implementa
     @wraps(set_implementation)
     def checked_set_implementation(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         requested = _requested_implementations(model.config, attn_implementation)
-        of_model = requested[id(model.config)]  # also used for copies of sub-configurations
+        # the implementation requested for the model, which also applies to copies of sub-configurations
+        of_model = requested[id(model.config)]
 
         def is_requested(config: Any) -> bool:
             return bool(requested.get(id(config), of_model) == implementation)

@@ -1,6 +1,6 @@
 """Find the model that a MODEL argument names: a local file, or a model of the Hugging Face hub.
 
-Nothing here imports PyTorch or transformers, so a wrong name is rejected before they are loaded.
+This module imports neither PyTorch nor transformers, so a wrong name is rejected before they are loaded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _HUB_TIMEOUT = 10  # seconds to wait for a response of the Hugging Face hub
 
 @dataclass(frozen=True)
 class FoundModel:
-    """What a MODEL argument names.
+    """The model that a MODEL argument names.
 
     Attributes:
         name: the argument.
-        file: the file of this machine that describes the model; None for a model of the Hugging Face hub.
-        online: whether that hub may be requested: False if it did not answer.
+        file: path of the local config.json or GGUF file of the model; None for a model of the Hugging Face hub.
+        online: whether requests to the Hugging Face hub are allowed; False if it did not respond.
     """
 
     name: str
@@ -53,18 +53,18 @@ def find_model(model: str) -> FoundModel:
 
     is_cached, is_online = False, True
     try:
-        # Either rejects a name that no model of the hub can have.
+        # Both functions reject a name that no model of the hub can have.
         is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
         get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_TIMEOUT)
-    except Exception as error:  # each version of the library has errors of its own
-        is_online = isinstance(error, HfHubHTTPError)  # an answer, if only that there is no such model
+    except Exception as error:  # each version of huggingface_hub raises other errors
+        is_online = isinstance(error, HfHubHTTPError)  # the hub responded, if only that there is no such model
         if not is_cached:
             raise unknown_model_error(model) from error
     return FoundModel(model, online=is_online)
 
 
 def unknown_model_error(model: str) -> ModelError:
-    """Return the error for a name that is no model."""
+    """Return the error for a MODEL argument that names no model."""
     return ModelError(
         f'"{model}" is neither a folder nor an installed package that contains a model nor a model of the '
         "Hugging Face hub that is on this machine or can be downloaded now.",
@@ -90,7 +90,7 @@ def _find_config_or_gguf(model: str) -> Path | None:
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     files = [config for place in places for config in place.rglob("config.json") if _is_model_configuration(config)]
     files = files or [file for place in places for file in place.rglob("*.gguf")]
-    # The file nearest to the package's root; the first by name of several at one depth, to be deterministic.
+    # The file nearest to the package's root; of several files at one depth, the first by name, to be deterministic.
     return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
 
 
@@ -98,7 +98,7 @@ def local_path(model: str) -> Path:
     """Return a MODEL argument as a path, with ~ expanded, whether it exists or not."""
     try:
         return Path(model).expanduser()
-    except RuntimeError:  # "~name", and there is no such user
+    except RuntimeError:  # "~name" of a user that does not exist
         return Path(model)
 
 
@@ -127,7 +127,7 @@ def _is_model_configuration(config: Path) -> bool:
 
 @contextmanager
 def hub_access(*, online: bool) -> Iterator[None]:
-    """Look up models on this machine only within the block, unless the Hugging Face hub is online.
+    """Make transformers look up models on this machine only in this context, unless the Hugging Face hub is online.
 
     Otherwise huggingface_hub tries to download each file of a model six times, over a minute without a network.
     """

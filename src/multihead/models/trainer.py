@@ -9,7 +9,7 @@ from multihead.errors.optional import require
 
 
 def call_around_steps(trainer: Any, begin: Callable[[int], object], end: Callable[[], object]) -> None:
-    """Call `begin` with the number of finished steps before each training step, and `end` after it.
+    """Call `begin` with the number of finished steps before each training step, and `end` after each step.
 
     Args:
         trainer: a `transformers.Trainer` or an instance of a subclass.

@@ -1,4 +1,4 @@
-"""`mh.use`: run the attention of Hugging Face models on this library's kernels."""
+"""The function `mh.use`: run the attention of Hugging Face models on this library's kernels."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
 
     `use()` registers the name "multihead" in transformers for the rest of the process. Then
     `from_pretrained(..., attn_implementation="multihead")` and `model.set_attn_implementation("multihead")` work.
-    `use(model)` changes one loaded model, permanently or as a context manager. Nothing is recorded. When the model
-    runs, a module that computes attention or reads the attention mask, but never calls these kernels, raises a
+    `use(model)` changes one loaded model, permanently or as a context manager. Attention is not recorded. When the
+    model runs, a module that computes attention or reads the attention mask, but never calls these kernels, raises a
     ModelError with its name.
 
     Args:
@@ -95,7 +95,8 @@ class Used:
             kwargs: the arguments of the model.
 
         Returns:
-            qualified name of a layer -> the kernel that runs its first call, why others cannot, and what is skipped.
+            qualified name of a layer -> the kernel that runs its first call, why other kernels cannot, and which keys
+            are skipped.
         """
         found = _FirstCallExplainer({id(module): name for name, module in self.model.named_modules()}, {})
         with torch.no_grad(), listen(found):

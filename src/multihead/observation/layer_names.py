@@ -26,30 +26,30 @@ class LayerNamer:
         names: id(module) -> name, for all modules of the model.
         inputs: the inputs of the model, which count its forward passes.
         numbers: name of a layer -> its number.
-        window: whether the newest call computes a further window of the samples of the call before it.
+        is_further_window: whether the newest call computes a further window of the samples of the call before it.
     """
 
     names: dict[int, str]
     inputs: InputTracker
     numbers: dict[str, int] = field(default_factory=dict)
-    window: bool = False
+    is_further_window: bool = False
     _pass: int = -1
     _counts: dict[str, int] = field(default_factory=dict)  # calls of each module in this forward pass
     _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # layer, q and k of the newest call
 
     def begins_pass(self) -> bool:
         """Whether a forward pass has begun since the last call; if so, count its calls from the start."""
-        if self.inputs.passes == self._pass and self.inputs.is_running:
+        if self.inputs.num_passes == self._pass and self.inputs.is_running:
             return False
-        self._pass, self._newest = self.inputs.passes, None
+        self._pass, self._newest = self.inputs.num_passes, None
         self._counts.clear()
         return True
 
     def name_call(self, request: AttentionRequest, module: nn.Module) -> str:
         """Return the name of the layer that makes a call, after `begins_pass`."""
-        self.window = self._is_further_window(request, module)
+        self.is_further_window = self._is_further_window(request, module)
         name = self.names[id(module)]
-        self._counts[name] = self._counts.get(name, 0) + (not self.window)
+        self._counts[name] = self._counts.get(name, 0) + (not self.is_further_window)
         return self._numbered(name, self._counts[name])
 
     def name_recomputed_call(self, module: nn.Module) -> str:

@@ -26,7 +26,7 @@ from multihead.probes.probe import Probe
 from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes
 from multihead.record.analysis.chance import with_zero_scores
 from multihead.record.batch import SampleSpans, shift_all_key_indices
-from multihead.record.summaries import Measured, occurred_before, queries_that_count
+from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
 from multihead.record.token_ids import CallTokenIds, is_among
 from multihead.tensors.shapes import AttentionShape
 
@@ -99,39 +99,41 @@ class StatisticsMeasurer:
         )
 
     def measure_whole_batch(
-        self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
-    ) -> dict[str, Measured]:
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, layer: nn.Module
+    ) -> dict[str, MeasuredStatistic]:
         """Measure all texts of a call at once; return statistic -> its values, and the queries to average over.
 
         Args:
             call: a call whose queries and keys are the tokens of whole texts, one per row or packed.
-            places: the positions of the texts in the batch.
+            sample_spans: the positions of the texts in the batch.
             ids: the token ids of the texts.
             layer: module that made the call.
         """
         request, shape, logsumexp = call.request, call.request.shape, call.attended.logsumexp.detach()
         read = ids.key_ids(request)
-        if ids.crosses or read is None:
+        if ids.cross_attention or read is None:
             raise ModelError(
                 f"{self.names[id(layer)]} attends from {shape.query_length} queries to {shape.key_length} keys, which "
                 "are not the tokens of the texts.",
                 "Give a model whose layers read each token of a text once, or choose other layers.",
             )
-        real, positions, num_keys = places.query_properties
+        real, positions, num_keys = sample_spans.query_properties
         read = read.masked_fill(~real[:, 0], -1)
         text = torch.arange(shape.batch)[:, None]  # number of the text of each token
-        if places.packed:
-            text = torch.arange(len(places.spans)).repeat_interleave(places.span_ends[2] - places.span_ends[1])[None]
+        if sample_spans.packed:
+            text = torch.arange(len(sample_spans.spans)).repeat_interleave(
+                sample_spans.span_ends[2] - sample_spans.span_ends[1]
+            )[None]
         distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
         context = self.probe_context(layer, shape, read, distinct=distinct)
         probes, parts = possible_probes(self.probes, request, context), call.attended.statistics
-        if places.packed:
+        if sample_spans.packed:
             missing = parts_of_probes(probes) - parts.keys()
-            parts = {**parts, **_measure_packed_texts(call, places, text[0], missing, context)}
+            parts = {**parts, **_measure_packed_texts(call, sample_spans, text[0], missing, context)}
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
         found = shift_all_key_indices(
-            complete_statistics(request, logsumexp, probes, context, parts=parts, attended=call.attended), places
+            complete_statistics(request, logsumexp, probes, context, parts=parts, attended=call.attended), sample_spans
         )
         sees = real & (logsumexp.cpu() != -torch.inf)
 
@@ -141,11 +143,12 @@ class StatisticsMeasurer:
 
         where = sees, positions, num_keys, occurs_earlier
         return {
-            probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
+            probe.name: MeasuredStatistic(found[probe.name].cpu(), queries_that_count(probe.counted, *where))
+            for probe in probes
         }
 
     def measure_chance_levels(
-        self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, layer: nn.Module
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, layer: nn.Module
     ) -> dict[str, Tensor]:
         """Measure the chance level of each probe, its value for weights spread evenly over the visible keys.
 
@@ -160,12 +163,12 @@ class StatisticsMeasurer:
         wanted = parts_of_probes(each for each in probes if not each.needs)
         request = replace(request, origin=call.request.origin, wanted=wanted)
         spread = AttentionCall(request, attend(request, published=False))
-        found = replace(self, probes=probes).measure_whole_batch(spread, places, ids, layer)
+        found = replace(self, probes=probes).measure_whole_batch(spread, sample_spans, ids, layer)
         return {name: each.values for name, each in found.items()}
 
 
 def _measure_packed_texts(
-    call: AttentionCall, places: SampleSpans, text: Tensor, missing: frozenset[Part], context: ProbeContext
+    call: AttentionCall, sample_spans: SampleSpans, text: Tensor, missing: frozenset[Part], context: ProbeContext
 ) -> dict[Part, Tensor]:
     """Measure the weights on the first keys and on the special keys of each query's own text in a packed row."""
     found: dict[Part, Tensor] = {}
@@ -174,7 +177,7 @@ def _measure_packed_texts(
         return found
     logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
     measured = MeasuredCall.of(call.request, logsumexp, context)
-    start = places.first_keys[0, 0]  # (tokens,)
+    start = sample_spans.first_keys[0, 0]  # (tokens,)
 
     def weight_on(keys: Tensor) -> Tensor:
         found = weight_at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)

@@ -28,19 +28,21 @@ from multihead.record.analysis.highlights import (
     LayerProfile,
     findings,
     heads_of_kinds,
+    heads_of_short_table,
     layer_profiles,
-    telling_heads,
 )
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, texts_of
 from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.sample import SampleRecord
-from multihead.record.summaries import Of, check_summary_name
+from multihead.record.summaries import SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 from multihead.record.texts import Text, describe_texts
 
-_BY_NAME = "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
+_HOW_TO_SELECT_LAYER = (
+    "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
+)
 
 __all__ = ["Record"]
 
@@ -97,7 +99,9 @@ class Record:
             ArgumentError: `layer` is neither a name nor a number.
         """
         if isinstance(layer, bool) or not isinstance(layer, (str, int)):
-            raise ArgumentError(f"The layer is {layer!r}, and a record finds layers by name or number.", _BY_NAME)
+            raise ArgumentError(
+                f"The layer is {layer!r}, and a record finds layers by name or number.", _HOW_TO_SELECT_LAYER
+            )
         for each in self.layers:
             if layer == (each.name if isinstance(layer, str) else each.number):
                 return each
@@ -123,10 +127,10 @@ class Record:
         marks = frozenset(ids)
         for layer in self.layers:
             for one in layer.samples:
-                for reading in (one.keys_read, one.queries_read):
+                for reading in (one.growing_key_text, one.growing_query_text):
                     if reading.ids is not None:
-                        known = reading.ids.whole()
-                        reading.named = Text(known, None, [each in marks for each in known.tolist()])
+                        known = reading.ids.all_rows()
+                        reading.complete_text = Text(known, None, [each in marks for each in known.tolist()])
 
     def set_text(self, text: Text, *, sample: int = 0) -> None:
         """Set the tokens of a sample in all layers where it has one key per token.
@@ -138,7 +142,7 @@ class Record:
             layer.samples[sample]
             for layer in self.layers
             if -layer.num_samples <= sample < layer.num_samples
-            and not layer.samples[sample].crosses
+            and not layer.samples[sample].cross_attention
             and layer.samples[sample].num_keys == text.length
         ]
         if not taking:
@@ -147,7 +151,7 @@ class Record:
                 "Give the text that the model read, one token per key.",
             )
         for one in taking:
-            one.keys_read.named = text
+            one.growing_key_text.complete_text = text
 
     def name_text(self, text: Text) -> None:
         """Set the tokens of all samples with the ids of a text, as keys or as queries of cross-attention.
@@ -158,9 +162,9 @@ class Record:
         known = False
         for layer in self.layers:
             for one in layer.samples:
-                for reading in (one.keys_read, one.queries_read):
-                    if reading.ids is not None and torch.equal(reading.ids.whole(), text.ids):
-                        reading.named, known = text, True
+                for reading in (one.growing_key_text, one.growing_query_text):
+                    if reading.ids is not None and torch.equal(reading.ids.all_rows(), text.ids):
+                        reading.complete_text, known = text, True
         if not known:
             self.set_text(text)
 
@@ -176,10 +180,10 @@ class Record:
         known: dict[tuple[int, ...], Text] = {}
         for layer in self.layers:
             for one in layer.samples:
-                for reading in (one.keys_read, one.queries_read):
+                for reading in (one.growing_key_text, one.growing_query_text):
                     if reading.ids is None:
                         continue
-                    ids = reading.ids.whole()
+                    ids = reading.ids.all_rows()
                     key = tuple(ids.tolist())
                     if key not in known:
                         special = [each in set(tokenizer.all_special_ids) for each in key]
@@ -189,9 +193,11 @@ class Record:
                             special,
                             wordpiece_continuations(tokenizer, key),
                         )
-                    reading.named = known[key]
+                    reading.complete_text = known[key]
 
-    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean", kinds: bool = True) -> HeadTable:
+    def table(
+        self, *, sort: str = "layer", top: int | None = None, of: SummaryName = "mean", kinds: bool = True
+    ) -> HeadTable:
         """Return a table with one row per head and one column per statistic, summarised over all queries.
 
         Args:
@@ -228,7 +234,7 @@ class Record:
         """
         return statistic(name, self.statistics)
 
-    def find(self, *, of: Of = "mean", **ranges: Range) -> HeadList[FoundHead]:
+    def find(self, *, of: SummaryName = "mean", **ranges: Range) -> HeadList[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first.
 
         Args:
@@ -436,7 +442,7 @@ class Record:
             progress=progress,
         )
 
-    def to_pandas(self, *, of: Of = "mean", kinds: bool = True) -> Any:
+    def to_pandas(self, *, of: SummaryName = "mean", kinds: bool = True) -> Any:
         """Return the table as a pandas DataFrame, one row per head; the arguments are those of `table`.
 
         Raises:
@@ -454,8 +460,8 @@ class Record:
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: a table with one row per head."""
         rows = self.table().rows if self.layers else []
-        if len(rows) > notebook.ROWS and self._has_kinds:
-            telling = telling_heads(self.findings(), self.kinds())
+        if len(rows) > notebook.MAX_SHOWN_HEADS and self._has_kinds:
+            telling = heads_of_short_table(self.findings(), self.kinds())
             rows = sorted(rows, key=lambda row: telling.get((row["layer"], row["head"]), len(telling)))
         return notebook.html_of_table(
             self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
@@ -500,7 +506,7 @@ class Record:
         sample: int = 0,
         queries: slice = slice(None),
         keys: slice = slice(None),
-        of: Of = "mean",
+        of: SummaryName = "mean",
         ax: Any = None,
     ) -> Any:
         """Plot a head's map, `seen.plot(7, 3)`, or a statistic of all heads, `seen.plot("entropy")`, with matplotlib.

@@ -61,7 +61,7 @@ from multihead.record.batch import (
 )
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
-from multihead.record.sample import PER_KEY, SampleRecord
+from multihead.record.sample import STATISTICS_PER_KEY, SampleRecord
 from multihead.record.segments import Rows, Segment, append_new_keys, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.texts import Text
@@ -69,7 +69,7 @@ from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
-Sums: TypeAlias = Callable[[str, int], RunningSummary]
+MakeSums: TypeAlias = Callable[[str, int], RunningSummary]
 """Function (name of a layer, number of heads) -> the layer's empty running sums."""
 
 TOKEN_MATCH_PARTS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
@@ -84,10 +84,10 @@ class _PreviousCall:
         batch: number of samples.
         query_stop: position after the last query, in the sequence.
         keys: number of keys.
-        edge: (2, batch, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention the last
-            key); None if a cache of this library links the calls, and for packed samples.
-        crosses: whether the keys come from another sequence than the queries.
-        window: whether the call computes a further window of the samples of the call before it.
+        edge_keys: (2, batch, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention the
+            last key) of the call; None if a cache of this library links the calls, and for packed samples.
+        cross_attention: whether the keys come from another sequence than the queries.
+        is_further_window: whether the call computes a further window of the samples of the call before it.
         samples: returns the records of the samples.
         key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; None before the
             call is recorded.
@@ -97,26 +97,26 @@ class _PreviousCall:
     batch: int
     query_stop: int
     keys: int
-    edge: Tensor | None
-    crosses: bool = False
-    window: bool = False
+    edge_keys: Tensor | None
+    cross_attention: bool = False
+    is_further_window: bool = False
     samples: Callable[[], list[SampleRecord]] = list
     key_starts: Callable[[], Tensor] | None = None
     num_keys: Callable[[], Tensor] | None = None
 
     @staticmethod
-    def from_call(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
+    def from_call(call: AttentionCall, offset: int | Tensor, *, cross_attention: bool) -> _PreviousCall:
         """Create the state after a call whose first key has the position `offset` in the sequence."""
         request, shape = call.request, call.request.shape
         if request.continued is not None:
-            return _PreviousCall(shape.batch, 0, shape.key_length, None, crosses)
+            return _PreviousCall(shape.batch, 0, shape.key_length, None, cross_attention)
         start = 0 if isinstance(request.query_start, Tensor) else request.query_start
         stop = int(offset) + start + shape.query_length
         if not shape.key_length or request.packed_lengths is not None:  # no call continues packed samples
-            return _PreviousCall(shape.batch, stop, shape.key_length, None, crosses)
-        last = -1 if crosses else min(stop - int(offset), shape.key_length) - 1
+            return _PreviousCall(shape.batch, stop, shape.key_length, None, cross_attention)
+        last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
         edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
-        return _PreviousCall(shape.batch, stop, shape.key_length, edge, crosses)
+        return _PreviousCall(shape.batch, stop, shape.key_length, edge, cross_attention)
 
 
 @dataclass(eq=False)
@@ -128,15 +128,15 @@ class Recorder:
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
     measuring: StatisticsMeasurer
-    sums: Sums | None = None  # creates the running sums of a layer if no samples are kept
+    sums: MakeSums | None = None  # creates the running sums of a layer if no samples are kept
     wanted: frozenset[Part] = field(init=False)
     _counted: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
     _namer: LayerNamer = field(init=False)
     _spans: SampleSpans | None = None  # the samples of the previous call in this pass
-    _levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
-    _images: dict[str, Text | None] = field(default_factory=dict)  # the tokens of the image that a layer reads
+    _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
+    _image_texts: dict[str, Text | None] = field(default_factory=dict)  # the tokens of the image that a layer reads
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
@@ -169,36 +169,38 @@ class Recorder:
         module, continued = caller.layer, caller.continued
         if self._namer.begins_pass():
             self._pass_continues, self._spans = False, None
-            self._levels.clear()
+            self._chance_levels.clear()
         name = self._namer.name_call(request, module)
-        window = self._namer.window
+        window = self._namer.is_further_window
         keys = huggingface.call_key_positions.get()
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
-        crosses = pretrained.is_cross_attention_call(caller, self.names[id(module)])
+        cross_attention = pretrained.is_cross_attention_call(caller, self.names[id(module)])
         if continued is not None:
-            offset, crosses = continued.key_start, continued.first_query is not None
+            offset, cross_attention = continued.key_start, continued.first_query is not None
         text = name, None if continued is None else continued.sequence
         sequence = sequence_split.active
         previous = self._previous.get(text)
-        if previous is not None and not (window or self._continues_call(call, previous, offset, crosses=crosses)):
+        if previous is not None and not (
+            window or self._continues_call(call, previous, offset, cross_attention=cross_attention)
+        ):
             previous = None
-        self._pass_continues |= previous is not None and not crosses and not window
+        self._pass_continues |= previous is not None and not cross_attention and not window
         layer = self._record_of_layer(name, module, request)
         if sequence is not None:
             if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
                 self._add_queries_of_rank(call, sequence, module, layer)
             return
-        if crosses and not request.mask.uses_positions:
+        if cross_attention and not request.mask.uses_positions:
             # In cross-attention queries are numbered from the start of their own sequence.
             start: int | Tensor = 0 if previous is None else previous.query_stop
             if continued is not None and continued.first_query is not None:
                 start = continued.first_query
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.attended))
-        state = _PreviousCall.from_call(call, offset, crosses=crosses)
+        state = _PreviousCall.from_call(call, offset, cross_attention=cross_attention)
         if previous is not None:
             state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
-            state.window = window
+            state.is_further_window = window
         self._previous[text] = state
         if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
             self._add_call(call, module, layer, state, offset)
@@ -216,7 +218,7 @@ class Recorder:
         return self._layers[name]
 
     def _continues_call(
-        self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, crosses: bool
+        self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, cross_attention: bool
     ) -> bool:
         """Whether a call continues the previous call of its layer, because it has the same keys and more."""
         request = call.request
@@ -224,19 +226,19 @@ class Recorder:
             return True
         if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return False
-        if request.packed_lengths is not None or previous.edge is None or not request.shape.key_length:
+        if request.packed_lengths is not None or previous.edge_keys is None or not request.shape.key_length:
             return False
-        if request.shape.batch != previous.batch or request.k.shape[1::2] != previous.edge.shape[2:]:
+        if request.shape.batch != previous.batch or request.k.shape[1::2] != previous.edge_keys.shape[2:]:
             return False
         first, keys = request.k[:, :, 0], request.shape.key_length
-        if crosses:
+        if cross_attention:
             same = keys == previous.keys and (self._pass_continues or request.shape.query_length == 1)
-            return same and torch.equal(torch.stack([first, request.k[:, :, -1]]), previous.edge)
+            return same and torch.equal(torch.stack([first, request.k[:, :, -1]]), previous.edge_keys)
         begin = offset + request.query_start
         index = begin - 1 - offset
         if begin != previous.query_stop or not 0 <= index < keys:
             return False
-        return torch.equal(request.k[:, :, index], previous.edge[1])
+        return torch.equal(request.k[:, :, index], previous.edge_keys[1])
 
     def _add_call(
         self,
@@ -248,76 +250,79 @@ class Recorder:
     ) -> None:
         """Measure a call, all samples at once if possible, and add it to the record."""
         request, name = call.request, self.names[id(module)]
-        places = self._find_samples(request, name)
-        ids = self._ids_of_call(request, name, places, crosses=state.crosses)
-        windows = 1 if state.crosses else self._windows_per_sample(request, name)
+        sample_spans = self._find_samples(request, name)
+        ids = self._ids_of_call(request, name, sample_spans, cross_attention=state.cross_attention)
+        windows = 1 if state.cross_attention else self._windows_per_sample(request, name)
         if layer.running_summary is not None and layer.running_summary.takes_batches:
-            measured = self.measuring.measure_whole_batch(call, places, ids, module)
-            levels = self._measure_chance_levels(call, places, ids, module)
+            measured = self.measuring.measure_whole_batch(call, sample_spans, ids, module)
+            levels = self._measure_chance_levels(call, sample_spans, ids, module)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
-            layer.running_summary.add(measured, samples=len(places.spans))
+            layer.running_summary.add(measured, samples=len(sample_spans.spans))
             self.record.add(layer, ())
             return
         first = state.key_starts is None
         if first:
             # Copied because a cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
-            state.key_starts = cache(partial(places.key_starts, own_offset))
-        starts = _make_key_starts(places, state, windows, offset)
-        if first and self._add_batch(call, layer, state, places, ids, module, windows):
+            state.key_starts = cache(partial(sample_spans.key_starts, own_offset))
+        starts = _make_key_starts(sample_spans, state, windows, offset)
+        if first and self._add_batch(call, layer, state, sample_spans, ids, module, windows):
             return
         samples = state.samples()
         state.samples = lambda: samples
         self.record.add(layer, ())
-        for index, (span, key_start) in enumerate(zip(places.spans, starts().flatten().tolist(), strict=True)):
-            sample, apart = samples[index // windows], state.window or index % windows > 0
+        for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts().flatten().tolist(), strict=True)):
+            sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
             if not first:
                 ids.append_to_sample(sample, span, index, key_start - span.keys[0])
             alone, start = slice_call(call, span), 0 if request.packed_lengths is not None else key_start
-            if not apart:
+            if not is_window:
                 alone, start = restore_dropped_keys(alone, start)
-            if places.real is not None:
-                alone = hide_padding_queries(alone, places.real[span.sample, slice(*span.queries)])
-            self._add_sample(layer, sample, alone, start, module, first=first, apart=apart)
+            if sample_spans.real_queries is not None:
+                alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
+            self._add_sample(layer, sample, alone, start, module, first=first, is_window=is_window)
             self.record.add(layer, [sample])  # one call
 
     def _measure_chance_levels(
-        self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds, module: nn.Module
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, module: nn.Module
     ) -> dict[str, Tensor]:
         """Return the chance levels of a call, cached per forward pass for layers with the same visible keys."""
         request = call.request
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
-        where = (content_key(each) for each in (request.query_start, places.packed_lengths, places.real, ids.queries))
+        where = (
+            content_key(each)
+            for each in (request.query_start, sample_spans.packed_lengths, sample_spans.real_queries, ids.queries)
+        )
         key = (sizes, *where, *visibility_key(request))
-        if key not in self._levels:
-            self._levels[key] = self.measuring.measure_chance_levels(call, places, ids, module)
-        return self._levels[key]
+        if key not in self._chance_levels:
+            self._chance_levels[key] = self.measuring.measure_chance_levels(call, sample_spans, ids, module)
+        return self._chance_levels[key]
 
     def _add_batch(
         self,
         call: AttentionCall,
         layer: LayerRecord,
         state: _PreviousCall,
-        places: SampleSpans,
+        sample_spans: SampleSpans,
         ids: CallTokenIds,
         module: nn.Module,
         windows: int,
     ) -> bool:
         """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
-        new_sample = self._sample_factory(layer.name, crosses=state.crosses)
-        parts = self._parts_of_batch(call, places, ids)
+        new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
+        parts = self._parts_of_batch(call, sample_spans, ids)
         if parts is not None:
-            batch = self._record_batch(call, places, parts, ids, self.names[id(module)], new_sample)
+            batch = self._record_batch(call, sample_spans, parts, ids, self.names[id(module)], new_sample)
             batch.windows = windows
             if layer.running_summary is None:
                 state.samples = lambda: batch.samples
                 self.record.add_batch(layer, batch)
             else:
                 layer.running_summary.add(batch.measured(), samples=batch.num_samples)
-                state.samples = lambda: new_samples(new_sample, places, ids)[::windows]
+                state.samples = lambda: new_samples(new_sample, sample_spans, ids)[::windows]
                 self.record.add(layer, ())
             return True
-        samples = new_samples(new_sample, places, ids)[::windows]
+        samples = new_samples(new_sample, sample_spans, ids)[::windows]
         if self.keep in ("cpu", "device"):
             for sample in samples:
                 sample.q, sample.k = Rows(2), Rows(2)
@@ -342,17 +347,21 @@ class Recorder:
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         if self._spans is None or not self._spans.fits_call(bare, None, None):
             self._spans = SampleSpans(bare)
-        places = self._spans
+        sample_spans = self._spans
         # `bare` may lack the bias, which the statistics need.
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
         ids = CallTokenIds(
-            self._ids_of_whole_sequence(request, sequence, name), None, crosses=False, packed=False, query_start=0
+            self._ids_of_whole_sequence(request, sequence, name),
+            None,
+            cross_attention=False,
+            packed=False,
+            query_start=0,
         )
         parts = dict(attended.statistics)
         if request.sinks is not None:
             parts["sink_mass"] = sink_mass(attended.logsumexp.detach(), request.sinks)
-        left_out = places.unsliceable_parts
-        shared = shift_all_key_indices(parts, places)
+        left_out = sample_spans.unsliceable_parts
+        shared = shift_all_key_indices(parts, sample_spans)
         ready = [
             probe
             for probe in self.probes
@@ -365,18 +374,19 @@ class Recorder:
             values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in others) else keys
             whole = replace(whole, k=keys, v=values)
         samples = []
-        for index, span in enumerate(places.spans):
+        for index, span in enumerate(sample_spans.spans):
             queries, own_keys = (
                 _find_tokens_on_rank(sequence.chunks(length), each) for each in (span.queries, span.keys)
             )
             sample = self._sample_factory(layer.name)()
             if sequence.rank_and_world_size[1] > 1:
                 sample.split = TokensOfRank(
-                    tuple(each.relative for each in queries), tuple(each.relative for each in own_keys)
+                    tuple(each.positions_in_range for each in queries),
+                    tuple(each.positions_in_range for each in own_keys),
                 )
             ids.append_to_sample(sample, span, index, -span.keys[0])
             sample.segments = [Segment(replace(slice_request(bare, span, packed=False), sinks=bare.sinks))]
-            rows = [slice(*each.own) for each in queries]
+            rows = [slice(*each.indices_on_rank) for each in queries]
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(attended.logsumexp, span, rows).to(device))
             found = {key: _slice_rows(value, span, rows)[0].cpu() for key, value in statistics.items()}
@@ -390,7 +400,12 @@ class Recorder:
             if self.keep in ("cpu", "device"):
                 sample.q = Rows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
                 sample.k = Rows(
-                    2, [copy_contiguous(_slice_rows(request.k, span, [slice(*each.own) for each in own_keys]), device)]
+                    2,
+                    [
+                        copy_contiguous(
+                            _slice_rows(request.k, span, [slice(*each.indices_on_rank) for each in own_keys]), device
+                        )
+                    ],
                 )
             samples.append(sample)
         if layer.running_summary is None:
@@ -402,7 +417,7 @@ class Recorder:
 
     def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit, name: str) -> Tensor | None:
         """Return the token ids of all ranks, (batch, tokens) int64, gathered once per input; None if unknown."""
-        own = self.inputs.inputs_of_queries(name).ids if self.inputs.any_ids else None
+        own = self.inputs.inputs_of_queries(name).ids if self.inputs.received_ids else None
         if own is None or own.shape != (request.shape.batch, request.shape.query_length):
             return None
         if self._gathered_ids is None or self._gathered_ids[0] is not own:
@@ -442,7 +457,7 @@ class Recorder:
         found: list[dict[str, Tensor]] = []
         nothing = (span.queries[0],) * 2
         for each in queries or [_TokensOnRank(nothing, (0, 0), (0, 0))]:  # a rank without tokens has empty statistics
-            rows = slice(*each.own)
+            rows = slice(*each.indices_on_rank)
             part = replace(
                 slice_request(request, replace(span, queries=each.positions), packed=False),
                 q=request.q[one, :, rows],
@@ -457,7 +472,7 @@ class Recorder:
         joined = {}
         for key in found[0] if found else ():
             each_chunk = [measured[key][0] for measured in found]
-            joined[key] = torch.stack(each_chunk).sum(0) if key in PER_KEY else torch.cat(each_chunk, 1)
+            joined[key] = torch.stack(each_chunk).sum(0) if key in STATISTICS_PER_KEY else torch.cat(each_chunk, 1)
         if "coverage" in joined:
             joined["coverage"] = joined["received"].clamp(max=1)
         return joined
@@ -484,14 +499,18 @@ class Recorder:
             )
         return self._spans
 
-    def _ids_of_call(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> CallTokenIds:
+    def _ids_of_call(
+        self, request: AttentionRequest, name: str, sample_spans: SampleSpans, *, cross_attention: bool
+    ) -> CallTokenIds:
         """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
         shape, continued, packed = request.shape, request.continued, request.packed_lengths
-        image = None if crosses or packed is not None else self._image_of_layer(name)
+        image = None if cross_attention or packed is not None else self._image_of_layer(name)
         if image is not None and not image.length == shape.query_length == shape.key_length:
             image = None  # a layer that attends within windows, or an image of another size
-        unknown = CallTokenIds(None, None, crosses, places.packed, places.request.query_start, image)
-        if not self.inputs.any_ids:
+        unknown = CallTokenIds(
+            None, None, cross_attention, sample_spans.packed, sample_spans.request.query_start, image
+        )
+        if not self.inputs.received_ids:
             return unknown
         if (
             continued is not None
@@ -504,25 +523,25 @@ class Recorder:
             len(queries) != len(packed) if packed is not None else queries.shape != (shape.batch, shape.query_length)
         ):
             queries = None
-        keys = self.inputs.encoder_inputs(name).ids if unknown.crosses else None
+        keys = self.inputs.encoder_inputs(name).ids if unknown.cross_attention else None
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
         return replace(unknown, queries=queries, keys=keys, image=image if queries is None else None)
 
     def _image_of_layer(self, name: str) -> Text | None:
         """Return the tokens of the image that a layer reads, by its configuration, which is looked up once."""
-        if name not in self._images:
-            self._images[name] = text_of_patches(self.measuring.root, name)
-        return self._images[name]
+        if name not in self._image_texts:
+            self._image_texts[name] = text_of_patches(self.measuring.root, name)
+        return self._image_texts[name]
 
-    def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: CallTokenIds) -> Parts | None:
+    def _parts_of_batch(self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds) -> Parts | None:
         """Return the parts of all probes for the whole batch; None if each sample must be measured separately.
 
         The kernel has measured the parts that need only q and k. Weights on special tokens and sinks are measured here.
         Samples are measured separately if the kernel measured nothing, if a part needs other inputs, if a part cannot
         be sliced into samples, or if there is padding between the queries of a sample.
         """
-        measured, left_out = call.attended.statistics, places.unsliceable_parts
+        measured, left_out = call.attended.statistics, sample_spans.unsliceable_parts
         if left_out is None:
             return None
         known: set[Need] = {"values", "output_weight", "sets"}
@@ -532,7 +551,7 @@ class Recorder:
             known |= {"ids", "special_keys"} if self.measuring.special_ids else {"ids"}
         wanted = frozenset[Part]()
         for probe in self.probes:
-            if probe.needs <= known and not (ids.crosses and probe.parts & TOKEN_MATCH_PARTS):
+            if probe.needs <= known and not (ids.cross_attention and probe.parts & TOKEN_MATCH_PARTS):
                 wanted |= probe.parts
         if wanted & left_out:
             return None
@@ -547,7 +566,7 @@ class Recorder:
     def _record_batch(
         self,
         call: AttentionCall,
-        places: SampleSpans,
+        sample_spans: SampleSpans,
         parts: Parts,
         ids: CallTokenIds,
         name: str,
@@ -558,17 +577,19 @@ class Recorder:
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         if request.shape.device.type != "cpu":
             parts = {part: value.cpu() for part, value in parts.items()}
-        shared = device == places.request.shape.device and request.sinks is None and request.bias is None
-        bare = places.request if shared else self._request_without_tensors(request, device)
-        batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids, self.probes)
+        shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
+        bare = sample_spans.request if shared else self._request_without_tensors(request, device)
+        batch = RecordedBatch(new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, self.probes)
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):
             fresh = request.origin is not None and request.origin.fresh
-            batch.q = KeptRows.keep(request.q, lambda: places.query_rows, device, layer=name, fresh=fresh)
-            batch.k = KeptRows.keep(request.k, lambda: places.key_rows, device, layer=name, fresh=fresh)
+            batch.q = KeptRows.keep(request.q, lambda: sample_spans.query_rows, device, layer=name, fresh=fresh)
+            batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_rows, device, layer=name, fresh=fresh)
         # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
-        if request.mask.holds_tensors and not (places.packed and not request.mask.without_documents().holds_tensors):
+        if request.mask.holds_tensors and not (
+            sample_spans.packed and not request.mask.without_documents().holds_tensors
+        ):
             batch.slice_requests()
         return batch
 
@@ -581,15 +602,15 @@ class Recorder:
         module: nn.Module,
         *,
         first: bool,
-        apart: bool,
+        is_window: bool,
     ) -> None:
         """Measure a call of one sample, and append it to the sample; `key_start` is the index of its first key there.
 
-        A further window of a sample (`apart`) is measured without the keys of earlier windows.
+        A further window of a sample (`is_window`) is measured without the keys of earlier windows.
         """
-        context = self._context_of_probes(sample, call, 0 if apart else key_start, module, first=first or apart)
+        context = self._context_of_probes(sample, call, 0 if is_window else key_start, module, first=first or is_window)
         # In cross-attention tokens of keys are not compared with the token of the query.
-        probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & TOKEN_MATCH_PARTS)]
+        probes = [probe for probe in self.probes if not (sample.cross_attention and probe.parts & TOKEN_MATCH_PARTS)]
         found = statistics_of_call(call, possible_probes(probes, call.request, context), context)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
         request = replace(
@@ -599,15 +620,18 @@ class Recorder:
             append_new_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
         if layer.running_summary is not None:  # only token ids are kept for the next call
-            target = replace(self._sample_factory(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
+            target = replace(
+                self._sample_factory(sample.name, cross_attention=sample.cross_attention)(),
+                growing_key_text=sample.growing_key_text,
+            )
         target.append_call(
-            Segment(request, key_start, apart=apart),
+            Segment(request, key_start, is_window=is_window),
             copy_contiguous(call.attended.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
             None if sample.q is None else copy_contiguous(call.request.q, device),
         )
         if layer.running_summary is not None:
-            layer.running_summary.add(target.measured(), samples=int(first and not apart))
+            layer.running_summary.add(target.measured(), samples=int(first and not is_window))
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
@@ -628,20 +652,20 @@ class Recorder:
             origin=None,
         )
 
-    def _sample_factory(self, name: str, *, crosses: bool = False) -> Callable[[], SampleRecord]:
+    def _sample_factory(self, name: str, *, cross_attention: bool = False) -> Callable[[], SampleRecord]:
         """Return a function that creates an empty sample; batches store it, so it must not refer to the recorder."""
         size, pool = self.measuring.map_size, self.measuring.map_pool
-        return partial(SampleRecord, name, size, pool, crosses=crosses, counted=self._counted)
+        return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, counted=self._counted)
 
     def _context_of_probes(
         self, sample: SampleRecord, call: AttentionCall, start: int, module: nn.Module, *, first: bool
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
-        shape, read = call.request.shape, sample.keys_read.ids
+        shape, read = call.request.shape, sample.growing_key_text.ids
         stop = start + shape.key_length
         known = read is not None and read.length >= stop and self.measuring.needs & {"ids", "special_keys"}
-        ids = read.between(start, stop)[None] if known and read is not None else None
-        before = read.between(start - 1, start) if ids is not None and read is not None and start else None
+        ids = read.rows_between(start, stop)[None] if known and read is not None else None
+        before = read.rows_between(start - 1, start) if ids is not None and read is not None and start else None
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
         return self.measuring.probe_context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
@@ -673,22 +697,26 @@ class Recorder:
 
 
 def _make_key_starts(
-    places: SampleSpans, state: _PreviousCall, windows: int, offset: int | Tensor
+    sample_spans: SampleSpans, state: _PreviousCall, windows: int, offset: int | Tensor
 ) -> Callable[[], Tensor]:
     """Return a function that computes the index of each window's first key in its sample: (samples, windows) int64.
 
     The keys of a window follow the keys of the previous window.
     """
-    of_first, before = state.key_starts, state.num_keys if state.window else None
+    of_first, before = state.key_starts, state.num_keys if state.is_further_window else None
     assert of_first is not None
 
     def starts_in_windows() -> Tensor:
-        lengths = places.key_lengths(windows)
+        lengths = sample_spans.key_lengths(windows)
         starts = lengths.cumsum(1) - lengths
         return starts if before is None else starts + before()[:, None]
 
-    state.num_keys = cache(lambda: starts_in_windows()[:, -1] + places.key_lengths(windows)[:, -1])
-    return starts_in_windows if state.window or windows > 1 else lambda: places.key_starts(offset) - of_first()
+    state.num_keys = cache(lambda: starts_in_windows()[:, -1] + sample_spans.key_lengths(windows)[:, -1])
+    return (
+        starts_in_windows
+        if state.is_further_window or windows > 1
+        else lambda: sample_spans.key_starts(offset) - of_first()
+    )
 
 
 class _TokensOnRank(NamedTuple):
@@ -696,13 +724,13 @@ class _TokensOnRank(NamedTuple):
 
     Attributes:
         positions: positions of the tokens in the sequence.
-        relative: positions counted from the start of the range.
-        own: indices among the tokens of this rank.
+        positions_in_range: positions counted from the start of the range.
+        indices_on_rank: indices among the tokens of this rank.
     """
 
     positions: tuple[int, int]
-    relative: tuple[int, int]
-    own: tuple[int, int]
+    positions_in_range: tuple[int, int]
+    indices_on_rank: tuple[int, int]
 
 
 def _find_tokens_on_rank(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_TokensOnRank]:

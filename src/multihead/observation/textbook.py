@@ -17,7 +17,7 @@ from multihead.record.analysis.chance import chance_of_probes, compare_with_chan
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 
-LENGTH, TIMES, DRAWS = 64, 3, 8
+DEFAULT_LENGTH, DEFAULT_TIMES, DEFAULT_DRAWS = 64, 3, 8
 """Defaults: number of random tokens, number of times that they occur, and number of texts."""
 
 
@@ -26,9 +26,9 @@ def measure_repeated(
     words: Sequence[int],
     *,
     start: int | None = None,
-    length: int = LENGTH,
-    times: int = TIMES,
-    draws: int = DRAWS,
+    length: int = DEFAULT_LENGTH,
+    times: int = DEFAULT_TIMES,
+    draws: int = DEFAULT_DRAWS,
     seed: int = 0,
     kinds: Sequence[Kind] = KINDS,
 ) -> dict[str, RepeatedTokens]:
@@ -103,9 +103,9 @@ def repeated_tokens(
     words: Sequence[int],
     *,
     start: int | None = None,
-    length: int = LENGTH,
-    times: int = TIMES,
-    draws: int = DRAWS,
+    length: int = DEFAULT_LENGTH,
+    times: int = DEFAULT_TIMES,
+    draws: int = DEFAULT_DRAWS,
     seed: int = 0,
 ) -> Tensor:
     """Draw texts of distinct random tokens that are repeated.

@@ -18,13 +18,13 @@ from multihead.files import check_writable, open_atomically
 from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record.notebook import PLACES, html_of_table, number_with_noun
+from multihead.record.notebook import HEAD_COLUMNS, html_of_table, number_with_noun
 from multihead.record.plots import import_pyplot, report_colormap
 
-FORMAT = "multihead time series"
-VERSION = 1
+FORMAT_NAME = "multihead time series"
+FORMAT_VERSION = 1
 
-Key = tuple[str, int]  # name of a statistic, number of a layer
+StatisticOfLayer = tuple[str, int]  # name of a statistic, number of a layer
 
 
 @dataclass(eq=False, repr=False)
@@ -46,7 +46,7 @@ class TimeSeries:
     steps: list[int] = field(default_factory=list)
     layers: dict[int, str] = field(default_factory=dict)
     statistics: dict[str, Statistic] = field(default_factory=dict)
-    _rows: dict[Key, dict[int, NDArray[np.float32]]] = field(default_factory=dict)  # step -> (heads,)
+    _rows: dict[StatisticOfLayer, dict[int, NDArray[np.float32]]] = field(default_factory=dict)  # step -> (heads,)
 
     def __repr__(self) -> str:
         """Return one line: the numbers of steps and layers, and the names of the statistics."""
@@ -59,7 +59,7 @@ class TimeSeries:
             return html_of_table("TimeSeries", "nothing was observed yet", [], [])
         rows = [row | {"name": self.layers[row["layer"]]} for row in self._rows_of_step(self.steps[-1])]
         caption = f"{self._describe_sizes()}; at step {self.steps[-1]:,}"
-        return html_of_table("TimeSeries", caption, rows, PLACES, self.statistics, rest="rows()")
+        return html_of_table("TimeSeries", caption, rows, HEAD_COLUMNS, self.statistics, rest="rows()")
 
     def append(
         self,
@@ -238,8 +238,8 @@ class TimeSeries:
         target = os.fspath(file)
         check_writable([target])
         header = {
-            "format": FORMAT,
-            "version": str(VERSION),
+            "format": FORMAT_NAME,
+            "version": str(FORMAT_VERSION),
             "layers": json.dumps(self.layers),
             "statistics": json.dumps({name: shown.display() for name, shown in self.statistics.items()}),
         }
@@ -263,7 +263,7 @@ class TimeSeries:
         try:
             with safe_open(target, framework="numpy") as opened:
                 header = opened.metadata() or {}
-                if header.get("format") != FORMAT or header.get("version") != str(VERSION):
+                if header.get("format") != FORMAT_NAME or header.get("version") != str(FORMAT_VERSION):
                     raise InputError(
                         f"{target!r} is not a time series of heads.", "Give a file that TimeSeries.save wrote."
                     )

@@ -24,7 +24,7 @@ from multihead.record.notebook import html_of_table, number_with_noun
 from multihead.record.running_summary import RunningSummary
 
 LARGEST_SCORE = "largest_score"
-PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE)
+DEFAULT_PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE)
 """Names of the statistics that are observed by default."""
 
 
@@ -35,7 +35,7 @@ class ScalarWriter(Protocol):
         """Log a number under a tag at a step."""
 
 
-Log: TypeAlias = "Callable[[dict[str, float], int], object] | ScalarWriter"
+LogTarget: TypeAlias = "Callable[[dict[str, float], int], object] | ScalarWriter"
 
 
 class Watch:
@@ -49,8 +49,8 @@ class Watch:
     Args:
         model: a module with attention layers of this library, a Hugging Face model, or both.
         every: number of steps from one observed step to the next; the first step is observed.
-        probes: statistics with a number per query, by name or as values; None takes `PROBES`. They are averaged over
-            the queries, except `largest_score`, whose maximum is kept.
+        probes: statistics with a number per query, by name or as values; None takes `DEFAULT_PROBES`. Each is averaged
+            over the queries, except `largest_score`, whose maximum is kept.
         layers: the layers to observe, as in `observe`; None observes all.
         per_head: whether `numbers` also holds a number per head, and not only their mean, minimum and maximum.
         log: called as log(numbers, step) after each observed step; or a SummaryWriter.
@@ -82,11 +82,11 @@ class Watch:
         probes: Wanted | Sequence[Wanted] | None = None,
         layers: Sequence[int | str] | int | str | None = None,
         per_head: bool = False,
-        log: Log | None = None,
+        log: LogTarget | None = None,
     ) -> None:
         check_integer("every", every)
         self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
-        self.probes: tuple[Probe, ...] = resolve_probes(PROBES if probes is None else probes)
+        self.probes: tuple[Probe, ...] = resolve_probes(DEFAULT_PROBES if probes is None else probes)
         for probe in self.probes:
             if probe.axes != "queries" or probe.name == "largest_key":
                 raise ProbeError(

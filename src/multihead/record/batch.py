@@ -1,19 +1,20 @@
 """Find the samples in an attention call on a batch, and slice each out of it without padding.
 
-A batch is recorded as it ran, and cut into samples when one of them is read (`RecordedBatch`). Recording keeps the
-parts of statistics that the kernel measured, and q and k as the layer computed them (`KeptRows`); until the batch is
-cut, q and k include padding. Statistics are computed from the parts when they are read, but at once if there are
-user-defined probes, whose functions may raise errors. q and k are copied at once where something else may write to
-them: a cache, the caller of a Hugging Face model's attention, any code if they are inference tensors; and where they
-are part of a larger tensor, which would stay in memory. Reading a kept tensor that was changed in place raises an
-error; the change is detected by the version counter of the tensor, as in autograd. Tables summarise the batch without
-cutting it, sample by sample over the same numbers in the same order, so that cutting changes no bit of a table. An
-earlier version cut each batch while recording it, and creating requests, masks, texts and small tensors per sample and
-layer took longer than the statistics. Compared with that version, recording 32 texts in 6 layers takes a quarter of the
-time, or two fifths if q and k are copied. The samples of a packed row are found when they are read. The call of a layer
-on a padded batch (8 x 512 tokens) takes 1.04 times as long as without recording, or 1.05 with q and k (medians of five
-runs); single runs are 1.03 to 1.07, since how often the C allocator returns memory to the system differs more than
-that. Most of the extra time is the first execution of Python code after a kernel, whose data has filled the caches.
+A batch is recorded as it ran, and cut into samples when one of its samples is read (`RecordedBatch`). Recording keeps
+the quantities that the kernel measured (`kernels/parts.py`), and q and k as the layer computed them (`KeptRows`); until
+the batch is cut, q and k include padding. Statistics are computed from the measured quantities when a statistic is
+read, but at once if there are user-defined probes, whose functions may raise errors. q and k are copied at once where
+something else may write to them: a cache, the caller of a Hugging Face model's attention, any code if they are
+inference tensors; and where they are part of a larger tensor, which would stay in memory. Reading a kept tensor that
+was changed in place raises an error; the change is detected by the version counter of the tensor, as in autograd.
+Tables summarise the batch without cutting it, sample by sample over the same numbers in the same order, so that cutting
+changes no bit of a table. An earlier version cut each batch while recording it, and creating requests, masks, texts and
+small tensors per sample and layer took longer than the statistics. Since batches are cut later, recording 32 texts in 6
+layers takes a quarter of the earlier time, or two fifths if q and k are copied. The samples of a packed row are found
+when they are read. The call of a layer on a padded batch (8 x 512 tokens) takes 1.04 times as long as without
+recording, or 1.05 with q and k (medians of five runs); single runs are 1.03 to 1.07, since how often the C allocator
+returns memory to the system differs more than that. Most of the time that recording adds is the first execution of
+Python code after a kernel, whose data has filled the caches.
 
 Copies of q and k are in the ordinary heap. Memory-mapped copies were tried: they were 3 to 5 % faster at best, and with
 glibc 2.36 the peak memory was unpredictably 0.8 or 2.4 times the bytes of the copies, while it is 1.4 to 1.8 times with
@@ -45,7 +46,7 @@ from multihead.probes.statistics import POSITION_PARTS, statistic_from_parts
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, copy_contiguous
-from multihead.record.summaries import Measured, queries_that_count
+from multihead.record.summaries import MeasuredStatistic, queries_that_count
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias, dense_bias
 
@@ -58,7 +59,8 @@ class BatchRows:
     """Which rows of a tensor (batch, heads, rows, features) belong to samples; the other rows are padding.
 
     Attributes:
-        spans: per sample [index in the batch, first row, row after the last row], counted in the kept rows.
+        spans: per sample [index in the batch, first row, row after the last row]; rows are numbered among the kept
+            rows.
         index: (kept rows,) int64, index of each kept row in the flattened (batch * rows); None if all rows are kept.
     """
 
@@ -67,7 +69,7 @@ class BatchRows:
 
     @staticmethod
     def from_spans(sample: Tensor, start: Tensor, stop: Tensor, *, batch: int, rows: int) -> BatchRows:
-        """Create from the range of rows of each sample.
+        """Create a `BatchRows` from the range of rows of each sample.
 
         Args:
             sample: (samples,) int64, index of each sample in the batch.
@@ -174,20 +176,20 @@ def concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class SampleSpans:
-    """The queries and keys of each sample in an attention call; shared by layers with the same mask.
+    """Which queries and keys of an attention call belong to each sample; shared by layers with the same mask.
 
     Attributes:
         request: the call without q, k, v and the layer that made it.
         packed_lengths: (samples,), number of tokens of each sample if the samples are packed in one row, else None.
-        real: (batch, queries) bool, False for padding, or None.
-        padding: (batch, keys) bool, False for padding, or None.
+        real_queries: (batch, queries) bool, False for padding; None if unknown.
+        real_keys: (batch, keys) bool, False for padding; None if unknown.
         requests: the sliced request of each sample, without q, k and v; empty until `slice_requests`.
     """
 
     request: AttentionRequest
     packed_lengths: Tensor | None = None
-    real: Tensor | None = None
-    padding: Tensor | None = None
+    real_queries: Tensor | None = None
+    real_keys: Tensor | None = None
     requests: list[AttentionRequest] = field(default_factory=list)
 
     @property
@@ -200,7 +202,7 @@ class SampleSpans:
         """Ranges of queries and keys of each sample in the call."""
         if self.packed_lengths is not None:
             return packed_spans(self.packed_lengths)
-        return spans_of_call(self.request, queries=self.real, keys=self.padding)
+        return spans_of_call(self.request, queries=self.real_queries, keys=self.real_keys)
 
     @cached_property
     def span_ends(self) -> Tensor:
@@ -235,13 +237,16 @@ class SampleSpans:
 
     @cached_property
     def unsliceable_parts(self) -> frozenset[Part] | None:
-        """The parts measured on the whole call that are not valid for each sample; None means all parts.
+        """Quantities (`Part`) measured on the whole call that are not valid for single samples; None means all.
 
-        With padding between the queries of a sample, no part is valid.
+        With padding between the queries of a sample, no measured quantity is valid for a sample.
         """
         if self.packed:  # each sample begins at position 0, and its queries see only its own keys
             return frozenset()
-        if self.real is not None and self.real.sum(1).tolist() != (self.span_ends[2] - self.span_ends[1]).tolist():
+        if (
+            self.real_queries is not None
+            and self.real_queries.sum(1).tolist() != (self.span_ends[2] - self.span_ends[1]).tolist()
+        ):
             return None
         found = frozenset[Part]()
         for span in self.spans:
@@ -291,8 +296,8 @@ class SampleSpans:
             and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
             and request.shape == mine.shape
             and _are_equal(request.packed_lengths, self.packed_lengths)
-            and _are_equal(real, self.real)
-            and _are_equal(padding, self.padding)
+            and _are_equal(real, self.real_queries)
+            and _are_equal(padding, self.real_keys)
         )
 
 
@@ -304,19 +309,20 @@ class RecordedBatch:
 
     Attributes:
         new_sample: function that creates an empty sample of the layer.
-        places: the queries and keys of each sample in the call.
+        sample_spans: which queries and keys of the call belong to each sample.
         request: the call without q, k, v and the layer that made it.
         logsumexp: (batch, heads, queries), nats.
-        parts: parts of statistics measured on the whole call, on the CPU.
+        parts: quantities that the kernel measured on the whole call, tensors on the CPU; statistics are computed from
+            them.
         ids: token ids of the call.
-        probes: probes of the record; the statistics are computed for probes whose `parts` were measured.
-        q: queries in `places.query_rows`; None if only statistics are kept.
-        k: keys in `places.key_rows`; None if only statistics are kept.
+        probes: probes of the record; a statistic is computed for each probe whose `Probe.parts` were measured.
+        q: queries in `sample_spans.query_rows`; None if only statistics are kept.
+        k: keys in `sample_spans.key_rows`; None if only statistics are kept.
         windows: how many consecutive rows of the batch are windows of one sample.
     """
 
     new_sample: Callable[[], SampleRecord]
-    places: SampleSpans
+    sample_spans: SampleSpans
     request: AttentionRequest
     logsumexp: Tensor
     parts: Parts
@@ -333,7 +339,7 @@ class RecordedBatch:
         """Statistics of the whole batch: name -> (batch, heads, queries), on the CPU."""
         with SLICING_LOCK:
             if self._statistics is None:
-                parts, logsumexp = shift_all_key_indices(self.parts, self.places), self.logsumexp.cpu()
+                parts, logsumexp = shift_all_key_indices(self.parts, self.sample_spans), self.logsumexp.cpu()
                 usual = bool((logsumexp > -torch.inf).all())
                 self._statistics = {
                     probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)
@@ -343,26 +349,26 @@ class RecordedBatch:
                 self.parts = {}
             return self._statistics
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, MeasuredStatistic]:
         """Return each floating-point statistic and which queries count in its mean, (batch, heads, queries) each."""
-        real, positions, num_keys = self.places.query_properties
+        real, positions, num_keys = self.sample_spans.query_properties
         sees = real & (self.logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
         rules, found = {probe.name: probe.counted for probe in self.probes}, {}
         for name, value in self.statistics.items():
             if value.is_floating_point():
-                found[name] = Measured(value, queries_that_count(rules[name], sees, positions, num_keys, None))
+                found[name] = MeasuredStatistic(value, queries_that_count(rules[name], sees, positions, num_keys, None))
         return found
 
-    def measured_samples(self) -> list[dict[str, Measured]]:
+    def measured_samples(self) -> list[dict[str, MeasuredStatistic]]:
         """Return per sample each floating-point statistic and which queries its mean counts; (heads, queries)."""
-        if self._samples is not None:  # further calls may have been appended to the samples
+        if self._samples is not None:  # further attention calls may have been appended to the samples
             return [sample.measured() for sample in self._samples]
         whole, found = self.measured(), []
-        for span in self.places.spans:
+        for span in self.sample_spans.spans:
             rows = slice(*span.queries)
             sample = {}
             for name, (values, counted, _) in whole.items():
-                sample[name] = Measured(values[span.sample, :, rows], counted[span.sample, :, rows])
+                sample[name] = MeasuredStatistic(values[span.sample, :, rows], counted[span.sample, :, rows])
             found.append(sample)
         if self.windows == 1:
             return found
@@ -371,7 +377,7 @@ class RecordedBatch:
     @property
     def num_samples(self) -> int:
         """Number of samples."""
-        return len(self.places.spans) // self.windows
+        return len(self.sample_spans.spans) // self.windows
 
     @property
     def samples(self) -> list[SampleRecord]:
@@ -385,23 +391,26 @@ class RecordedBatch:
 
     def slice_requests(self) -> None:
         """Slice the request of each sample, early if the mask has tensors, because the caller may change them."""
-        places = self.places
-        if not places.requests:
-            places.requests = [slice_request(self.request, span, packed=places.packed) for span in places.spans]
+        sample_spans = self.sample_spans
+        if not sample_spans.requests:
+            sample_spans.requests = [
+                slice_request(self.request, span, packed=sample_spans.packed) for span in sample_spans.spans
+            ]
 
     def _slice_samples(self) -> list[SampleRecord]:
-        places, rows = self.places, self.places.query_rows
+        sample_spans, rows = self.sample_spans, self.sample_spans.query_rows
         self.slice_requests()
         logsumexp = rows.select_rows(self.logsumexp[..., None])
         statistics = {name: rows.select_rows(value[..., None]) for name, value in self.statistics.items()}
-        samples = new_samples(self.new_sample, places, self.ids)
+        samples = new_samples(self.new_sample, sample_spans, self.ids)
         kept = None if self.q is None or self.k is None else (self.q.read(), self.k.read())
-        for index, (sample, request) in enumerate(zip(samples, places.requests, strict=True)):
+        for index, (sample, request) in enumerate(zip(samples, sample_spans.requests, strict=True)):
             if kept is not None:
                 sample.q = Rows(2, [rows.rows_of_sample(index, kept[0])])
-                sample.k = Rows(2, [places.key_rows.rows_of_sample(index, kept[1])])
+                sample.k = Rows(2, [sample_spans.key_rows.rows_of_sample(index, kept[1])])
             sample.set_first_call(
-                Segment(replace(request, sinks=self.request.sinks)),  # sinks differ between layers
+                # learned sinks differ between layers that share a mask
+                Segment(replace(request, sinks=self.request.sinks)),
                 rows.rows_of_sample(index, logsumexp)[..., 0],
                 {name: rows.rows_of_sample(index, value)[0, ..., 0] for name, value in statistics.items()},
             )
@@ -414,17 +423,21 @@ def _join_windows(windows: list[SampleRecord]) -> SampleRecord:
     """Merge the windows of a sample into one sample, and return it."""
     sample, *others = windows
     for each in others:
-        segment = replace(each.segments[0], key_start=sample.num_keys, apart=True)
+        segment = replace(each.segments[0], key_start=sample.num_keys, is_window=True)
         if sample.k is not None and each.k is not None:
-            sample.k.add(each.k.whole())
-        sample.append_call(segment, each.logsumexp.whole(), each.statistics, None if each.q is None else each.q.whole())
+            sample.k.add(each.k.all_rows())
+        sample.append_call(
+            segment, each.logsumexp.all_rows(), each.statistics, None if each.q is None else each.q.all_rows()
+        )
     return sample
 
 
-def new_samples(new_sample: Callable[[], SampleRecord], places: SampleSpans, ids: CallTokenIds) -> list[SampleRecord]:
+def new_samples(
+    new_sample: Callable[[], SampleRecord], sample_spans: SampleSpans, ids: CallTokenIds
+) -> list[SampleRecord]:
     """Create a sample for each span of a call, with only its token ids."""
-    samples = [new_sample() for _ in places.spans]
-    for index, (sample, span) in enumerate(zip(samples, places.spans, strict=True)):
+    samples = [new_sample() for _ in sample_spans.spans]
+    for index, (sample, span) in enumerate(zip(samples, sample_spans.spans, strict=True)):
         ids.append_to_sample(sample, span, index, -span.keys[0])
     return samples
 
@@ -463,7 +476,8 @@ def spans_of_call(
     # A row's statistics are valid for its sample if the row sees only keys of that sample.
     real = counted if queries is None else counted & queries
     start = first_key_of_queries(request, bounds).expand(batch, -1)
-    earliest = columns - _largest_where_counted(columns - start, real)  # the number of keys if no query counts
+    # `earliest` is the number of keys if no query counts
+    earliest = columns - _largest_where_counted(columns - start, real)
     holds_all = (earliest >= first_key) & (_largest_where_counted(stop, real) <= end_key)
     holds_first = (earliest == columns - _largest_where_counted(columns - start, seeing)) | ~real.any(1)
     found = torch.stack((first, end, first_key, end_key, holds_all, holds_first)).tolist()
@@ -502,7 +516,8 @@ def _true_range_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
 
 def _largest_where_counted(values: Tensor, counted: Tensor) -> Tensor:
     """Return per row the largest of the non-negative values where `counted`; 0 if there are none."""
-    padded = torch.nn.functional.pad(values.masked_fill(~counted, 0), (1, 0))  # so that no row is empty
+    # one more column, so that no row is empty
+    padded = torch.nn.functional.pad(values.masked_fill(~counted, 0), (1, 0))
     return padded.amax(1)
 
 
@@ -571,11 +586,12 @@ def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) 
 
 
 def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> frozenset[Part] | None:
-    """Return the parts measured on a whole call that are not valid for one of its samples; None means all parts.
+    """Return the quantities measured on a whole call that are not valid for one of its samples; None means all of them.
 
-    Sums over the weights of a query are valid if the sample's queries see only the sample's keys. Distances are then
-    valid too, because queries and keys of a sample are shifted equally, unless a query is before the first key. The
-    weight on the first key is valid only if the same key was the first.
+    Sums over the weights of a query are valid if the sample's queries see only the sample's keys. Mean distances are
+    valid under the same condition, because queries and keys of a sample are shifted equally, unless a query is before
+    the first key. The weight on the first key is valid only if the first key of the call is the first key of the
+    sample.
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     if not (span.holds_all or (whole and not packed)):
@@ -589,12 +605,13 @@ def shift_key_indices(part: Part, value: Tensor, span: SampleSpan) -> Tensor:
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 
 
-def shift_all_key_indices(parts: Mapping[Any, Tensor], places: SampleSpans) -> Mapping[Any, Tensor]:
+def shift_all_key_indices(parts: Mapping[Any, Tensor], sample_spans: SampleSpans) -> Mapping[Any, Tensor]:
     """Shift the key indices ("largest_key") of a whole call so that the first key of each sample is 0."""
     keys = parts.get("largest_key")
-    if keys is None or not bool(places.span_ends[3].any()):
+    if keys is None or not bool(sample_spans.span_ends[3].any()):
         return parts
-    return {**parts, "largest_key": (keys - places.first_keys.to(keys.device)).clamp_(min=-1)}  # -1 stays -1
+    # an index of -1 (no key) stays -1
+    return {**parts, "largest_key": (keys - sample_spans.first_keys.to(keys.device)).clamp_(min=-1)}
 
 
 def position_in_sample(request: AttentionRequest, span: SampleSpan) -> int:

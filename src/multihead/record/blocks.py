@@ -52,7 +52,7 @@ def sum_blocks(
                     block=block,
                     without_first_key=without_first_key and segment.key_start == 0,
                     cancelled=cancelled,
-                    totals=segment.totals,
+                    totals=segment.row_logsumexps,
                 )
                 target = slice(row, row + part.sums.shape[1]), slice(column, column + part.sums.shape[2])
                 found.sums[:, target[0], target[1]] += part.sums.cpu()

@@ -26,7 +26,7 @@ from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.split import LayerPartOfRank
-from multihead.record.summaries import Of
+from multihead.record.summaries import SummaryName
 from multihead.record.table import head_rows
 from multihead.record.texts import Text
 
@@ -38,8 +38,8 @@ class LayerRecord:
     Attributes:
         name: the layer's qualified name in the model, with "#2" and so on for further calls in one forward pass.
         running_summary: summary of all texts if observed with keep="summary", else None.
-        number: index of the layer among all attention layers of the model, recorded or not, in the order in which they
-            first ran: L17 is the layer that `observe(layers=17)` selects.
+        number: index of the layer among all attention layers of the model, recorded or not, in the order of their first
+            calls: L17 is the layer that `observe(layers=17)` selects.
         batches: recorded batches whose samples are sliced when `samples` is read.
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
         repeated: attention of the heads on repeated random tokens; None if it was not measured.
@@ -120,7 +120,7 @@ class LayerRecord:
         """Return the mean of each statistic over the counted queries of all samples: name -> (heads,) float64."""
         return self.summary()
 
-    def summary(self, of: Of = "mean", names: Collection[str] | None = None) -> dict[str, Tensor]:
+    def summary(self, of: SummaryName = "mean", names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic over the counted queries of all samples: name -> (heads,) float64.
 
         Statistics on repeated random tokens are included only in means, because they are stored per text.
@@ -192,7 +192,7 @@ def texts_of(layers: Sequence[LayerRecord]) -> list[Text]:
     found: list[Text] = []
     for layer in layers:
         for index, one in enumerate(layer.samples):
-            text = Text() if one.crosses else one.text
+            text = Text() if one.cross_attention else one.text
             if index == len(found):
                 found.append(text)
             elif not found[index].length:

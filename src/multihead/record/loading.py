@@ -23,9 +23,9 @@ from multihead.probes.catalogue import REPEATED, probe_of_part
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
-from multihead.record.running_summary import BINS, QuantileSketch, RunningSummary, bin_of
-from multihead.record.sample import PER_KEY, PER_MAP, SampleRecord
-from multihead.record.saving import FORMAT, MAX_HEADER_BYTES, SAFETENSORS_NAMES, VERSION
+from multihead.record.running_summary import NUM_BINS, QuantileSketch, RunningSummary, bin_of
+from multihead.record.sample import STATISTICS_PER_KEY, STATISTICS_PER_MAP, SampleRecord
+from multihead.record.saving import FORMAT_NAME, FORMAT_VERSION, MAX_HEADER_BYTES, SAFETENSORS_NAMES
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import read_bias, read_mask
 from multihead.record.split import LayerPartOfRank, TokensOfRank, count_tokens
@@ -36,7 +36,7 @@ MAX_COUNT = 1 << 40  # largest count without a tighter limit
 
 MAX_TOKENS = 1 << 28
 """Largest number of queries or keys of a sample; the longest contexts of models have 2^24 tokens. A damaged file can
-claim more in a few bytes, and reading it would then take minutes or run out of memory."""
+claim more tokens in a few bytes, and reading that file would take minutes or run out of memory."""
 
 MAX_KEYS_WITHOUT_DATA = 1 << 22
 """Largest number of keys of a sample for which the file stores nothing per key: neither k, ids nor a statistic."""
@@ -52,7 +52,7 @@ MAX_LABEL_LENGTH = 100
 """Largest number of characters of a label or a unit, which pages show as column headings."""
 
 _MAX_SHARE = 1 + 1e-3  # upper limit of a share: 1 and a margin for rounding
-_BINS_1 = 2095  # number of bins of a running summary in files of version 1
+_NUM_BINS_OF_VERSION_1 = 2095  # number of bins of a running summary in files of version 1
 _DTYPES_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _MAX_QUOTED = 300  # largest number of characters that an error message quotes
 MODEL_DTYPES = {
@@ -82,17 +82,17 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordContents
     target = os.fspath(file)
     # Reading without mapping does not convert the file's little-endian numbers, so big-endian machines always map.
     metadata, tensors, stored = _open_file(target, mapped=mapped or sys.byteorder == "big")
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT_NAME:
         raise InputError(
             f"{target!r} is a safetensors file, but not a record of multihead.", "Give a file that Record.save wrote."
         )
     version = metadata.get("version", "")
     if not re.fullmatch(r"[0-9]{1,9}", version, re.ASCII) or int(version) < 1:
         raise _damage_error(target, f"its version is {version!r}")
-    if int(version) > VERSION:
+    if int(version) > FORMAT_VERSION:
         raise InputError(
             f"{target!r} was saved by a newer multihead: its format has version {int(version)}, and this one reads "
-            f"{VERSION}.",
+            f"{FORMAT_VERSION}.",
             "Update multihead: pip install --upgrade multihead.",
         )
     try:
@@ -218,7 +218,8 @@ def _record_of_metadata(
         samples = []
         for one in _checked_type(each["samples"], list, "the samples"):
             sample = _SampleReader(one, name, tensors, stored, texts)
-            if sample.tensor_name() in claimed:  # otherwise a small file could list one large sample many times
+            # a sample is read only once: otherwise a small file could list one large sample many times
+            if sample.tensor_name() in claimed:
                 raise _InvalidValueError(f"two samples are called {sample.tensor_name()!r}")
             claimed.add(sample.tensor_name())
             samples.append(sample.read())
@@ -357,7 +358,9 @@ def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], vers
         total, count = (
             _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count")
         )
-        bins = _checked_tensor(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
+        bins = _checked_tensor(
+            tensors[parts["bins"]], (heads, NUM_BINS if version > 1 else _NUM_BINS_OF_VERSION_1), "bins", torch.int64
+        )
         found.statistics[name] = QuantileSketch(total, count, bins if version > 1 else _convert_old_bins(bins))
     return found
 
@@ -389,10 +392,10 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
 
 
 def _convert_old_bins(bins: Tensor) -> Tensor:
-    """Convert histograms of file version 1, with bins of ratio 1.02, to the current bins: (heads, BINS)."""
-    values = 1e-9 * 1.02 ** torch.arange(_BINS_1, dtype=torch.float64) * 2 / 2.02
+    """Convert histograms of file version 1, with bins of ratio 1.02, to the current bins: (heads, NUM_BINS)."""
+    values = 1e-9 * 1.02 ** torch.arange(_NUM_BINS_OF_VERSION_1, dtype=torch.float64) * 2 / 2.02
     values[0] = 0
-    return torch.zeros(len(bins), BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
+    return torch.zeros(len(bins), NUM_BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
 
 
 def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
@@ -414,7 +417,7 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
 
 
 def _read_patches(data: Any, tokens: int) -> tuple[int, int] | None:
-    """Read the rows and columns of an image, checking that they are not more than its tokens; None of a text."""
+    """Read an image's numbers of rows and columns, which must not exceed its number of tokens; None for a text."""
     if data is None:
         return None
     sizes = [_checked_count(each, "a size of an image", least=1) for each in _checked_type(data, list, "the image")]
@@ -444,7 +447,7 @@ class _SampleReader:
         if self.data["map_pool"] not in ("mean", "max"):
             raise _InvalidValueError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
-        one.crosses = _checked_type(self.data["crosses"], bool, "crosses")
+        one.cross_attention = _checked_type(self.data["crosses"], bool, "crosses")
         for each in _checked_type(self.data["pieces"], list, "the pieces"):
             rows = one.segments[-1].row_stop if one.segments else 0
             one.segments.append(self.read_segment(_checked_type(each, dict, "a piece"), rows))
@@ -453,7 +456,7 @@ class _SampleReader:
         if self.data.get("split") is not None:
             both = _checked_type(self.data["split"], list, "the tokens of a rank")
             lengths = (one.segments[0].num_queries, one.num_keys)
-            if len(both) != 2 or len(one.segments) > 1 or one.crosses:
+            if len(both) != 2 or len(one.segments) > 1 or one.cross_attention:
                 raise _InvalidValueError("the tokens of a rank do not belong to one call")
             one.split = TokensOfRank(*(_read_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
         queries, keys = one.num_queries, one.num_keys
@@ -461,10 +464,10 @@ class _SampleReader:
         one.calls = self.read_calls(one)
         one.set_statistics(self.read_statistics(queries, keys))
         if (text := self.read_text("text", keys)) is not None:
-            one.keys_read = GrowingText.from_text(text)
+            one.growing_key_text = GrowingText.from_text(text)
         if (text := self.read_text("query_text", queries)) is not None:
-            one.queries_read = GrowingText.from_text(text)
-        held = one.k is not None or self.data["text"] is not None or not PER_KEY.isdisjoint(one.statistics)
+            one.growing_query_text = GrowingText.from_text(text)
+        held = one.k is not None or self.data["text"] is not None or not STATISTICS_PER_KEY.isdisjoint(one.statistics)
         if keys > MAX_KEYS_WITHOUT_DATA and not held:
             raise _InvalidValueError(f"it stores no data for the {keys:,} keys of a sample")
         return one
@@ -479,7 +482,7 @@ class _SampleReader:
         start = _checked_type(data["query_start"], int, "the position of a query")
         if abs(start) > MAX_TOKENS:
             raise _InvalidValueError(f"the position of a query is {start}")
-        blank = torch.empty((), dtype=self.dtype)  # expanded to q, k and v without memory
+        blank = torch.empty((), dtype=self.dtype)  # one number, expanded to the shapes of q, k and v without memory
         request = request_of(
             blank.expand(1, self.heads, queries, self.head_dim),
             blank.expand(1, self.kv_heads, keys, self.head_dim),
@@ -494,8 +497,8 @@ class _SampleReader:
         )
         nothing = torch.empty(0)
         key_start = _checked_count(data["key_start"], "the index of a key", most=MAX_TOKENS)
-        apart = _checked_type(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
-        return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, apart)
+        is_window = _checked_type(data.get("apart", False), bool, "apart")  # files of earlier versions have no windows
+        return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start, is_window)
 
     def read_sinks(self, data: dict[str, Any]) -> Tensor | None:
         """Read the learned sinks of a segment, (heads,); None if the file does not store them."""
@@ -550,8 +553,8 @@ class _SampleReader:
     def read_statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
         for name, place in _checked_type(self.data["statistics"], dict, "the statistics").items():
-            shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
-            shape = (self.heads, None, None) if name in PER_MAP else shape
+            shape: tuple[int | None, ...] = (self.heads, keys if name in STATISTICS_PER_KEY else queries)
+            shape = (self.heads, None, None) if name in STATISTICS_PER_MAP else shape
             kinds = (torch.float32, torch.float64, torch.int64)
             found[name] = _checked_tensor(self.tensors[place], shape, name, *kinds)
         return found

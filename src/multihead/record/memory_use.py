@@ -10,13 +10,13 @@ from multihead.record.layer import LayerRecord
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """The memory of a recorded run, in bytes.
 
     Attributes:
-        peak: peak resident memory of this process; None if the operating system does not report it.
-        kept: size of q and k of all layers in the record; 0 if only statistics are kept.
-        weights: size that the attention weights of all heads would have in the model's dtype.
+        peak: peak resident memory of this process, bytes; None if the operating system does not report it.
+        kept: bytes of q and k of all layers in the record; 0 if only statistics are kept.
+        weights: bytes that the attention weights of all heads would take in the model's dtype.
     """
 
     peak: int | None
@@ -24,7 +24,7 @@ class Memory:
     weights: int
 
 
-def memory_of(layers: Sequence[LayerRecord]) -> Memory:
+def memory_of(layers: Sequence[LayerRecord]) -> MemoryUse:
     """Compute the memory use of recorded layers.
 
     >>> import torch, multihead as mh
@@ -43,7 +43,7 @@ def memory_of(layers: Sequence[LayerRecord]) -> Memory:
             if one.keeps_weights:
                 kv_heads = one.segments[0].request.shape.num_kv_heads
                 kept += size * one.head_dim * (one.num_heads * one.num_queries + kv_heads * one.num_keys)
-    return Memory(peak_of_process(), kept, weights)
+    return MemoryUse(peak_of_process(), kept, weights)
 
 
 def peak_of_process() -> int | None:
@@ -53,4 +53,5 @@ def peak_of_process() -> int | None:
     except ImportError:  # Windows has no module resource
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most  # bytes on macOS, kilobytes elsewhere, see getrusage(2)
+    # ru_maxrss is in bytes on macOS and in kilobytes elsewhere, see getrusage(2)
+    return most if sys.platform == "darwin" else 1024 * most

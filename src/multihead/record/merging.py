@@ -17,7 +17,7 @@ from multihead.record.running_summary import QuantileSketch, RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import TensorStore, mask_as_json
-from multihead.record.split import JoinedRows, LayerPartOfRank, Range, TensorPiece, count_tokens
+from multihead.record.split import IndexRange, JoinedRows, LayerPartOfRank, TensorPiece, count_tokens
 from multihead.scores.bias import Bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
@@ -76,7 +76,7 @@ def _merge_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
     splits = [layer.split for layer in layers]
     if any(split is None for split in splits):
         raise _mismatch_error(f"{layers[0].name} of one of them was not split over ranks")
-    of_heads: dict[Range, list[tuple[LayerPartOfRank, LayerRecord]]] = {}
+    of_heads: dict[IndexRange, list[tuple[LayerPartOfRank, LayerRecord]]] = {}
     for split, layer in zip(splits, layers, strict=True):
         assert split is not None
         of_heads.setdefault(split.heads, []).append((split, layer))
@@ -123,7 +123,7 @@ def _merge_heads(layers: list[LayerRecord]) -> LayerRecord:
     if [first for first, _ in ends] != [0, *(stop for _, stop in ends[:-1])] or ends[-1][1] != split.num_heads:
         listed = ", ".join(f"{first} to {stop - 1}" for first, stop in ends)
         raise _mismatch_error(f"{layers[0].name} has {split.num_heads} heads, and these are {listed}")
-    # Several ranks may have the same key/value heads; they are taken from the first such rank.
+    # Several ranks may have the same key/value heads, which are taken from the first of these ranks.
     kv = list({split.kv_heads: index for index, split in reversed(list(enumerate(splits)))}.values())[::-1]
     whole = split._replace(heads=(0, split.num_heads), kv_heads=(0, split.num_kv_heads))
     found = replace(
@@ -173,8 +173,8 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
         parts = [tensors[rank].narrow(dim, at, stop - start) for rank, (start, stop), at in of_queries]
         return torch.cat(parts, dim) if parts else tensors[0]
 
-    found = replace(first, split=None, _pooled=None)
-    found.logsumexp = Rows(2, [concatenate_in_order([each.logsumexp.whole() for each in ranks], 2)])
+    found = replace(first, split=None, _newest_pooled_map=None)
+    found.logsumexp = Rows(2, [concatenate_in_order([each.logsumexp.all_rows() for each in ranks], 2)])
     if all(each.q is not None and each.k is not None for each in ranks):
         found.q = _join_rows([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
         found.k = _join_rows([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
@@ -194,7 +194,7 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
     return found
 
 
-def _sort_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
+def _sort_ranges(of_ranks: list[tuple[IndexRange, ...]]) -> list[tuple[int, IndexRange, int]]:
     """Return all token ranges of all ranks in order: rank, range, and index of its first token in the rank's tokens."""
     found = [
         (rank, each, count_tokens(ranges[:index]))
@@ -206,7 +206,11 @@ def _sort_ranges(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, in
 
 
 def _join_rows(
-    rows: Sequence[Rows | None], places: list[tuple[int, Range, int]], heads: int, length: int, shape: AttentionShape
+    rows: Sequence[Rows | None],
+    places: list[tuple[int, IndexRange, int]],
+    heads: int,
+    length: int,
+    shape: AttentionShape,
 ) -> JoinedRows:
     pieces = []
     for rank, (start, stop), at in places:
@@ -217,7 +221,7 @@ def _join_rows(
 
 
 def _check_same_text(ranks: Sequence[SampleRecord]) -> None:
-    known = [each.keys_read.ids.whole() for each in ranks if each.keys_read.ids is not None]
+    known = [each.growing_key_text.ids.all_rows() for each in ranks if each.growing_key_text.ids is not None]
     if any(not torch.equal(each, known[0]) for each in known):
         raise _mismatch_error("they read different texts")
 
@@ -229,9 +233,9 @@ def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, k
     if len(sizes) > 1:
         raise _mismatch_error(f"the sizes of {first.name} differ")
     _check_same_text(ranks)
-    found = replace(first, _pooled=None)
+    found = replace(first, _newest_pooled_map=None)
     found.segments = [_merge_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
-    found.logsumexp = Rows(2, [torch.cat([each.logsumexp.whole() for each in ranks], 1)])
+    found.logsumexp = Rows(2, [torch.cat([each.logsumexp.all_rows() for each in ranks], 1)])
     if all(each.q is not None and each.k is not None for each in ranks):
         shape = found.segments[0].request.shape
         found.q = _stack_heads([each.q for each in ranks], shape.num_heads, shape)
@@ -278,7 +282,7 @@ def _are_equal_masks(mask: Mask, other: Mask) -> bool:
         return True
     tensors, others = TensorStore(), TensorStore()
     fields = mask_as_json(mask, tensors, "mask") == mask_as_json(other, others, "mask")
-    return fields and all(torch.equal(each, others.named[name]) for name, each in tensors.named.items())
+    return fields and all(torch.equal(each, others.by_name[name]) for name, each in tensors.by_name.items())
 
 
 def _merge_biases(requests: list[AttentionRequest]) -> Bias | None:

@@ -10,27 +10,27 @@ from typing import Any, TypeVar
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 
-ROWS = 24
-"""Heads that a notebook shows."""
+MAX_SHOWN_HEADS = 24
+"""Largest number of heads that the table in a notebook shows."""
 
 
-PLACES = ("layer", "head", "name")
+HEAD_COLUMNS = ("layer", "head", "name")
 """Columns of a table that identify a head."""
 
-WORDS = (*PLACES, "kind")
+TEXT_COLUMNS = (*HEAD_COLUMNS, "kind")
 """Columns of a table that are not statistics."""
 
-CHANCE = "_chance"
+CHANCE_SUFFIX = "_chance"
 """Suffix of a column with the chance level of a statistic, after the name of the statistic."""
 
 MAX_CHANCE_ROWS = 4
-"""Largest number of rows with chance levels in a table; layers with different masks have different levels."""
+"""Largest number of rows with chance levels in a table; layers with different masks have different chance levels."""
 
 
-class OneLine:
+class OneLineRepr:
     """Base class whose repr contains the str of an object, so that a list of found heads is readable.
 
-    >>> class Head(OneLine):
+    >>> class Head(OneLineRepr):
     ...     def __str__(self):
     ...         return "L0 H1: previous 88 %"
     >>> Head()
@@ -45,13 +45,13 @@ class OneLine:
         return {"head": str(self)}
 
 
-Found = TypeVar("Found", bound=OneLine)
+Found = TypeVar("Found", bound=OneLineRepr)
 
 
 class HeadList(list[Found]):
-    """Heads that were found: a line for each in a terminal, a row of a table in a notebook.
+    """A list of heads, shown as one line per head in a terminal, and as one table row per head in a notebook.
 
-    >>> class Head(OneLine):
+    >>> class Head(OneLineRepr):
     ...     def __str__(self):
     ...         return "L0 H1: previous 88 %"
     >>> HeadList([Head(), Head()])
@@ -71,12 +71,14 @@ class HeadList(list[Found]):
 
 def statistic_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | None) -> list[Statistic]:
     """Return the columns of a table that are statistics, without chance levels."""
-    return [statistic(name, statistics) for name in names if name not in WORDS and not name.endswith(CHANCE)]
+    return [
+        statistic(name, statistics) for name in names if name not in TEXT_COLUMNS and not name.endswith(CHANCE_SUFFIX)
+    ]
 
 
 def distinct_chances(rows: Sequence[Mapping[str, Any]], columns: Sequence[Statistic]) -> list[list[str]]:
     """Return the distinct chance levels of the rows: lists of one formatted number per column, "" if unknown."""
-    found = dict.fromkeys(tuple(each.number(row.get(each.name + CHANCE)) for each in columns) for row in rows)
+    found = dict.fromkeys(tuple(each.number(row.get(each.name + CHANCE_SUFFIX)) for each in columns) for row in rows)
     shown = [["" if number == "-" else number for number in level] for level in found]
     return [level for level in shown if any(level)][:MAX_CHANCE_ROWS]
 
@@ -96,9 +98,9 @@ def html_of_table(
         title: shown in bold; "" shows neither title nor caption.
         caption: one sentence without its full stop.
         rows: one dict per head: "layer", "head", "name", and its statistics.
-        places: which of "layer", "head" and "name" are columns; "kind" is one if the rows have it.
+        places: which of "layer", "head" and "name" are columns; "kind" is a column if the rows have kinds.
         statistics: label, unit and number format of the statistics that are not built in.
-        rest: the method that returns all rows, named below the first `ROWS`.
+        rest: the call that returns all rows, which a line below the first `MAX_SHOWN_HEADS` rows names.
 
     >>> html_of_table("<b>", "nothing was recorded yet", [], [])
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
@@ -125,16 +127,16 @@ def _html_rows(
     columns = statistic_columns(names, statistics)
     cells = [
         [*(str(row[place]) for place in places), *(_format_number(each, row.get(each.name)) for each in columns)]
-        for row in rows[:ROWS]
+        for row in rows[:MAX_SHOWN_HEADS]
     ]
     levels = [["chance", *level] for level in distinct_chances(rows, columns)]
-    more = len(rows) - ROWS
+    more = len(rows) - MAX_SHOWN_HEADS
     after = f"<p>{number_with_noun(more, 'head')} more: {rest} has all.</p>" if more > 0 else ""
     return _html_table([*places, *(each.heading for each in columns)], cells, levels) + after
 
 
 def _html_table(headings: Collection[str], rows: Iterable[Sequence[str]], last: Iterable[Sequence[str]] = ()) -> str:
-    """Return a table of texts; each of the last rows has a heading, which is as wide as the columns it lacks."""
+    """Return an HTML table; each row of `last` begins with a heading that spans the columns it has no cell for."""
     head = "".join(f"<th>{escape(each)}</th>" for each in headings)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     for name, *cells in last:

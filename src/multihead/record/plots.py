@@ -16,15 +16,17 @@ from multihead.record.blocks import checked_slice_ends
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
-CELLS = 512
-"""Largest number of rows and columns of a drawn map; of a larger map the means of blocks are drawn."""
+MAX_DRAWN_CELLS = 512
+"""Largest number of rows and columns of a drawn map; a larger map is drawn as the means of blocks."""
 
-LABELS = 48
+MAX_TOKEN_LABELS = 48
 """Largest number of tokens that are drawn as labels along an axis of a map."""
 
-GRID_CELLS = 96  # largest number of rows and columns of each map in a grid
-_PAPER_TO_INK = "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # as static/shared/colour.js
-_HIDDEN = "#E4E2DC"
+MAX_GRID_MAP_CELLS = 96  # largest number of rows and columns of each map in a grid
+_COLOURS_OF_SCALE = (
+    "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # the colours of static/shared/colour.js
+)
+_COLOUR_OF_HIDDEN_CELLS = "#E4E2DC"
 
 
 def plot_map(
@@ -55,24 +57,24 @@ def plot_map(
         MissingPackageError: matplotlib is not installed.
     """
     plt = import_pyplot()
-    weights = sample.map(head, queries=queries, keys=keys, bins=CELLS).numpy()
+    weights = sample.map(head, queries=queries, keys=keys, bins=MAX_DRAWN_CELLS).numpy()
     rows, columns = checked_slice_ends(queries, sample.num_queries), checked_slice_ends(keys, sample.num_keys)
-    block = math.ceil((rows[1] - rows[0]) / CELLS), math.ceil((columns[1] - columns[0]) / CELLS)
+    block = math.ceil((rows[1] - rows[0]) / MAX_DRAWN_CELLS), math.ceil((columns[1] - columns[0]) / MAX_DRAWN_CELLS)
     if ax is None:
         ax = plt.subplots(figsize=(7, 6), layout="constrained")[1]
     image = _draw_map(
         ax, weights, end := end_of_color_scale(weights, single=max(block) <= 1), extent=(*columns, rows[1], rows[0])
     )
     for axis, (first, last), tokens in (
-        (ax.yaxis, rows, sample.query_text.tokens if sample.crosses else sample.text.tokens),
+        (ax.yaxis, rows, sample.query_text.tokens if sample.cross_attention else sample.text.tokens),
         (ax.xaxis, columns, sample.text.tokens),
     ):
-        if tokens is not None and last - first <= LABELS:
+        if tokens is not None and last - first <= MAX_TOKEN_LABELS:
             axis.set_ticks(
                 np.arange(first, last) + 0.5, [visible(token).strip() or "␣" for token in tokens[first:last]]
             )
             axis.set_tick_params(length=0, labelsize="small")
-    ax.tick_params("x", rotation=90 if columns[1] - columns[0] <= LABELS else 0)
+    ax.tick_params("x", rotation=90 if columns[1] - columns[0] <= MAX_TOKEN_LABELS else 0)
     ax.set(xlabel="key", ylabel="query", title=title)
     _add_color_bar(ax, image, end, block)
     return ax
@@ -131,10 +133,10 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
     figure, axes = plt.subplots(
         len(layers), heads, figsize=(0.5 + 0.9 * heads, 0.5 + 0.9 * len(layers)), squeeze=False, layout="constrained"
     )
-    maps = [layer.map(None, sample=sample, bins=GRID_CELLS).numpy() for layer in layers]
+    maps = [layer.map(None, sample=sample, bins=MAX_GRID_MAP_CELLS).numpy() for layer in layers]
     ones = [layer.sample(sample) for layer in layers]
     longest = max(one.num_queries for one in ones), max(one.num_keys for one in ones)
-    block = math.ceil(longest[0] / GRID_CELLS), math.ceil(longest[1] / GRID_CELLS)
+    block = math.ceil(longest[0] / MAX_GRID_MAP_CELLS), math.ceil(longest[1] / MAX_GRID_MAP_CELLS)
     end = end_of_color_scale(np.concatenate([each.ravel() for each in maps]), single=max(block) <= 1)
     for row, (layer, weights) in enumerate(zip(layers, maps, strict=True)):
         for head, ax in enumerate(axes[row]):
@@ -168,8 +170,8 @@ def report_colormap() -> Any:
     """Return the colormap of the report and the viewer, from white (paper) to dark blue (ink)."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    ramp = LinearSegmentedColormap.from_list("multihead", _PAPER_TO_INK.split())
-    return ramp.with_extremes(bad=_HIDDEN)  # hidden cells, which are NaN, are grey
+    ramp = LinearSegmentedColormap.from_list("multihead", _COLOURS_OF_SCALE.split())
+    return ramp.with_extremes(bad=_COLOUR_OF_HIDDEN_CELLS)  # hidden cells, which are NaN, are grey
 
 
 def end_of_color_scale(weights: Any, *, single: bool) -> float:

@@ -1,7 +1,8 @@
 """The attention of a layer's heads on repeated random tokens.
 
 Statistics of repeated random tokens are stored per layer, text and head, so that the file has what the standard error
-needs. The means of a layer include them, so every table, page and search does too. They have no medians over queries.
+needs. The means of a layer include these statistics, so every table, page and search does too. Medians over queries do
+not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Summarise statistics of a layer over any number of texts in constant memory, by sums, counts and histograms.
 
-Medians over any number of batches are exact to 1 %. A histogram has 64 bins per power of two, so the bin of a value is
-read from its first bits, without a logarithm. The native library adds a batch in one pass, head by head; most of the
-remaining time goes to the first access to the memory of the histograms. In files of version 1 each bin is 1.02 times as
-wide as the one before; these histograms are converted when they are read.
+Medians over any number of batches are exact to 1 %. A histogram has 64 bins per power of two, so the bin of a value
+follows from the value's first bits, without a logarithm. The native library adds a batch to the histograms in one pass,
+head by head; most of its time goes to the first access to their memory. Histograms in files of version 1, whose bins
+are each 1.02 times as wide as the one before, are converted when read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.native import library
-from multihead.record.summaries import SHARES, Measured, Of, check_summary_name
+from multihead.record.summaries import QUANTILE_OF_SUMMARY, MeasuredStatistic, SummaryName, check_summary_name
 
-LEAST, MOST = 2.0**-30, 2.0**30
+MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
 """Range of the histograms: smaller values count as 0, and larger values are in the last bin."""
 
-BINS = 2 + 60 * 64
-"""Number of bins of a histogram: 64 per octave from LEAST to MOST, one for smaller and one for larger values."""
+NUM_BINS = 2 + 60 * 64
+"""Number of bins of a histogram: 64 per factor of two, one bin for values below the range and one for those above."""
 
 
-# Integer dtype of a number's bits -> number of mantissa bits after the first six, and offset so that LEAST is in bin 1.
+# Integer dtype of a number's bits -> number of mantissa bits after the first six, and the offset of bin numbers.
 _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
 
 
@@ -40,7 +40,7 @@ class QuantileSketch:
     Attributes:
         total: (heads,) float64, sum of the values.
         count: (heads,) float64, number of values.
-        bins: (heads, bins) int64, number of values in each bin; the first bin has the values below LEAST.
+        bins: (heads, bins) int64, number of values in each bin; the first bin has the values below MIN_BINNED_VALUE.
         maximum: (heads,) float64, exact maximum, -inf without values; None if it is not recorded.
 
     Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
@@ -61,7 +61,7 @@ class QuantileSketch:
         """Create `count` sketches without values, which are views of shared tensors."""
         sums = torch.zeros(2, count, heads, dtype=torch.float64)
         # np.zeros uses calloc, so memory pages without values take neither time nor memory.
-        bins = torch.from_numpy(np.zeros((count, heads, BINS), np.int64))
+        bins = torch.from_numpy(np.zeros((count, heads, NUM_BINS), np.int64))
         return [QuantileSketch(*each) for each in zip(*sums, bins, strict=True)]
 
     def add(self, values: Tensor, counted: Tensor) -> None:
@@ -79,13 +79,13 @@ class QuantileSketch:
             library.add_to_histograms(values, counted, first_bin, self.total, self.count, self.bins)
             return
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
-        # Multiplying bits by False sets uncounted values to 0, even NaN, and is 10 times faster than masked_fill.
+        # Multiplying the bits of a value by False sets it to 0, even NaN, and is 10 times faster than masked_fill.
         bits = _bits_as_integers(values) * counted
         count = counted.sum(rest)
         floats = torch.float64 if bits.dtype == torch.int64 else torch.float32
         self.total += bits.view(floats).sum(rest, dtype=torch.float64)
         self.count += count
-        place = _bin_of_bits(bits).add_(torch.arange(0, heads * BINS, BINS)[:, None]).flatten()
+        place = _bin_of_bits(bits).add_(torch.arange(0, heads * NUM_BINS, NUM_BINS)[:, None]).flatten()
         self.bins.view(-1).scatter_add_(0, place, torch.ones(1, dtype=torch.int64).expand_as(place))
         self.bins[:, 0] -= values.numel() // max(heads, 1) - count  # uncounted values were set to 0 and are in bin 0
 
@@ -94,7 +94,7 @@ class QuantileSketch:
         if share == 1 and self.maximum is not None:
             return torch.where(self.count == 0, 0.0, self.maximum)
         wanted = share * (self.count - 1).clamp(min=0)
-        place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=BINS - 1)  # (heads,)
+        place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=NUM_BINS - 1)  # (heads,)
         value = torch.where(self.count == 0, 0.0, value_of_bin(place))
         return torch.where(self.total.isnan(), torch.nan, value)
 
@@ -108,7 +108,7 @@ class RunningSummary:
         num_samples: number of texts.
         statistics: name of a statistic -> its sketch.
         maxima: names of the statistics whose exact maximum is recorded.
-        takes_batches: whether `add` must get complete texts, all texts of a call at once.
+        takes_batches: whether `add` must receive all texts of an attention call at once, and each text completely.
     """
 
     num_heads: int
@@ -117,7 +117,7 @@ class RunningSummary:
     maxima: Collection[str] = ()
     takes_batches: ClassVar[bool] = False
 
-    def add(self, measured: Mapping[str, Measured], *, samples: int) -> None:
+    def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
         """Add the statistics of one text, or of all texts of a batch at once.
 
         Args:
@@ -133,13 +133,13 @@ class RunningSummary:
         for name, each in measured.items():
             self.statistics[name].add(each.values, each.counted)
 
-    def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return name -> (heads,) float64, the summary `of` each statistic; means are exact, others are within 1 %."""
+    def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return the summary `of` each statistic: name -> (heads,) float64; means are exact, others within 1 %."""
         check_summary_name(of)
         chosen = {name: each for name, each in self.statistics.items() if names is None or name in names}
         if of == "mean":
             return {name: each.total / each.count.clamp(min=1) for name, each in chosen.items()}
-        return {name: each.quantile(SHARES[of]) for name, each in chosen.items()}
+        return {name: each.quantile(QUANTILE_OF_SUMMARY[of]) for name, each in chosen.items()}
 
 
 def bin_of(values: Tensor) -> Tensor:
@@ -161,10 +161,10 @@ def _bits_as_integers(values: Tensor) -> Tensor:
 
 def _bin_of_bits(bits: Tensor) -> Tensor:
     shift, first_bin = _SHIFT_AND_FIRST_BIN[bits.dtype]
-    return ((bits >> shift) - first_bin).clamp_(0, BINS - 1).long()
+    return ((bits >> shift) - first_bin).clamp_(0, NUM_BINS - 1).long()
 
 
 def _lower_end_of_bin(place: Tensor) -> Tensor:
     """Return the lower end of bins 1 and higher, float64."""
     octave, part = (place - 1) // 64, (place - 1) % 64
-    return LEAST * 2.0 ** octave.double() * (1 + part.double() / 64)
+    return MIN_BINNED_VALUE * 2.0 ** octave.double() * (1 + part.double() / 64)

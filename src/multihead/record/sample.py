@@ -33,13 +33,13 @@ from multihead.record.blocks import (
 from multihead.record.notebook import number_with_noun
 from multihead.record.segments import Rows, Segment, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
-from multihead.record.summaries import Measured, Of
+from multihead.record.summaries import MeasuredStatistic, SummaryName
 from multihead.record.table import head_rows
 from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
-PER_KEY = frozenset({"received", "coverage"})
-PER_MAP = frozenset({"pooled_map"})
+STATISTICS_PER_KEY = frozenset({"received", "coverage"})
+STATISTICS_PER_MAP = frozenset({"pooled_map"})
 
 
 @dataclass(eq=False, repr=False)
@@ -55,11 +55,11 @@ class SampleRecord:
         k: (1, kv_heads, keys, head_dim), or None if only statistics were kept.
         segments: the calls of the sample, where consecutive calls with the same kind of mask are merged.
         calls: query range and key range of each call, [first, stop) each.
-        crosses: whether keys come from another text than queries (cross-attention).
-        keys_read: text of the keys, to which each call adds tokens.
-        queries_read: text of the queries in cross-attention.
-        split: tokens of this rank if a sequence is split over ranks, else None. `q`, `logsumexp` and statistics are
-            then for the rank's queries, and `k` has the rank's keys.
+        cross_attention: whether keys come from another text than queries (cross-attention).
+        growing_key_text: text of the keys so far, to which each attention call adds tokens.
+        growing_query_text: text of the queries so far in cross-attention; without tokens in self-attention.
+        split: tokens of this rank if a sequence is split over ranks, else None. In a split sample `q`, `logsumexp` and
+            the statistics are for the rank's queries, and `k` has the rank's keys.
         counted: name -> `Statistic.counted`, for statistics that are not built in.
     """
 
@@ -71,14 +71,14 @@ class SampleRecord:
     k: Rows | None = None
     segments: list[Segment] = field(default_factory=list)
     calls: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
-    crosses: bool = False
-    keys_read: GrowingText = field(default_factory=GrowingText)
-    queries_read: GrowingText = field(default_factory=GrowingText)
+    cross_attention: bool = False
+    growing_key_text: GrowingText = field(default_factory=GrowingText)
+    growing_query_text: GrowingText = field(default_factory=GrowingText)
     split: TokensOfRank | None = None
     counted: dict[str, str] = field(default_factory=dict)
     _per_query: dict[str, Rows] = field(default_factory=dict)  # statistics per query, (heads, queries)
-    _others: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
-    _pooled: tuple[int, Tensor] | None = None
+    _not_per_query: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
+    _newest_pooled_map: tuple[int, Tensor] | None = None
 
     @property
     def num_heads(self) -> int:
@@ -120,7 +120,7 @@ class SampleRecord:
     @property
     def sees(self) -> Tensor:
         """Whether each query sees any key: (heads, queries) bool."""
-        return (self.logsumexp.whole()[0] != -torch.inf).cpu()
+        return (self.logsumexp.all_rows()[0] != -torch.inf).cpu()
 
     @property
     def keeps_weights(self) -> bool:
@@ -130,13 +130,13 @@ class SampleRecord:
     @property
     def text(self) -> Text:
         """The text of the keys, one token per key."""
-        return self.keys_read.text(self.num_keys)
+        return self.growing_key_text.text(self.num_keys)
 
     @property
     def query_text(self) -> Text:
         """The text of the queries, one token per query."""
-        if self.crosses:
-            return self.queries_read.text(self.num_queries)
+        if self.cross_attention:
+            return self.growing_query_text.text(self.num_queries)
         if self.split is not None:
             return self.text.select_tokens(self.positions.tolist())
         return self.text.part(self.query_start, self.query_start + self.num_queries)
@@ -148,47 +148,48 @@ class SampleRecord:
         `received` and `coverage` are (heads, keys), `pooled_map` is (heads, rows, columns). A sample with several calls
         has a pooled map only if q and k were kept and `map_pool` is "mean".
         """
-        found = self.per_query | self._others
+        found = self.per_query | self._not_per_query
         if len(self.calls) > 1 and "pooled_map" in found:
-            del found["pooled_map"]  # the map of the first call has smaller blocks than the map of all calls
+            # the pooled map of the first call has smaller blocks than the pooled map of all calls
+            del found["pooled_map"]
             if (
                 self.keeps_weights
                 and self.map_pool == "mean"
-                and (self._pooled is None or self._pooled[0] != len(self.calls))
+                and (self._newest_pooled_map is None or self._newest_pooled_map[0] != len(self.calls))
             ):
-                self._pooled = (len(self.calls), self.map(bins=self.map_size))
-            if self._pooled is not None and self._pooled[0] == len(self.calls):
-                found["pooled_map"] = self._pooled[1]
+                self._newest_pooled_map = (len(self.calls), self.map(bins=self.map_size))
+            if self._newest_pooled_map is not None and self._newest_pooled_map[0] == len(self.calls):
+                found["pooled_map"] = self._newest_pooled_map[1]
         return found
 
     @property
     def per_query(self) -> dict[str, Tensor]:
         """Statistics with one number per query: name -> (heads, queries)."""
-        return {name: rows.whole() for name, rows in self._per_query.items()}
+        return {name: rows.all_rows() for name, rows in self._per_query.items()}
 
     @property
     def means(self) -> dict[str, Tensor]:
         """Mean of each statistic over the queries that see a key: name -> (heads,) float64.
 
-        Means of `previous_mass` and other offsets leave out queries without a key at that offset.
+        The mean of a weight at an offset, such as `previous_mass`, leaves out the queries without a key at that offset.
         """
         return self.summary()
 
-    def summary(self, of: Of = "mean") -> dict[str, Tensor]:
+    def summary(self, of: SummaryName = "mean") -> dict[str, Tensor]:
         """Summarise each statistic over the queries that count, see `Statistic.counted`: name -> (heads,) float64."""
         return summaries.summary([self.measured()], of)
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, MeasuredStatistic]:
         """Return each floating-point statistic, and which queries count in its summaries: (heads, queries) each."""
         sees, positions, ids = self.sees, self.positions, self.text.ids
         rows, keys = torch.tensor(self.calls).unbind(1)  # (calls, 2) each
         num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # number of keys in the call of each query
-        windows = [torch.full((each.num_queries,), each.key_start * each.apart) for each in self.segments]
+        windows = [torch.full((each.num_queries,), each.key_start * each.is_window) for each in self.segments]
         first = torch.cat(windows)[: len(positions)]  # the first key of the window of each query; 0 without windows
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
         rules = {name: self.counted.get(name) or statistic(name).counted for name in self.per_query}
         return {
-            name: Measured(
+            name: MeasuredStatistic(
                 value, summaries.queries_that_count(rules[name], sees, positions - first, num_keys - first, occurred)
             )
             for name, value in self.per_query.items()
@@ -197,13 +198,17 @@ class SampleRecord:
 
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Replace all statistics of the sample."""
-        self._others = {name: value for name, value in statistics.items() if name in PER_KEY | PER_MAP}
-        self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
+        self._not_per_query = {
+            name: value for name, value in statistics.items() if name in STATISTICS_PER_KEY | STATISTICS_PER_MAP
+        }
+        self._per_query = {
+            name: Rows(1, [value]) for name, value in statistics.items() if name not in self._not_per_query
+        }
         if "pooled_map" in statistics:
-            self._pooled = (len(self.calls), statistics["pooled_map"])
+            self._newest_pooled_map = (len(self.calls), statistics["pooled_map"])
 
     def set_first_call(self, segment: Segment, logsumexp: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Start the sample with its first call; the caller sets `q` and `k`.
+        """Store the first attention call of the sample; the caller sets `q` and `k`.
 
         Args:
             segment: the call.
@@ -216,7 +221,7 @@ class SampleRecord:
         self._per_query = {name: Rows(1, [value]) for name, value in statistics.items()}
 
     def append_call(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
-        """Append a call that continues the previous ones; the caller appends its keys to `k`.
+        """Append an attention call that continues the sample's previous calls; the caller appends the new keys to `k`.
 
         Args:
             segment: the call; its `row_start` is set here.
@@ -235,24 +240,27 @@ class SampleRecord:
         self.logsumexp.add(logsumexp)
         if self.q is not None and q is not None:
             self.q.add(q)
-        per_query = {name: value for name, value in statistics.items() if name not in PER_KEY | PER_MAP}
+        per_query = {
+            name: value for name, value in statistics.items() if name not in STATISTICS_PER_KEY | STATISTICS_PER_MAP
+        }
         if first:
             self.set_statistics(statistics)
             return
-        # A statistic that is missing in one call is dropped for the whole sample.
+        # A statistic that was not measured in one call is dropped for the whole sample.
         self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
         for name, rows in self._per_query.items():
             shifted = per_query[name]
             rows.add(shifted + segment.key_start * (shifted >= 0) if name == "largest_key" else shifted)
-        self._others = {name: value for name, value in self._others.items() if name in statistics}
-        if "received" in self._others:
-            total, more = self._others["received"], statistics["received"]
-            self._others["received"] = add_received_weights(total, more, segment.key_start)
-        if "coverage" in self._others:
-            if "received" in self._others:
-                self._others["coverage"] = self._others["received"].clamp(max=1)
+        self._not_per_query = {name: value for name, value in self._not_per_query.items() if name in statistics}
+        if "received" in self._not_per_query:
+            total, more = self._not_per_query["received"], statistics["received"]
+            self._not_per_query["received"] = add_received_weights(total, more, segment.key_start)
+        if "coverage" in self._not_per_query:
+            if "received" in self._not_per_query:
+                self._not_per_query["coverage"] = self._not_per_query["received"].clamp(max=1)
             else:
-                del self._others["coverage"]  # coverage is clamped to 1, so it cannot be added
+                # the coverage per key is clamped to 1, so that of several calls cannot be added
+                del self._not_per_query["coverage"]
 
     def __repr__(self) -> str:
         """Return one line: the name of the layer, and the numbers of heads, queries and keys."""
@@ -274,15 +282,17 @@ class SampleRecord:
             return self
         rows, keys = self.calls[index]
         segment = next(each for each in self.segments if each.row_start <= rows[0] and rows[1] <= each.row_stop)
-        alone = SampleRecord(self.name, self.map_size, self.map_pool, crosses=self.crosses, counted=self.counted)
-        alone.logsumexp.add(self.logsumexp.between(*rows))
-        alone.q = None if self.q is None else Rows(2, [self.q.between(*rows)])
+        alone = SampleRecord(
+            self.name, self.map_size, self.map_pool, cross_attention=self.cross_attention, counted=self.counted
+        )
+        alone.logsumexp.add(self.logsumexp.rows_between(*rows))
+        alone.q = None if self.q is None else Rows(2, [self.q.rows_between(*rows)])
         alone.k = self.k
         alone.segments, alone.calls = [replace(segment.cut(rows, keys), row_start=0)], [((0, rows[1] - rows[0]), keys)]
-        alone.keys_read = GrowingText.from_text(self.keys_read.text(self.num_keys).part(0, keys[1]))
-        alone.queries_read = GrowingText.from_text(self.queries_read.text(self.num_queries).part(*rows))
-        alone._per_query = {name: Rows(1, [each.between(*rows)]) for name, each in self._per_query.items()}
-        alone._others = dict(self._others) if len(self.calls) == 1 else {}
+        alone.growing_key_text = GrowingText.from_text(self.growing_key_text.text(self.num_keys).part(0, keys[1]))
+        alone.growing_query_text = GrowingText.from_text(self.growing_query_text.text(self.num_queries).part(*rows))
+        alone._per_query = {name: Rows(1, [each.rows_between(*rows)]) for name, each in self._per_query.items()}
+        alone._not_per_query = dict(self._not_per_query) if len(self.calls) == 1 else {}
         return alone
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
@@ -305,7 +315,7 @@ class SampleRecord:
         for segment, rows in self._segments_of_rows(queries):
             request, logsumexp = self.request_of(segment, head)
             columns = self._columns_of_segment(segment, keys)
-            part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=segment.totals)
+            part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=segment.row_logsumexps)
             found.append(part[0].cpu())
         if not found:
             self._check_weights_kept()
@@ -331,7 +341,7 @@ class SampleRecord:
         """Compute each query's weight on the key at an offset from its own position: -1 is the key before the query.
 
         Returns:
-            (heads, queries), a share from 0 to 1; 0 if that key is hidden or does not exist.
+            (heads, queries), a share from 0 to 1; 0 if the key at this offset is hidden or does not exist.
 
         Raises:
             ProbeError: only statistics were kept.
@@ -454,9 +464,11 @@ class SampleRecord:
         assert self.q is not None
         assert self.k is not None
         of_q, of_k = segment.head_indices(head)
-        k = self.k.between(segment.key_start, segment.key_stop, heads=of_k)
-        request = replace(segment.request, q=self.q.between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k)
-        return request, self.logsumexp.between(segment.row_start, segment.row_stop)
+        k = self.k.rows_between(segment.key_start, segment.key_stop, heads=of_k)
+        request = replace(
+            segment.request, q=self.q.rows_between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k
+        )
+        return request, self.logsumexp.rows_between(segment.row_start, segment.row_stop)
 
     def _check_not_split(self) -> None:
         if self.split is not None:

@@ -24,8 +24,8 @@ from multihead.record.serialization import TensorStore, bias_as_json, mask_as_js
 from multihead.record.texts import Text
 from multihead.scores.bias import values_of
 
-FORMAT = "multihead record"
-VERSION = 2  # version 2 changed the histogram bins of running summaries
+FORMAT_NAME = "multihead record"
+FORMAT_VERSION = 2  # version 2 changed the histogram bins of running summaries
 MAX_HEADER_BYTES = 100_000_000  # bytes; safetensors rejects longer headers
 SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
@@ -41,7 +41,7 @@ SAFETENSORS_NAMES = {
 }
 """Dtypes that a record's file may contain -> their names in safetensors."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # number of bytes -> dtype
+_INTEGER_DTYPE_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # number of bytes -> dtype
 
 
 def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "all") -> None:
@@ -57,7 +57,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
             raise DtypeError(
                 f"{name} is a {tensor.dtype} tensor, which a record cannot hold.", "Convert it to float32 or int64."
             )
-    metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": data}
+    metadata = {"format": FORMAT_NAME, "version": str(FORMAT_VERSION), "id": record.id, "record": data}
     # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
     named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
     header = _safetensors_header(named, metadata)
@@ -89,7 +89,7 @@ def _little_endian_bytes(tensor: Tensor) -> memoryview:
     """Return the contiguous, little-endian bytes of a tensor, as safetensors stores them."""
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     size = whole.itemsize
-    return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
+    return whole.view(_INTEGER_DTYPE_BY_SIZE[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
 
 
 def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str, Tensor]]:
@@ -125,7 +125,8 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
         "texts": texts.as_json(tensors),
         "layers": layers,
     }
-    # A separate entry, so that earlier versions of the library, whose statistics lack this field, can open the file.
+    # `counted` is a separate entry, so that earlier versions of the library, whose statistics lack this field, can open
+    # the file.
     counted = {name: each.counted for name, each in record.statistics.items() if each.counted != "all"}
     if counted:
         data["counted"] = counted
@@ -135,11 +136,11 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
         for each in probes
         if each.only_part is not None and not isinstance(each.only_part, str)
     }
-    if parts:  # used to restore these probes; user-defined functions are not stored
+    if parts:  # parts and argument of the probes, from which they are restored; user-defined functions are not stored
         data["parts"] = parts
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # A token may be half of a surrogate pair, which UTF-8 cannot encode but JSON can, as \\ud83d.
-    return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
+    return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.by_name
 
 
 def _summary_as_json(running_summary: RunningSummary | None, tensors: TensorStore, layer: int) -> dict[str, Any] | None:
@@ -210,9 +211,9 @@ def _sample_as_json(
     shape = one.segments[0].request.shape
     kept = kept and one.q is not None
     if one.q is not None and one.k is not None and kept:
-        tensors.add_tensor(f"{name}.q", one.q.whole())
-        tensors.add_tensor(f"{name}.k", one.k.whole())
-    tensors.add_tensor(f"{name}.logsumexp", one.logsumexp.whole())
+        tensors.add_tensor(f"{name}.q", one.q.all_rows())
+        tensors.add_tensor(f"{name}.k", one.k.all_rows())
+    tensors.add_tensor(f"{name}.logsumexp", one.logsumexp.all_rows())
     statistics = one.statistics
     split = {} if one.split is None else {"split": [list(map(list, each)) for each in one.split]}
     return split | {
@@ -225,9 +226,9 @@ def _sample_as_json(
         "map_size": one.map_size,
         "map_pool": one.map_pool,
         "kept": kept,
-        "crosses": one.crosses,
+        "crosses": one.cross_attention,
         "text": texts.add_text(one.text),
-        "query_text": texts.add_text(one.query_text) if one.crosses else None,
+        "query_text": texts.add_text(one.query_text) if one.cross_attention else None,
         "statistics": {key: tensors.add_tensor(f"{name}.statistics.{key}", value) for key, value in statistics.items()},
         "pieces": [
             _segment_as_json(segment, tensors, f"{name}.{index}", kept=kept)
@@ -249,7 +250,7 @@ def _segment_as_json(segment: Segment, tensors: TensorStore, name: str, *, kept:
         "queries": request.shape.query_length,
         "keys": request.shape.key_length,
         "key_start": segment.key_start,
-        "apart": segment.apart,
+        "apart": segment.is_window,
         "query_start": int(request.query_start),
         "scale": request.scale,
         "softcap": request.softcap,

@@ -1,19 +1,19 @@
 """Segments of a sample (an attention call, or several merged calls), and tensors to which calls append rows.
 
-Windows and images are segments of one sample (`Segment.apart`), each measured as a call of its own: its positions begin
-at 0, its own first key counts as the first key, and its chance level is measured for it alone. Windows are recorded
-from two kinds of calls. Some models make a call per window: then q and k follow those of the layer's call before it in
-the same tensors (`Recorder._is_further_window`; the tensors are kept until the next call, so that no other tensor is
-allocated in their memory). Other models make one call with a batch of windows. Then the batch of the call is a multiple
-of the batch of the innermost Hugging Face model (`rows_per_sample`), no input of that model has as many rows, and
-consecutive rows belong to one sample. In models that are not from Hugging Face each row is a sample, because the first
-axis of their inputs need not be the batch.
+A window or image of a sample is a segment (`Segment.is_window`) that is measured as a separate call: positions begin at
+0 in each window, its first key counts as the first key, and chance levels are measured per window. Windows are recorded
+from two kinds of calls. Some models make one call per window, whose q and k directly follow those of the layer's
+previous call in memory (`LayerNamer._is_further_window`; the tensors are kept until the next call, so that no other
+tensor is allocated in their memory). Other models make one call with a batch of windows. The batch of such a call is a
+multiple of the batch of the innermost Hugging Face model (`rows_per_sample`), no input of that model has as many rows,
+and consecutive rows belong to one sample. In models that are not from Hugging Face each row of a call's batch is a
+sample, because the first axis of the model's inputs need not be the batch.
 
-A sample stores rows that grow: q, k, logsumexp and statistics once each, keys not repeated for the heads that share
-them. The samples of a batch share copies of q and k.
+A sample stores q, k, logsumexp and statistics as tensors that grow by rows; keys are not repeated for the heads that
+share them. The samples of a batch share copies of q and k.
 
-A record keeps the sinks of a call, because its weights are divided by their own sum. Older files have no sinks: there
-the weight of the sinks is included in the stored logsumexp, which is used unchanged.
+A record keeps the sinks of a call, because its weights are divided by their own sum. Files of earlier versions have no
+sinks: the logsumexp that they store includes the weight of the sinks, and is used unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rows:
     __slots__ = ("_chunks", "_length", "axis")
 
     def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
-        """Start with some chunks. This is short, because each sample creates a dozen of these objects."""
+        """Start with some chunks; does little work, because each sample creates a dozen objects of this class."""
         self.axis = axis
         self._chunks = list(chunks)
         self._length = 0
@@ -65,23 +65,23 @@ class Rows:
         self._chunks.append(chunk)
         self._length += chunk.shape[self.axis]
 
-    def whole(self) -> Tensor:
+    def all_rows(self) -> Tensor:
         """Return all rows as one tensor."""
         if len(self._chunks) > 1:
             self._chunks = [torch.cat(self._chunks, self.axis)]
         return self._chunks[0]
 
-    def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
         """Return the rows [start, stop); subclasses may leave heads that are not in `heads` undefined (None: all)."""
-        return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
+        return self.all_rows().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 
 def append_new_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> None:
-    """Append the new keys of `k`, (1, kv_heads, keys, head_dim), whose first key has the index `start` in `rows`."""
+    """Append the new keys of `k`, (1, kv_heads, keys, head_dim), to `rows`; its first key has the index `start`."""
     missing = start - rows.length
-    if missing > 0:  # zeros for keys that a cache dropped, which this call hides
+    if missing > 0:  # zeros for the keys that a cache dropped, which the mask of this call hides
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length or not rows.has_chunks:  # also without keys, so that the shape is known
+    if start + k.shape[2] > rows.length or not rows.has_chunks:  # also without new keys: the shape becomes known
         rows.add(copy_contiguous(k[:, :, rows.length - start :], device))
 
 
@@ -98,15 +98,16 @@ class Segment:
         request: the call, with a batch of one and empty q, k and v.
         key_start: index of the segment's first key in the keys of the sample.
         row_start: index of the segment's first query in the queries of the sample.
-        apart: whether the segment shares no keys with others (a window of an image), and is measured separately.
-        totals: cache of the float64 logsumexp of the segment's queries; `replace` starts with an empty cache.
+        is_window: whether the segment is a window or image that shares no keys with other segments, and is measured
+            separately.
+        row_logsumexps: cache of the float64 logsumexp of the segment's queries; `replace` starts with an empty cache.
     """
 
     request: AttentionRequest
     key_start: int = 0
     row_start: int = 0
-    apart: bool = False
-    totals: RowLogsumexps = field(init=False, default_factory=RowLogsumexps)
+    is_window: bool = False
+    row_logsumexps: RowLogsumexps = field(init=False, default_factory=RowLogsumexps)
 
     @property
     def num_queries(self) -> int:
@@ -142,7 +143,7 @@ class Segment:
         shape = self.request.shape._replace(query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
         start = self.query_start + rows[0] - self.row_start - keys[0]
         request = replace(self.request, shape=shape, query_start=start)
-        return Segment(request, keys[0], rows[0], apart=self.apart)
+        return Segment(request, keys[0], rows[0], is_window=self.is_window)
 
 
 def join_segments(segment: Segment, later: Segment) -> Segment | None:
@@ -151,7 +152,7 @@ def join_segments(segment: Segment, later: Segment) -> Segment | None:
     The calls of cached decoding can usually be merged, because each query sees its own key and earlier keys.
     """
     first, second = segment.request, later.request
-    mask = None if later.apart else _shared_mask(segment, later)
+    mask = None if later.is_window else _shared_mask(segment, later)
     if mask is None or first.bias is not None or second.bias is not None:
         return None
     if (first.scale, first.softcap) != (second.scale, second.softcap) or not _sees_only_own_keys(mask, segment, later):

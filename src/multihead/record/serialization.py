@@ -12,7 +12,7 @@ from multihead.masks import Mask
 from multihead.masks.base import UnknownMask, find_mask_class
 from multihead.scores.bias import Bias, RelativeBias
 
-MAX_DEPTH = 32  # of masks within masks
+MAX_DEPTH = 32  # largest depth of masks within masks
 MAX_INTEGER = (1 << 63) - 1  # largest integer in a mask: sys.maxsize, the size of an unlimited window
 _RENAMED_CLASSES = {"Behind": "LeadingKeys"}  # old name of a mask class -> new name
 
@@ -27,10 +27,10 @@ class TensorStore:
     """Collects tensors by name for a file; a tensor that is added twice is stored once.
 
     Attributes:
-        named: name -> tensor.
+        by_name: name -> tensor.
     """
 
-    named: dict[str, Tensor] = field(default_factory=dict)
+    by_name: dict[str, Tensor] = field(default_factory=dict)
     _known: dict[tuple[object, ...], str] = field(default_factory=dict)
     _alive: list[Tensor] = field(default_factory=list)  # keeps tensors alive, so that their addresses stay unique
 
@@ -42,7 +42,7 @@ class TensorStore:
             return self._known[key]
         self._known[key] = name
         self._alive.append(tensor)
-        self.named[name] = tensor
+        self.by_name[name] = tensor
         return name
 
 
@@ -60,7 +60,7 @@ def mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
     _check_mask_count(mask)
     written = _mask_as_json(mask, tensors, name)
     try:
-        read_mask(written, tensors.named)
+        read_mask(written, tensors.by_name)
     except InputError as error:
         raise MaskError(
             f"A record whose mask is {_shorten_repr(mask)} cannot be saved: {error.__cause__}",
@@ -72,12 +72,13 @@ def mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
 def _mask_as_json(mask: Mask, tensors: TensorStore, name: str) -> dict[str, Any]:
     kind, values = mask.name_and_fields()
     known = find_mask_class(kind)
-    if kind == type(mask).__name__ and known is not type(mask):  # another class has the same name
+    if kind == type(mask).__name__ and known is not type(mask):  # another mask class is registered under the same name
         raise MaskError(
             f"A record whose mask is {_shorten_repr(mask)} cannot be saved: another class is named {kind}.",
             "Give one of the classes another name.",
         )
-    alone = sum(isinstance(value, (Tensor, Mask, tuple)) for value in values.values()) < 2  # no suffix needed
+    # only one field has tensors, so their names need no suffix
+    alone = sum(isinstance(value, (Tensor, Mask, tuple)) for value in values.values()) < 2
     fields = {
         key: _field_as_json(mask, value, tensors, name if alone else f"{name}.{key}") for key, value in values.items()
     }
@@ -158,7 +159,8 @@ class _MaskReader:
             raise TypeError(f"it combines more than {MAX_MASKS:,} masks.")
         found = find_mask_class(kind)
         fields = {key: self.read_field(value, depth + 1) for key, value in data.items() if key != "kind"}
-        if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as written by earlier versions
+        # files of earlier versions store the name of a tensor here
+        if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):
             fields["tensor"] = self.tensors[fields["tensor"]]
         if kind in ("And", "Or"):
             parts = fields["parts"]

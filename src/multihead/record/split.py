@@ -1,8 +1,9 @@
 """Which heads and tokens a rank recorded, and tensors that are joined from the records of several ranks.
 
 The record of a rank holds only the queries and keys of this rank, but its samples have the request of the whole text.
-Statistics that the kernel measures during ring attention are merged over parts of the keys: a part with the logsumexp l
-has the factor exp(l - L), where L is the logsumexp over all keys. Joining (`record/merging.py`) reorders rows and
+Statistics that the kernel measures during ring attention are merged over parts of the keys: a part of the keys with the
+    logsumexp l has the factor exp(l - L), where L is the logsumexp over all keys. Joining (`record/merging.py`)
+    reorders rows and
 concatenates heads; q and k stay in the files of the ranks and are read head by head (`JoinedRows`).
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from multihead.record.segments import Rows
 
-Range = tuple[int, int]  # [first, stop)
+IndexRange = tuple[int, int]  # [first, stop)
 
 
 class TokensOfRank(NamedTuple):
@@ -27,8 +28,8 @@ class TokensOfRank(NamedTuple):
         keys: keys of this rank, as ranges of indices in the sample.
     """
 
-    queries: tuple[Range, ...]
-    keys: tuple[Range, ...]
+    queries: tuple[IndexRange, ...]
+    keys: tuple[IndexRange, ...]
 
 
 class LayerPartOfRank(NamedTuple):
@@ -43,9 +44,9 @@ class LayerPartOfRank(NamedTuple):
         ranks: number of ranks that split the sequence; 1 if it is not split.
     """
 
-    heads: Range
+    heads: IndexRange
     num_heads: int
-    kv_heads: Range
+    kv_heads: IndexRange
     num_kv_heads: int
     rank: int = 0
     ranks: int = 1
@@ -64,7 +65,7 @@ class LayerPartOfRank(NamedTuple):
         return ", ".join(parts)
 
 
-def count_tokens(ranges: Sequence[Range]) -> int:
+def count_tokens(ranges: Sequence[IndexRange]) -> int:
     """Return the total number of tokens in ranges.
 
     >>> count_tokens(((0, 2), (6, 8)))
@@ -79,14 +80,14 @@ class TensorPiece(NamedTuple):
     Attributes:
         rows: tensor with the values.
         source: range of rows in `rows`.
-        first: index in the joined tensor of the first of these rows.
-        heads: range of heads in the joined tensor, which are all heads of `rows`.
+        first_row: index in the joined tensor of the first row of `source`.
+        heads: range of heads in the joined tensor; `rows` has exactly these heads.
     """
 
     rows: Rows
-    source: Range
-    first: int
-    heads: Range
+    source: IndexRange
+    first_row: int
+    heads: IndexRange
 
 
 class JoinedRows(Rows):
@@ -100,7 +101,7 @@ class JoinedRows(Rows):
         dtype: dtype of the tensor.
     """
 
-    __slots__ = ("_recent", "_size", "pieces")
+    __slots__ = ("_newest_result", "_size", "pieces")
 
     def __init__(
         self, pieces: Sequence[TensorPiece], *, heads: int, length: int, width: int, dtype: torch.dtype
@@ -109,7 +110,8 @@ class JoinedRows(Rows):
         self.pieces = tuple(pieces)
         self._length = length
         self._size = heads, width, dtype
-        self._recent: tuple[object, Tensor] | None = None  # last result: a viewer reads many tiles of a head
+        # the newest result of `rows_between`, because a viewer reads many tiles of one head
+        self._newest_result: tuple[object, Tensor] | None = None
 
     @property
     def has_chunks(self) -> bool:
@@ -120,28 +122,28 @@ class JoinedRows(Rows):
         """Raise TypeError, because nothing can be appended to a joined tensor."""
         raise TypeError("Rows cannot be appended to a joined tensor.")
 
-    def whole(self) -> Tensor:
+    def all_rows(self) -> Tensor:
         """Return all heads and rows as one tensor."""
-        return self.between(0, self._length)
+        return self.rows_between(0, self._length)
 
-    def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
         """Return the rows [start, stop); heads that are not in `heads` are undefined (None: all are defined)."""
         count, width, dtype = self._size
         wanted = range(count) if heads is None else sorted(heads)
         stop = max(min(stop, self._length), start)
         key = start, stop, tuple(wanted)
-        recent = self._recent  # read the attribute once, because another thread may replace it
+        recent = self._newest_result  # read the attribute once, because another thread may replace it
         if recent is not None and recent[0] == key:
             return recent[1]
         found = torch.empty(1, count, stop - start, width, dtype=dtype)
         for piece in self.pieces:
             own = [head - piece.heads[0] for head in wanted if piece.heads[0] <= head < piece.heads[1]]
-            low, high = max(start, piece.first), min(stop, piece.first + piece.source[1] - piece.source[0])
+            low, high = max(start, piece.first_row), min(stop, piece.first_row + piece.source[1] - piece.source[0])
             if not own or low >= high:
                 continue
-            moved = piece.source[0] - piece.first
-            part = piece.rows.between(low + moved, high + moved, heads=own)
+            moved = piece.source[0] - piece.first_row
+            part = piece.rows.rows_between(low + moved, high + moved, heads=own)
             for head in own:
                 found[0, head + piece.heads[0], low - start : high - start] = part[0, head]
-        self._recent = key, found
+        self._newest_result = key, found
         return found

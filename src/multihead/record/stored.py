@@ -26,7 +26,7 @@ tensors are dropped first."""
 
 
 class HeadCache:
-    """LRU cache of the tensors of one file.
+    """Least recently used cache of the q and k of one record file, which limits their bytes in memory.
 
     Args:
         file: the file.
@@ -37,12 +37,14 @@ class HeadCache:
         self.file = file
         self.max_bytes = max_bytes
         self.lock = threading.Lock()
-        self.newest_last: OrderedDict[StoredRows, None] = OrderedDict()
+        self.least_recent_first: OrderedDict[StoredRows, None] = OrderedDict()
 
     def evict_until_fits(self, more: int) -> None:
         """Drop the least recently used tensors until `more` bytes fit into the cache."""
-        while self.newest_last and sum(each.num_bytes for each in self.newest_last) + more > self.max_bytes:
-            self.newest_last.popitem(last=False)[0].forget()
+        while (
+            self.least_recent_first and sum(each.num_bytes for each in self.least_recent_first) + more > self.max_bytes
+        ):
+            self.least_recent_first.popitem(last=False)[0].forget()
 
 
 class StoredRows(Rows):
@@ -60,14 +62,14 @@ class StoredRows(Rows):
         self.cache, self.place, self.shape, self.dtype = cache, place, shape, dtype
         self._length = shape[2]
         self._size = math.prod(shape[2:]) * dtype.itemsize  # bytes per head
-        self._heads: set[int] = set()  # heads in memory
+        self._heads: set[int] = set()  # indices of the heads in memory
         self._numbers: Tensor | None = None
 
     def add(self, chunk: Tensor) -> None:
         """Raise TypeError, because nothing can be appended to a tensor in a file."""
         raise TypeError("Rows cannot be appended to a tensor in a file.")
 
-    def whole(self) -> Tensor:
+    def all_rows(self) -> Tensor:
         """Return the tensor with all heads.
 
         Raises:
@@ -75,9 +77,9 @@ class StoredRows(Rows):
         """
         return self.read_heads(range(self.shape[1]))
 
-    def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
         """Return the rows [start, stop); heads that are not in `heads` are undefined (None: all are defined)."""
-        numbers = self.whole() if heads is None else self.read_heads(heads)
+        numbers = self.all_rows() if heads is None else self.read_heads(heads)
         return numbers.narrow(2, start, max(min(stop, self.length) - start, 0))
 
     def read_heads(self, heads: Collection[int]) -> Tensor:
@@ -87,13 +89,13 @@ class StoredRows(Rows):
             InputError: the file was truncated or written to.
         """
         with self.cache.lock:
-            self.cache.newest_last[self] = None
-            self.cache.newest_last.move_to_end(self)
+            self.cache.least_recent_first[self] = None
+            self.cache.least_recent_first.move_to_end(self)
             self.cache.evict_until_fits(self._size * len(set(heads) - self._heads))
             if self._numbers is None:
                 # Heads that are never read take no memory, because memory pages are allocated when they are written.
                 self._numbers = torch.empty(self.shape, dtype=self.dtype)
-                self.cache.newest_last[self] = None
+                self.cache.least_recent_first[self] = None
             for head in sorted(set(heads) - self._heads):
                 self.cache.file.read_into(self.place + head * self._size, bytes_of_tensor(self._numbers[0, head]))
                 self._heads.add(head)

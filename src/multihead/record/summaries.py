@@ -10,11 +10,11 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 
-Of = Literal["mean", "median", "p95", "max"]
-SHARES = {"median": 0.5, "p95": 0.95, "max": 1.0}
+SummaryName = Literal["mean", "median", "p95", "max"]
+QUANTILE_OF_SUMMARY = {"median": 0.5, "p95": 0.95, "max": 1.0}
 
 
-class Measured(NamedTuple):
+class MeasuredStatistic(NamedTuple):
     """The values of one statistic for one sample.
 
     Attributes:
@@ -30,12 +30,12 @@ class Measured(NamedTuple):
 
 def check_summary_name(of: object) -> None:
     """Raise ArgumentError unless `of` is "mean", "median", "p95" or "max"."""
-    if of != "mean" and of not in SHARES:
+    if of != "mean" and of not in QUANTILE_OF_SUMMARY:
         raise ArgumentError(f"of is {of!r}.", 'Give "mean", "median", "p95" or "max".')
 
 
 def summary(
-    samples: Sequence[Mapping[str, Measured]], of: Of, names: Collection[str] | None = None
+    samples: Sequence[Mapping[str, MeasuredStatistic]], of: SummaryName, names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """Summarise each statistic over the counted queries of all samples.
 
@@ -60,16 +60,16 @@ def summary(
             values = torch.cat([each.values for each in measured], 1)  # (heads, queries of all samples)
             counted = torch.cat([each.counted for each in measured], 1)
             heads = zip(values, counted, strict=True)
-            found[name] = torch.stack([_quantile_of_counted(*each, share=SHARES[of]) for each in heads])
+            found[name] = torch.stack([_quantile_of_counted(*each, share=QUANTILE_OF_SUMMARY[of]) for each in heads])
     return found
 
 
-def join_windows(windows: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
+def join_windows(windows: Sequence[Mapping[str, MeasuredStatistic]]) -> dict[str, MeasuredStatistic]:
     """Concatenate the statistics of the windows of a sample along the queries."""
     found = {}
     for name in windows[0]:
         values = torch.cat([one[name].values for one in windows], 1)
-        found[name] = Measured(values, torch.cat([one[name].counted for one in windows], 1))
+        found[name] = MeasuredStatistic(values, torch.cat([one[name].counted for one in windows], 1))
     return found
 
 

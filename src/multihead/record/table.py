@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError
 from multihead.locale.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook
-from multihead.record.notebook import PLACES, WORDS, distinct_chances, statistic_columns
+from multihead.record.notebook import HEAD_COLUMNS, TEXT_COLUMNS, distinct_chances, statistic_columns
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,11 +57,11 @@ class HeadTable:
         """
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise ArgumentError(f"top is {top!r}.", "Give an integer of at least 1, or None for all heads.")
-        columns = list(dict.fromkeys(chain.from_iterable(rows))) or [*PLACES]
+        columns = list(dict.fromkeys(chain.from_iterable(rows))) or [*HEAD_COLUMNS]
         if sort not in columns:
             raise ArgumentError(f"There is no column {sort!r}.", f"Sort by one of {', '.join(columns)}.")
         ordered = sorted(rows, key=itemgetter("layer", "head"))
-        if sort in WORDS[1:]:
+        if sort in TEXT_COLUMNS[1:]:
             ordered.sort(key=itemgetter(sort))
         elif sort != "layer":
             ordered.sort(key=lambda row: _descending_sort_key(row.get(sort)))
@@ -73,7 +73,7 @@ class HeadTable:
 
     def _repr_html_(self) -> str:
         """Return the table as HTML for a notebook."""
-        return notebook.html_of_table("", "", self.rows, PLACES, self.statistics)
+        return notebook.html_of_table("", "", self.rows, HEAD_COLUMNS, self.statistics)
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(chain.from_iterable(self.rows)))

@@ -1,8 +1,8 @@
 """The text of a sample: token ids, tokens as text, and which tokens are special.
 
 The text between tokens is kept (`gaps`) where the tokenizer has offsets, because tokens alone do not determine on which
-side of a quote or bracket a space is. Without it, a page made with the text and a page made from the record would show
-different spaces.
+side of a quote or bracket a space is. Without these gaps, a page made with the text and a page made from the record
+would show different spaces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multihead.record.segments import Rows
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The tokens of one text; each attribute may be unknown.
+    """The tokens of one text; an attribute that is unknown is None.
 
     Attributes:
         ids: (tokens,), int64, the token ids, or None if unknown.
@@ -65,25 +65,25 @@ class GrowingText:
 
     Attributes:
         ids: (tokens so far,), int64; None if some ids are unknown.
-        named: a complete text with tokens and flags, set afterwards; or None.
+        complete_text: the complete text with its tokens and special flags, set after recording; None until then.
     """
 
     ids: Rows | None = None
-    named: Text | None = None
+    complete_text: Text | None = None
 
     @staticmethod
     def from_text(text: Text) -> GrowingText:
-        """Create from a complete text."""
+        """Create a `GrowingText` from a complete text."""
         return GrowingText(None if text.ids is None else Rows(0, [text.ids]), text)
 
     def text(self, length: int) -> Text:
-        """Return the text if it has `length` tokens; ids or tokens of another length are left out."""
-        ids = self.ids.whole() if self.ids is not None and self.ids.length == length else None
-        named = self.named if self.named is not None and self.named.length == length else Text()
+        """Return the text of `length` tokens; ids or tokens of another number are left out of it."""
+        ids = self.ids.all_rows() if self.ids is not None and self.ids.length == length else None
+        named = self.complete_text if self.complete_text is not None and self.complete_text.length == length else Text()
         return replace(named, ids=ids)
 
     def append_ids(self, ids: Tensor | None, *, start: int) -> None:
-        """Append the new ones of some ids, (tokens,) int64 on the CPU, the first of which is at position `start`."""
+        """Append those of `ids`, (tokens,) int64 on the CPU, that are new; the first id is at position `start`."""
         if ids is None or (self.ids is None and start > 0):
             self.ids = None
             return
@@ -96,7 +96,7 @@ class GrowingText:
 
 
 def describe_texts(number: int, texts: Iterable[Text], longest: int) -> str:
-    """Return how many texts there are and how long they are, or how large, if all of them are images of one size.
+    """Describe the number of texts and their largest length in tokens, or the size in patches of images of one size.
 
     >>> describe_texts(2, [], 9), describe_texts(1, [Text(patches=(8, 8))], 65)
     ('2 texts of up to 9 tokens', '1 image of 8 x 8 patches')

@@ -21,7 +21,7 @@ class CallTokenIds:
     Attributes:
         queries: (batch, queries) int64, the ids of its queries, (samples, tokens) for a packed call, or None.
         keys: (batch, keys) int64, the ids of its keys if they are another text, or None.
-        crosses: whether its keys come from another text (cross-attention).
+        cross_attention: whether its keys come from another text (cross-attention).
         packed: whether its samples are packed in one row.
         query_start: position of its first query among its keys; a tensor has one per sample.
         image: the tokens of each sample if they are patches of an image, which have no ids; else None.
@@ -29,15 +29,15 @@ class CallTokenIds:
 
     queries: Tensor | None
     keys: Tensor | None
-    crosses: bool
+    cross_attention: bool
     packed: bool
     query_start: int | Tensor
     image: Text | None = None
 
     def key_ids(self, request: AttentionRequest) -> Tensor | None:
         """Return the token id of each key of the call, (batch, keys) int64; None if unknown."""
-        ids = self.keys if self.crosses else self.queries
-        if self.crosses or ids is None:
+        ids = self.keys if self.cross_attention else self.queries
+        if self.cross_attention or ids is None:
             return ids
         shape, lengths = request.shape, request.packed_lengths
         if isinstance(request.query_start, Tensor) or request.query_start or shape.query_length != shape.key_length:
@@ -60,22 +60,24 @@ class CallTokenIds:
             index: index of the sample in the samples of the call.
             offset: index of the call's first key in the keys of the sample; negative if padding comes first.
         """
-        if self.crosses:
-            sample.queries_read.append_ids(
+        if self.cross_attention:
+            sample.growing_query_text.append_ids(
                 _row_of_ids(self.queries, span.sample, span.queries), start=sample.logsumexp.length
             )
             if not sample.calls:
-                sample.keys_read.append_ids(_row_of_ids(self.keys, span.sample, span.keys), start=0)
+                sample.growing_key_text.append_ids(_row_of_ids(self.keys, span.sample, span.keys), start=0)
             return
         if self.image is not None:
-            sample.keys_read.named = self.image
+            sample.growing_key_text.complete_text = self.image
         if self.packed:
-            sample.keys_read.append_ids(_row_of_ids(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
+            sample.growing_key_text.append_ids(
+                _row_of_ids(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0
+            )
             return
         start = self.query_start
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
-        sample.keys_read.append_ids(_row_of_ids(self.queries, span.sample, (first, stop)), start=origin + first)
+        sample.growing_key_text.append_ids(_row_of_ids(self.queries, span.sample, (first, stop)), start=origin + first)
 
 
 def is_among(ids: Tensor, wanted: Sequence[int]) -> Tensor:

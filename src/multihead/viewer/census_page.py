@@ -1,8 +1,9 @@
 """Write a census as one self-contained HTML page: the heads, their distributions, their strongest examples.
 
-The page needs the table of heads only, neither the model nor the corpus. Distributions are bars of equal width on an
-axis per head, which both censuses of a comparison share. Examples are pointers with their tokens, and each distinct
-token is stored once. A page that would exceed its limit holds fewer examples per head, the strongest ones.
+The page needs only the table of heads, neither the model nor the corpus. A distribution is drawn as bars of equal
+width; each head has one axis, which both censuses of a comparison share. An example is stored as the index of its text
+with the tokens around it, and each distinct token is stored once. A page that would exceed its size limit has fewer
+examples per head, the strongest ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from multihead.locale.escaping import visible
 from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
 from multihead.probes.probe import SHARE
 from multihead.record.analysis.highlights import LayerKinds
-from multihead.record.summaries import Of
+from multihead.record.summaries import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import installed_version, render_page
 
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
     from multihead.counting.result import Census
 
 STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "census/census"))
-"""The style sheets of the page, in their order."""
+"""Paths of the style sheets of the page, in the order in which they apply."""
 
-MOST_CHANGED = 6
-"""How many heads the first screen of two censuses names."""
+MAX_CHANGED_HEADS = 6
+"""Number of most changed heads that the first screen of a comparison of two censuses names."""
 
-LEAST_CHANGE = 0.0005
-"""Nats; a head whose distributions differ by less is shown with a divergence of 0.000."""
+MIN_SHOWN_DIVERGENCE = 0.0005
+"""Divergence in nats below which the page shows 0.000, so a head with less is not named as changed."""
 
-BEST = 3
-"""How many heads the first screen names per kind."""
+HEADS_PER_KIND = 3
+"""Number of heads that the first screen names per kind."""
 
-BINS = 40
-"""Bars of a distribution."""
+BARS_PER_HISTOGRAM = 40
+"""Number of bars of a histogram on the page."""
 
-DIGITS = 4
+SIGNIFICANT_DIGITS = 4
 """Significant digits of the numbers on the page; the distributions of a census are exact to 1 %."""
 
 
@@ -58,14 +59,14 @@ def write_census_page(
 ) -> Path:
     """Write a census as one page that opens without a server, or two side by side.
 
-    If the page would exceed `max_bytes`, it holds fewer examples per head and statistic, the strongest ones, and states
-    how many.
+    If the page would exceed `max_bytes`, it has fewer examples per head and statistic, the strongest ones, and shows
+    their number.
 
     Args:
         census: the census.
         path: the file to write; an existing one is replaced.
         after: another census of a model with the same layers and heads, such as a later checkpoint. Heads are ranked by
-            how much the two differ.
+            the divergence between the two censuses.
         max_bytes: maximum size of the page, in bytes.
         lang: "en" or "zh".
 
@@ -105,7 +106,7 @@ def write_census_page(
 
 
 def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
-    """Return the data of the page's script; numbers are listed per head, layer after layer, None for no number."""
+    """Return the data of the page's script; lists have an item per head, layer after layer, None for no number."""
     first = runs[0]
     counted = {name for _, name, _ in first.row_of}
     profiles = [run.profiles() for run in runs]
@@ -148,7 +149,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
 
 
 def _own_statistics(run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the statistic that each head's page opens on: that of its kind, or the share farthest above chance."""
+    """Return per head the statistic that its page shows first: that of its kind, or the share farthest above chance."""
     counted = [each["id"] for each in columns]
     shares = [each["id"] for each in columns if each["format"] == SHARE]
     statistic_of = {kind.name: kind.statistic for kind in run.all_kinds if kind.statistic in counted}
@@ -166,11 +167,11 @@ def _own_statistics(run: Census, profiles: Sequence[LayerKinds], columns: Sequen
 
 
 def _findings(runs: list[Census], own: Mapping[tuple[int, int], str], lang: str) -> list[dict[str, Any]]:
-    """Return what the first screen says: the most notable heads, or those that differ most between two censuses.
+    """Return the findings on the first screen: the most notable heads, or those that differ most between censuses.
 
     Args:
         runs: the censuses.
-        own: (layer, head) -> the head's own statistic.
+        own: (layer, head) -> name of the statistic that the head's page shows first.
         lang: "en" or "zh".
     """
     found: list[dict[str, Any]] = []
@@ -179,8 +180,8 @@ def _findings(runs: list[Census], own: Mapping[tuple[int, int], str], lang: str)
             place = {"layer": one.layer, "head": one.head, "statistic": own[one.layer, one.head]}
             found.append(place | {"sentence": one.sentence, "count": one.count})
         return found
-    for each in runs[0].changed(runs[1], top=MOST_CHANGED):
-        if each.divergence < LEAST_CHANGE:
+    for each in runs[0].changed(runs[1], top=MAX_CHANGED_HEADS):
+        if each.divergence < MIN_SHOWN_DIVERGENCE:
             break
         name = each.most_different
         shown = runs[0].plan.statistics[name]
@@ -193,13 +194,16 @@ def _findings(runs: list[Census], own: Mapping[tuple[int, int], str], lang: str)
 
 
 def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
-    """Return each kind that heads have: its name, how many, their chance, and the heads with the largest shares."""
+    """Return per kind its name, number of heads, their chance levels, and the heads with the largest shares."""
     return [
         {
             "kind": kind.name,
             "number": len(heads),
             "chance": chance,
-            "best": [{"layer": one.layer, "head": one.head, "share": kind.written(one.share)} for one in heads[:BEST]],
+            "best": [
+                {"layer": one.layer, "head": one.head, "share": kind.written(one.share)}
+                for one in heads[:HEADS_PER_KIND]
+            ],
         }
         for kind, heads, chance in run.kind_counts()
     ]
@@ -215,7 +219,7 @@ def _label_of_run(run: Census, runs: list[Census]) -> str:
 
 
 def _round_significant_digits(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
 def _viewer_command_parts(run: Census) -> list[str]:
@@ -252,7 +256,7 @@ def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> 
 def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, list[float | None]]:
     """Return a statistic's mean, median, 95th percentile and maximum, each as a list of one number per head."""
     found: dict[str, list[float | None]] = {}
-    for of in get_args(Of):
+    for of in get_args(SummaryName):
         known = {
             (layer.number, head): _round_significant_digits(value)
             for layer in run.layers
@@ -281,15 +285,15 @@ def _chance_levels_per_head(
 def _histogram_bars_per_head(
     run: Census, heads: list[tuple[int, int]], name: str, axes: list[tuple[float, float]]
 ) -> list[list[float] | None]:
-    """Return each head's histogram: the share of its queries in each of `BINS` equal parts of its axis."""
+    """Return each head's histogram: the share of its queries in each of `BARS_PER_HISTOGRAM` equal bins of its axis."""
     found: list[list[float] | None] = []
     for (layer, head), (low, high) in zip(heads, axes, strict=True):
         if (layer, name, head) not in run.row_of:
             found.append(None)
             continue
         values, counts = run.histogram(layer, head, name)
-        bars = np.zeros(BINS)
-        place = ((values - low) / (high - low) * BINS).astype(np.int64).clip(0, BINS - 1)
+        bars = np.zeros(BARS_PER_HISTOGRAM)
+        place = ((values - low) / (high - low) * BARS_PER_HISTOGRAM).astype(np.int64).clip(0, BARS_PER_HISTOGRAM - 1)
         np.add.at(bars, place, counts)
         found.append([_round_significant_digits(each) for each in bars / max(1, counts.sum())])
     return found
@@ -298,7 +302,7 @@ def _histogram_bars_per_head(
 def _divergence_of_each_head(
     before: Census, after: Census, heads: list[tuple[int, int]]
 ) -> dict[str, list[float | None]]:
-    """Return how much each head's distributions differ between two censuses, by statistic; "" has their mean."""
+    """Return statistic -> divergence per head between two censuses, nats; "" -> the mean over the statistics."""
     found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in before.changed(after)}
     names = dict.fromkeys(name for each in found.values() for name in each)
     return {
@@ -313,7 +317,7 @@ def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int)
     Args:
         runs: the censuses.
         strongest: per census, the examples of each row of its table of heads.
-        kept: how many examples are kept per row.
+        kept: number of examples that are kept per row.
     """
     words: dict[str, int] = {}
     found = []

@@ -14,13 +14,13 @@ from multihead.record.analysis.highlights import LayerKinds, evidence_of_kind
 
 
 class Column(TypedDict):
-    """One statistic of a page.
+    """The column of a statistic in the tables of a page.
 
     Attributes:
-        id: the name of the statistic, also used in addresses and filters.
-        label: its label in the page's language.
-        unit: its unit in the page's language; "" for none.
-        format: its number format, see `Statistic.number_format`.
+        id: name of the statistic, also used in addresses and filters.
+        label: label of the statistic in the page's language.
+        unit: unit of the statistic in the page's language; "" for none.
+        format: number format of the statistic, see `Statistic.number_format`.
     """
 
     id: str
@@ -45,7 +45,7 @@ def describe_column(shown: Statistic, lang: str) -> Column:
 
 def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
     """List the id and label of the built-in statistics that have columns in a page and are not among `names`."""
-    known = {*names, "largest_key"}  # an index has no mean
+    known = {*names, "largest_key"}  # the key with the largest weight is an index, which has no mean
     built_in = [probe.shown() for probe in PROBES.values() if probe.axes == "queries"]
     missing = (each for each in (*built_in, *map(statistic, REPEATED)) if each.name not in known)
     return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
@@ -67,7 +67,7 @@ class KindInLegend(TypedDict):
 def legend_of_kinds(
     kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str, *, bound: bool = False
 ) -> list[KindInLegend]:
-    """Describe the kinds of heads in a page's legend; `bound`: use the definitions for a record without q and k."""
+    """Describe the kinds of heads in a page's legend; `bound`: use the definitions for records without q and k."""
     profiles = list(profiles)
     return [
         KindInLegend(
@@ -85,7 +85,7 @@ def legend_of_kinds(
 
 
 def names_of_statistics(profiles: Iterable[LayerKinds]) -> list[str]:
-    """List the names of the layers' statistics in the order of their columns; separators come after special tokens."""
+    """List the names of the statistics in the order of table columns; "separator_mass" follows "special_mass"."""
     names = list(dict.fromkeys(name for one in profiles for name in one.means))
     if SEPARATOR.name in names:
         names.remove(SEPARATOR.name)

@@ -1,4 +1,4 @@
-"""Write the table of all heads, or a part of a map, as CSV or JSON, in parts that are streamed as they are computed."""
+"""Write the table of all heads, or a part of an attention map, as CSV or JSON that is streamed while computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.locale.escaping import ACTING, visible
+from multihead.locale.escaping import CONTROL_CHARACTERS, visible
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_CELLS = 1 << 20
 """Maximum number of weights in one download."""
 
-_BLOCK_CELLS = 1 << 16  # weights computed between two writes
+_BLOCK_CELLS = 1 << 16  # number of weights that are computed between two writes
 _OPENS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
 
@@ -37,7 +37,7 @@ def check_download_size(queries: slice, keys: slice) -> None:
     """Reject a download of too many weights.
 
     Raises:
-        ArgumentError: there are more than `MAX_CELLS`.
+        ArgumentError: the download has more than `MAX_CELLS` weights.
     """
     rows, columns = queries.stop - queries.start, keys.stop - keys.start
     if rows * columns > MAX_CELLS:
@@ -54,7 +54,7 @@ def _escape_cell(value: object) -> object:
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Write a header line and one line per head; characters that act on a terminal are escaped."""
+    """Yield a CSV file: a header line and one line per head; characters that act on a terminal are escaped."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     # Unix tools expect lines to end with \n; no cell contains a line break that would need \r\n.
     yield from _csv_bytes([[_escape_cell(name) for name in names]], end="\n")
@@ -62,11 +62,11 @@ def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Write a list of objects, one per head; NaN and infinities become null."""
+    """Yield a JSON list of objects, one per head; NaN and infinities become null."""
     plain = [{name: _none_if_not_finite(value) for name, value in row.items()} for row in rows]
     text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
     # A JSON reader decodes an escape to the same character, and a terminal does not act on an escape.
-    escaped = ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
+    escaped = CONTROL_CHARACTERS.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
     yield escaped.encode() + b"\n"
 
 
@@ -79,7 +79,7 @@ def weights_csv(
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
-    """Write one line per weight: query, key, their tokens if known, weight; empty for a masked key.
+    """Yield a CSV file with one line per weight: query, key, their tokens if known, and the weight (empty if masked).
 
     Args:
         sample: one text in one layer.
@@ -109,7 +109,7 @@ def weights_json(
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
-    """Write one object: the ranges, their tokens, and a list of weights per query; a masked weight is null.
+    """Yield a JSON object: the ranges, their tokens, and a list of weights per query; a masked weight is null.
 
     The arguments are those of `weights_csv`.
     """

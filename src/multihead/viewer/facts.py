@@ -24,7 +24,7 @@ def facts_of_record(
     sample: int,
     lang: str,
 ) -> list[tuple[str, str]]:
-    """Return the (label, value) pairs in the row under the page's title; `others`: the lengths of its other texts."""
+    """Return the (label, value) pairs in the row under the page's title; `others`: lengths of the other texts."""
     words = section(lang, "viewer")
     heads = [len(one.kinds) for one in profiles]
     if len(set(heads)) == 1:
@@ -42,9 +42,9 @@ def facts_of_record(
 
 
 def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
-    """Return the sentence under the page's title: how many heads it shows, and how many tokens or patches."""
+    """Return the sentence under the page's title, with the numbers of heads and of tokens or image patches."""
     heads = sum(len(one.kinds) for one in profiles)
-    crossing = [layer.sample(sample) for layer in record.layers if layer.sample(sample).crosses]
+    crossing = [layer.sample(sample) for layer in record.layers if layer.sample(sample).cross_attention]
     if crossing and "encoder" in roles(record.layers, sample=sample):
         one = crossing[0]
         values = {"heads": f"{heads:,}", "keys": f"{one.num_keys:,}", "queries": f"{one.num_queries:,}"}
@@ -61,7 +61,7 @@ def name_masks(profiles: Sequence[LayerProfile], lang: str) -> str:
 
     def name_mask(one: LayerProfile) -> str:
         seen = one.visibility
-        name = "cross" if one.crosses and seen.pattern == "full" else seen.pattern
+        name = "cross" if one.cross_attention and seen.pattern == "full" else seen.pattern
         return words[f"pattern.{name}"].format(tokens=seen.before, before=seen.before, after=seen.after)
 
     patterns = Counter(name_mask(one) for one in profiles)

@@ -1,8 +1,8 @@
-"""The coarse levels of a sample's maps: built once, head by head, and stored next to the record.
+"""The coarse levels of detail of a sample's attention maps, built once, head by head, and stored next to the record.
 
-From 64 x 64 weights per cell on, blocks of weights are summed once and stored next to the record; coarser levels are
-sums of these. The column of the first key is stored separately, so that hiding a sink is exact at every level. Levels
-that do not fit on the disk take at most 1 GiB of memory; beyond that the page shows why, and the finer levels still
+The level with 64 x 64 weights per cell is computed once and stored next to the record; coarser levels are sums of its
+blocks. The column of the first key is stored separately, so that hiding a sink is exact at every level. Levels that do
+not fit on the disk take at most 1 GiB of memory; if that is too little, the page explains it, and finer levels still
 work.
 
 A file of levels is used only if its header, which has the id of the record, and its size are exactly what this record
@@ -28,26 +28,26 @@ from multihead.files import RandomAccessFile, open_atomically
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
-TILE = 256
-"""Cells per side of a tile, at every level."""
+TILE_SIDE = 256
+"""Number of cells per side of a tile, at every level."""
 
-SIDE = 64
+MAX_COARSEST_SIDE = 64
 """Maximum cells per side of the coarsest level."""
 
-BASE = 6
+FINEST_STORED_LEVEL = 6
 """The finest stored level: a cell of level k is a block of 2^k x 2^k weights. Finer levels are computed on request."""
 
-STRIP = 1 << 24
-"""Scores summed at a time, so that a request for a tile waits for one strip at most."""
+SCORES_PER_STRIP = 1 << 24
+"""Number of scores per strip of a map that is summed at a time; a request for a tile waits for one strip at most."""
 
-IN_MEMORY = 1 << 30
-"""Maximum bytes of levels in memory when the disk has no room; a head of 100,000 tokens takes 27 MB."""
+MAX_BYTES_IN_MEMORY = 1 << 30
+"""Maximum bytes of levels in memory if the disk has no room; the levels of a head take 27 MB at 100,000 tokens."""
 
 Array = npt.NDArray[Any]
 
 
 def number_of_levels(queries: int, keys: int) -> int:
-    """Count the levels of a map: each halves its sides, and the last has at most `SIDE` cells per side.
+    """Count the levels of a map: each halves its sides, and the last has at most `MAX_COARSEST_SIDE` cells per side.
 
     >>> (
     ...     number_of_levels(64, 64),
@@ -57,7 +57,7 @@ def number_of_levels(queries: int, keys: int) -> int:
     ... )
     (1, 2, 8, 12)
     """
-    return max(0, math.ceil(math.log2(max(queries, keys, 1) / SIDE))) + 1
+    return max(0, math.ceil(math.log2(max(queries, keys, 1) / MAX_COARSEST_SIDE))) + 1
 
 
 def cells_per_side(length: int, level: int) -> int:
@@ -70,16 +70,18 @@ def cells_per_side(length: int, level: int) -> int:
 
 
 class LayerMapLevels:
-    """The levels from `BASE` on of all heads of one layer, for one sample.
+    """The levels from `FINEST_STORED_LEVEL` on of all heads of one layer, for one sample.
 
-    Stored per block are the sum of its weights without the first key, and the number of its visible cells. The first
-    key's column is stored separately, so that it can be included or left out. Means computed from them are exact.
+    The sum of the weights without the first key, and the number of visible cells, are stored per block. The column of
+    the first key is stored separately, so that means can include it or leave it out. Means computed from these sums are
+    exact.
 
     Args:
         sample: one text in one layer, which kept q and k.
         file: the file of the levels; None keeps them in memory.
-        of: the metadata of the file, such as the record's id; a file with other metadata is replaced.
-        room: the bytes left for levels in memory, shared with other layers; None gives this layer its own.
+        of: metadata of the file, such as the record's id; a file with other metadata is replaced.
+        room: budget of bytes for levels in memory, shared with other layers; None creates a budget for this layer
+            alone.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class LayerMapLevels:
         self.count = number_of_levels(sample.num_queries, sample.num_keys)
         self._layout = _layout_of_stored_arrays(sample, self.count)
         self._file: RandomAccessFile | None = None
-        self._room = room or MemoryBudget(IN_MEMORY)
+        self._room = room or MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
@@ -105,7 +107,7 @@ class LayerMapLevels:
 
     @property
     def is_in_file(self) -> bool:
-        """Whether the levels are in a file; else they are in memory."""
+        """Whether the levels are stored in a file; if not, they are in memory."""
         return self._file is not None
 
     def is_built(self, head: int) -> bool:
@@ -113,10 +115,10 @@ class LayerMapLevels:
         return bool(self._done[head])
 
     def build(self, head: int) -> Iterator[float]:
-        """Build a head's levels strip by strip; yields the share that is done.
+        """Build a head's levels strip by strip; yields the share that is done, from 0 to 1.
 
         Raises:
-            InputError: they are kept in memory, which has no more room for them; or their file was truncated.
+            InputError: the levels are kept in memory, which has no more room; or their file was truncated.
         """
         if self.is_built(head):
             return
@@ -124,9 +126,9 @@ class LayerMapLevels:
         if self._file is None:
             self._room.reserve(sum(each.nbytes for each in made.values()))
         queries, keys = self.sample.num_queries, self.sample.num_keys
-        sums, counts, alone, seen = (made[f"{name}.{BASE}"] for name in _NAMES)
-        rows, side = len(sums), 1 << BASE
-        height = max(1, STRIP // max(1, keys * side))
+        sums, counts, alone, seen = (made[f"{name}.{FINEST_STORED_LEVEL}"] for name in _ARRAY_NAMES)
+        rows, side = len(sums), 1 << FINEST_STORED_LEVEL
+        height = max(1, SCORES_PER_STRIP // max(1, keys * side))
         for first in range(0, rows, height):
             strip = slice(first, first + height)
             taken = slice(first * side, min((first + height) * side, queries))
@@ -135,8 +137,8 @@ class LayerMapLevels:
             sums[strip], counts[strip] = found.sums[0].numpy(), found.counts[0].numpy()
             alone[strip], seen[strip] = column.sums[0, :, 0].numpy(), column.counts[0, :, 0].numpy()
             yield min(first + height, rows) / rows
-        for level in range(BASE + 1, self.count):
-            for name in _NAMES:
+        for level in range(FINEST_STORED_LEVEL + 1, self.count):
+            for name in _ARRAY_NAMES:
                 _sum_to_next_level(made[f"{name}.{level - 1}"], made[f"{name}.{level}"])
         if self._file is None:
             self._held[head] = made
@@ -153,7 +155,7 @@ class LayerMapLevels:
 
         Args:
             head: index of a head whose levels are built.
-            level: the number of halvings, so that blocks are 2**level tokens wide; at least `BASE`.
+            level: the number of halvings, so that blocks are 2**level tokens wide; at least `FINEST_STORED_LEVEL`.
             rows: range of cells, down.
             columns: range of cells, across.
             sink: whether to include the first key.
@@ -170,8 +172,8 @@ class LayerMapLevels:
         return means
 
     def tile(self, head: int, level: int, row: int, column: int, *, sink: bool = True) -> Array:
-        """Read a tile: (rows, columns) float32, at most `TILE` a side, NaN for a masked block; see `block_means`."""
-        rows, columns = (slice(each * TILE, (each + 1) * TILE) for each in (row, column))
+        """Read a tile: (rows, columns) float32, at most `TILE_SIDE` each, NaN for a masked block; see `block_means`."""
+        rows, columns = (slice(each * TILE_SIDE, (each + 1) * TILE_SIDE) for each in (row, column))
         return self.block_means(head, level, rows, columns, sink=sink)
 
     def _offset_of_head(self, name: str, head: int) -> int:
@@ -193,7 +195,7 @@ class LayerMapLevels:
 
 
 class MemoryBudget:
-    """The bytes left for levels in memory."""
+    """The number of bytes that levels in memory may still take."""
 
     def __init__(self, size: int) -> None:
         self.size = self.left = size
@@ -217,7 +219,7 @@ def _view_as_bytes(numbers: Array) -> memoryview:
     return numbers.reshape(-1).view(np.uint8).data
 
 
-_NAMES = ("sums", "counts", "first_sums", "first_counts")
+_ARRAY_NAMES = ("sums", "counts", "first_sums", "first_counts")
 
 
 def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -226,7 +228,7 @@ def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, tup
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for sums, counts, whole in (("sums", "counts", True), ("first_sums", "first_counts", False)):
         for name, kind in ((sums, real), (counts, "<i4")):
-            for level in range(BASE, levels):
+            for level in range(FINEST_STORED_LEVEL, levels):
                 sides = cells_per_side(sample.num_queries, level), cells_per_side(sample.num_keys, level)
                 found[f"{name}.{level}"] = kind, (sample.num_heads, *(sides if whole else sides[:1]))
     found["done"] = "|u1", (sample.num_heads,)
@@ -262,10 +264,10 @@ def _sum_to_next_level(fine: Array, coarse: Array) -> None:
 
 
 def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple[RandomAccessFile, Array] | None:
-    """Open a file of levels; create it anew unless it has the expected header and size.
+    """Open a file of levels; create the file anew unless it has the expected header and size.
 
     Returns:
-        The file and the flags of the built heads, (heads,) uint8; None if it can be neither read nor written.
+        The file, and which heads are built, (heads,) uint8; None if the file can be neither read nor written.
     """
     done = np.zeros(heads, np.uint8)
     try:
@@ -293,7 +295,7 @@ def _has_expected_header(file: Path, header: bytes, size: int) -> bool:
 
 
 def _create_levels_file(file: Path, header: bytes, size: int) -> None:
-    """Create a levels file in which no head is built; it gets its name only once it has its full size."""
+    """Create a levels file in which no head is built; the file is renamed to `file` once it has its full size."""
     file.parent.mkdir(exist_ok=True)
     with open_atomically(file) as made:
         made.write(header)

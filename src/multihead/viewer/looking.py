@@ -1,4 +1,4 @@
-"""Run a model on a text, record every head, and show them: `mh.look`, and what it shares with the command `look`."""
+"""Run a model on a text, record every head, and show the record: `mh.look`, and functions for the command `look`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from multihead.models.loading import (
     DescribedModel,
     EncodedText,
     LoadedModel,
-    Stage,
+    ReportStage,
     check_text,
     decoder_input,
     describe,
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = ["look"]
 
-OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
+INPUTS_OTHER_THAN_TOKENS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
 
-Show = Callable[..., None]
-"""A function called with the step that runs, or with (step, parts done, total parts or None)."""
+ShowStep = Callable[..., None]
+"""Function that shows progress; called with (step), the name of a step, or (step, parts done, total parts or None)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class ModelInputs:
 
     @property
     def texts(self) -> list[EncodedText]:
-        """All texts; the first is the main text of the page."""
+        """All texts that the model reads; the first is the main text of the page."""
         return [each for each in (self.text, self.decoder) if each is not None]
 
 
@@ -105,15 +105,15 @@ def look(
             on the Hugging Face hub, what `multihead.models.load` returned, or a Hugging Face model with its
             `tokenizer`.
         text: the text to read.
-        tokenizer: the tokenizer of a model that is no name.
+        tokenizer: the tokenizer, if `model` is not given by name.
         tokens: cut the text to this many tokens, special tokens included.
         layers: only these layers, counted from 0; None records all.
         decoder_text: the text of the decoder of an encoder-decoder model; None generates it.
         device: the device that runs a model given by name.
-        dtype: the dtype of its parameters; "auto": as they were saved.
+        dtype: the dtype of the parameters of a model given by name; "auto": as they were saved.
         textbook: also measure induction, duplicate, previous and first token heads on random tokens that repeat.
         kinds: kinds of heads of your own, see `multihead.kinds.Kind`.
-        show: False only returns the record.
+        show: whether to show the heads; False only returns the record.
         out: the page to write, where there is no notebook.
         lang: the language of the page, "en" or "zh".
 
@@ -135,7 +135,7 @@ def look(
     check_kinds((*KINDS, *kinds))
     in_notebook = show and kind_of_notebook() is not None
     if in_notebook:
-        import_module("multihead.viewer.widget")  # checks its packages before the model runs
+        import_module("multihead.viewer.widget")  # raises an error for missing packages before the model runs
     elif show:
         require("jinja2", purpose="Writing a page", extra="view")
     named = _model_or_name(model, tokenizer)
@@ -168,9 +168,9 @@ def load_and_encode(
     layers: Sequence[int] | None,
     device: str,
     dtype: str,
-    stage: Stage | None = None,
+    stage: ReportStage | None = None,
 ) -> tuple[LoadedModel, EncodedText | None]:
-    """Load a model and encode a text, or None, for it; the options are checked before its weights are loaded."""
+    """Load a model and encode a text (None for audio); options are checked before the weights are loaded."""
     described = model if isinstance(model, LoadedModel) else describe(model, stage=stage)
     check_layers(layers, described)
     encoded = None if text is None else encode(described, text, tokens=tokens)
@@ -200,7 +200,7 @@ def _model_or_name(model: str | nn.Module | LoadedModel, tokenizer: Any) -> str 
 
 @contextmanager
 def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode within the block; then restore the mode of each of its modules."""
+    """Set a model to evaluation mode in this context; restore the mode of each of its modules afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -232,9 +232,9 @@ def _display_in_cell(view: Any) -> None:
 
 
 def _open_in_browser(page: Path) -> bool:
-    """Open a page in the browser; False if there is none with a window."""
+    """Open a page in the browser; return False if there is no browser with a window."""
     if sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & os.environ.keys():
-        return False  # a browser in the terminal would take the place of the script
+        return False  # a text browser would take over the terminal of the script
     try:
         return webbrowser.open(page.resolve().as_uri())
     except webbrowser.Error:
@@ -246,14 +246,14 @@ def prepare_inputs(
     encoded: EncodedText | None,
     sound: tuple[NDArray[np.float32], int] | None,
     decoder_text: str | None,
-    show: Show,
+    show: ShowStep,
     lang: str,
 ) -> ModelInputs:
     """Prepare the inputs of a model; without a text for the decoder, an encoder-decoder model generates one.
 
     Args:
         loaded: the model.
-        encoded: the text it reads; None for audio.
+        encoded: the text that the model reads; None for audio.
         sound: the samples and the sampling rate of the audio; None for a text.
         decoder_text: the text of the decoder; None generates it.
         show: called with the step that runs.
@@ -294,7 +294,7 @@ def run_and_record(
     loaded: LoadedModel,
     run: ModelInputs,
     layers: Sequence[int] | None,
-    show: Show,
+    show: ShowStep,
     lang: str,
     kinds: Sequence[Kind] = (),
 ) -> Record:
@@ -319,7 +319,7 @@ def run_and_record(
 
 
 @contextmanager
-def _count_attention_calls(show: Show, step: str, total: int | None) -> Iterator[None]:
+def _count_attention_calls(show: ShowStep, step: str, total: int | None) -> Iterator[None]:
     """Report each attention call of a model in the block as a finished part of a step."""
     done = 0
 
@@ -381,9 +381,9 @@ def write_page_of_run(
 
 
 def measure_on_repeated_tokens(
-    loaded: LoadedModel, show: Show, lang: str, kinds: Sequence[Kind] = ()
+    loaded: LoadedModel, show: ShowStep, lang: str, kinds: Sequence[Kind] = ()
 ) -> dict[str, RepeatedTokens]:
-    """Run the part of the model that reads text on repeated random tokens; returns the result of each layer by name."""
+    """Run the part of the model that reads text on repeated random tokens; return name of a layer -> its result."""
     total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
     with _count_attention_calls(show, locale("look.doing.textbook", lang), total), explain_missing_inputs(loaded):
         words, start = word_token_ids(loaded.tokenizer), start_token_id(loaded.tokenizer)
@@ -404,7 +404,9 @@ def explain_missing_inputs(loaded: LoadedModel) -> Iterator[None]:
     except MultiheadError:
         raise
     except Exception as error:
-        others = [name for name in signature(loaded.encoder_or_model.forward).parameters if name in OTHER_INPUTS]
+        others = [
+            name for name in signature(loaded.encoder_or_model.forward).parameters if name in INPUTS_OTHER_THAN_TOKENS
+        ]
         if not others:
             raise
         raise ModelError(
@@ -428,7 +430,7 @@ def check_layers(chosen: Sequence[int] | None, model: DescribedModel) -> None:
     """Reject layers that the model does not have, before its weights are loaded.
 
     Raises:
-        ArgumentError: a layer beyond the last.
+        ArgumentError: `chosen` has a number beyond the last layer.
     """
     count = num_layers(model)
     if count is None:

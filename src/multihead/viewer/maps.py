@@ -1,4 +1,4 @@
-"""Encode the maps of heads for a page: codes on a square-root scale, deflated, in base64."""
+"""Encode the attention maps of heads for a page: weights as codes on a square-root scale, deflated, in base64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from multihead.record.analysis.visibility import query_blocks
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
-HIDDEN = 0
-"""The code of a masked cell; weights start at code 1, which is zero."""
+MASKED_CODE = 0
+"""Code of a masked cell; the code of the weight 0 is 1."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class LargestRoundingError:
     largest: float = 0.0
 
     def update(self, weights: Tensor, decoded: Tensor) -> None:
-        """Include the errors of one tile; NaN, as at masked cells, and infinities do not count."""
+        """Update the error with one tile of weights; NaN (masked cells) and infinities do not count."""
         difference = (weights - decoded).abs()
         known = difference[difference.isfinite()]
         self.largest = max(self.largest, float(known.max()) if known.numel() else 0.0)
@@ -37,7 +37,7 @@ class LargestRoundingError:
 def encode_weights(weights: Tensor, *, bits: int, rounding: LargestRoundingError) -> Tensor:
     """Encode weights on a square-root scale, which keeps the precision of small ones.
 
-    A share w becomes 1 + round(sqrt(w) * (2^bits - 2)); NaN becomes `HIDDEN`.
+    A share w becomes 1 + round(sqrt(w) * (2^bits - 2)); NaN becomes `MASKED_CODE`.
 
     Returns:
         int32, the shape of `weights`.
@@ -49,7 +49,7 @@ def encode_weights(weights: Tensor, *, bits: int, rounding: LargestRoundingError
     wide = weights.double()
     code = wide.clamp(0, 1).sqrt().mul(steps).round()
     rounding.update(wide, (code / steps) ** 2)
-    return torch.where(wide.isnan(), float(HIDDEN), code + 1).int()
+    return torch.where(wide.isnan(), float(MASKED_CODE), code + 1).int()
 
 
 def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: LargestRoundingError) -> str:
@@ -60,7 +60,7 @@ def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: 
     Args:
         sample: one text in one layer.
         head: index of the head.
-        bits: 16, or 12 (a plane of bytes, then a plane of half bytes).
+        bits: bits per code: 16, or 12 (a plane of bytes, then a plane of half bytes).
         rounding: updated with the rounding errors.
     """
     codes = torch.empty(sample.num_queries, sample.num_keys, dtype=torch.int32)
@@ -78,14 +78,14 @@ def encode_largest_weights(
 ) -> list[str]:
     """Encode each query's largest weights as base64: planes of codes, then planes of differences between keys.
 
-    The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the unused entries.
+    The keys of a query ascend; a query that sees fewer keys has `MASKED_CODE` in the unused entries.
 
     Args:
         sample: one text in one layer.
         number: weights stored per query.
         rounding: updated with the rounding errors.
         head: index of one head, or None for all heads.
-        bits: 16 (two planes of codes), or 8 (one).
+        bits: bits per code: 16 (two planes), or 8 (one plane).
 
     Returns:
         One string per head.
@@ -131,7 +131,7 @@ def _compress_codes_and_steps(codes: Tensor, steps: Tensor, keys: int, bits: int
 
     Args:
         codes: (heads, queries, stored weights).
-        steps: the same shape.
+        steps: (heads, queries, stored weights), differences between the keys of consecutive stored weights.
         keys: number of keys.
         bits: bits of a code, 16 or 8.
     """
@@ -156,7 +156,7 @@ def pack_margins(values: Tensor, top: float) -> str:
 
 
 def average_bins(values: Tensor, number: int) -> Tensor:
-    """Average runs of equal length along the last axis, so that at most `number` means are left; NaN does not count.
+    """Average runs of equal length along the last axis to at most `number` means; NaN does not count.
 
     >>> average_bins(torch.tensor([[1.0, 3.0, 5.0]]), 2)
     tensor([[2., 5.]])
@@ -174,8 +174,8 @@ def compress_planes(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) ->
 
     Args:
         planes: integers, of any shape.
-        strategy: the zlib strategy. In a whole map only runs repeat: searching for runs alone (Z_RLE) takes a sixth of
-            the time and is 1 to 5 % smaller; steps from key to key repeat in other ways.
+        strategy: the zlib strategy. In a whole map only runs of equal bytes repeat: searching for runs alone (Z_RLE)
+            takes a sixth of the time and gives 1 to 5 % fewer bytes; steps from key to key repeat in other ways.
     """
     squeeze = zlib.compressobj(6, zlib.DEFLATED, -15, zlib.DEF_MEM_LEVEL, strategy)
     parts = []

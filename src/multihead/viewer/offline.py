@@ -1,4 +1,4 @@
-"""Write the viewer's page as one file: its requests are answered from the data in the file."""
+"""Write the viewer's page as one file, in which a script answers the page's requests from data in the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from multihead.locale.texts import section, text
-from multihead.viewer.levels import TILE
+from multihead.viewer.levels import TILE_SIDE
 from multihead.viewer.page import (
     STYLES,
     bundle_script,
@@ -32,7 +32,7 @@ def offline_page(
     """Write the viewer's page with the data that it requests.
 
     Args:
-        plain: path of a request -> its answer, as JSON.
+        plain: path of a request -> the answer as JSON-serialisable data.
         arrays: name -> shape and coding of a stored array, see `static/view/offline.js`.
         packs: (name, numbers) of each stored array: deflated planes of bytes, in base64.
         title: the title of the window.
@@ -44,12 +44,12 @@ def offline_page(
     held = {
         "plain": plain,
         "arrays": arrays,
-        "tile": TILE,
+        "tile": TILE_SIDE,
         "place": place,
         "absent": text("viewer.share absent", lang),
         "old": text("viewer.old browser", lang),
     }
-    # Two bundles, each in a block of its own: the first answers the requests of the second.
+    # Two script bundles, each in a separate block: the first answers the requests of the second.
     source = "".join(f"{{\n{bundle_script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
     html = load_template("viewer/static/view/index.html").render(
         lang="zh-CN" if lang == "zh" else lang,

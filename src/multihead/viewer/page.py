@@ -1,4 +1,4 @@
-"""Build self-contained pages: read their files, bundle their scripts, and write data that cannot become markup.
+"""Build self-contained HTML pages: read their files, bundle their scripts, and embed data that cannot become markup.
 
 The pages share JavaScript modules. A page in one file has a module and its imports in one script, each module as a
 function that returns its exports, so no build tool is needed and names cannot collide.
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import jinja2
 
 STYLES = ("shared/base.css", "shared/heads.css", "view/view.css")
-"""The style sheets of the viewer's page, in their order."""
+"""Paths of the style sheets of the viewer's page, in the order in which they apply."""
 
-# The forms of import and export that bundled modules may use.
+# Regular expressions of the import and export statements that bundled JavaScript modules may use.
 _IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:const|class|function|async function) (?P<name>[\w$]+))", re.MULTILINE)
 
@@ -46,7 +46,7 @@ def hash_of_script(source: str) -> str:
 
 @cache
 def read_package_file(path: str) -> str:
-    """Read a text file of the package multihead, or of another package, whose name its path then begins with.
+    """Read a text file of the package multihead, or of the package whose name the path begins with.
 
     >>> colours = read_package_file("multihead/viewer/static/shared/base.css")
     >>> colours == read_package_file("viewer/static/shared/base.css")
@@ -59,7 +59,7 @@ def read_package_file(path: str) -> str:
 
 @cache
 def load_template(path: str) -> jinja2.Template:
-    """Compile a Jinja template, which escapes its values and rejects missing ones; it may extend another by path."""
+    """Compile a Jinja template, which escapes values and rejects missing ones; it may extend a template by path."""
     require("jinja2", purpose="Writing a page", extra="view")
     import jinja2
 
@@ -136,13 +136,13 @@ def render_page(
     Args:
         template: the path of the template, see `load_template`.
         script: the path of the script's entry module, see `bundle_script`.
-        styles: the paths of the style sheets, in their order.
+        styles: the paths of the style sheets, in the order in which they apply.
         texts: the texts that the script shows.
-        data: the data of the script; it cannot end its script tag, because it is never HTML.
+        data: the data of the script, embedded as JSON that cannot end the script tag.
         values: the other values of the template.
     """
     found, source = load_template(template), bundle_script(script)
-    from markupsafe import Markup  # a part of jinja2
+    from markupsafe import Markup  # a dependency of jinja2
 
     return found.render(
         style=Markup("\n".join(map(read_package_file, styles))),

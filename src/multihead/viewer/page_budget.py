@@ -1,4 +1,4 @@
-"""Choose how much of the maps fits into a page, and encode that much."""
+"""Choose how much of the attention maps fits into a page, and encode that part."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.viewer import maps
-from multihead.viewer.payload import DIRECT_SIZE, MARGINS, margin_of_map
+from multihead.viewer.payload import MARGIN_STATISTICS, MAX_UNPOOLED_SIZE, margin_of_map
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
 
-MAP_SIZE = 64
-"""Blocks per side of a pooled map, if they fit."""
+MAX_BLOCKS_PER_SIDE = 64
+"""Number of blocks per side of a pooled map, if the map fits into the page."""
 
-STRIP_BINS = 256
-"""Maximum number of bars in a margin strip."""
+MAX_BARS_PER_STRIP = 256
+"""Maximum number of bars in the strip of numbers at a margin of a map."""
 
 MAX_WEIGHTS_PER_QUERY = 512
 """Maximum number of largest weights stored per query if not all weights fit."""
 
 FINE_WEIGHTS_PER_QUERY = 16
-"""Where fewer than this many of a query's weights fit in 16 bits, they are stored in 8."""
+"""If fewer than this many weights per query fit with 16 bits each, they are stored with 8 bits each."""
 
 MAX_CELLS = 1 << 31
-"""Up to this many weights (heads x queries x keys), all are read to find each query's largest: some minutes."""
+"""Largest number of weights (heads x queries x keys) that are read to find each query's largest: takes some minutes."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass
 class StoredMaps:
-    """The part of the maps that a page stores.
+    """The part of a record's attention maps that a page stores.
 
     Attributes:
         mode: "whole" (every weight), "largest" (pooled maps and each query's largest weights), "pooled"
             (pooled maps alone) or "none".
         reason: why something is left out: "room", "time" (reading every weight takes too long), "statistics" (q and k
             were not kept), or "".
-        bits: bits per weight, in mode "whole" and "largest".
-        number: largest weights stored per query, in mode "largest".
+        bits: bits per stored weight, in mode "whole" and "largest"; else 0.
+        number: number of weights stored per query, in mode "largest"; else 0.
         rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
-        arrays: name -> shape, coding and what else the page's script must know of a stored array.
-        packs: name -> its numbers, deflated, in base64.
-        blocks: per layer, the rows and columns of weights per cell of its pooled maps; None where they are not stored.
+        arrays: name of a stored array -> its shape, coding and other properties for the page's script.
+        packs: name of a stored array -> its numbers, deflated, in base64.
+        blocks: per layer, the rows and columns of weights per cell of its pooled maps; None for a layer without stored
+            pooled maps.
         map_size: rows and columns of the largest pooled map.
     """
 
@@ -66,7 +67,7 @@ class StoredMaps:
     map_size: tuple[int, int] = (0, 0)
 
     def limit_layer_to_stored_maps(self, index: int, layer: dict[str, Any]) -> dict[str, Any]:
-        """Return the description of a layer, reduced to what the page stores of its maps."""
+        """Return the description of a layer for the page's script, reduced to the maps that the page stores."""
         margins = [name for name in layer["margins"] if f"0/{layer['number']} {name}" in self.arrays]
         if self.mode == "whole":
             return layer | {"margins": margins}
@@ -83,8 +84,8 @@ class _PageFullError(Exception):
     """The page has no more room."""
 
 
-class _Room:
-    """The bytes left in a page, and the arrays that take them."""
+class _SpaceInPage:
+    """The number of bytes left in a page, and the encoded arrays that are stored in it."""
 
     def __init__(self, size: int) -> None:
         self.left = size
@@ -92,19 +93,19 @@ class _Room:
         self.packs: dict[str, str] = {}
 
     def add(self, name: str, content: str, **described: Any) -> None:
-        """Add an array, or raise `_PageFullError`; its script tag and its description take about 140 bytes."""
+        """Add an encoded array, or raise `_PageFullError`; an array's script tag and description take 140 bytes."""
         self.left -= len(content) + 140
         if self.left < 0:
             raise _PageFullError
         self.packs[name] = content
         self.arrays[name] = described
 
-    def part(self) -> _Room:
-        """Return an empty room with the bytes that are left here, for arrays that may not fit; `take` adds them."""
-        return _Room(self.left)
+    def part(self) -> _SpaceInPage:
+        """Return an empty space with the bytes left here, for arrays that may not all fit; `take` adds them."""
+        return _SpaceInPage(self.left)
 
-    def take(self, part: _Room) -> None:
-        """Add the arrays of a part that fitted."""
+    def take(self, part: _SpaceInPage) -> None:
+        """Add the arrays of a space that `part` returned."""
         self.left = part.left
         self.arrays |= part.arrays
         self.packs |= part.packs
@@ -123,20 +124,21 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
     """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
-    the remaining room each query's largest weights, in 16 bits or, if these are few, in 8; for a long text with more
-    than `MAX_CELLS` weights, only the single largest, from the statistics.
+        the remaining bytes each query's largest weights, with 16 bits or, if these are few, with 8 bits each; for a
+        long text with more
+    than `MAX_CELLS` weights, only the single largest weight per query, from the statistics.
     """
     has_weights = keeps_weights(record, sample)
     report = progress or (lambda done, total: None)
     if has_weights:
         cells = _count_cells(record, sample)
-        # No map of a model compresses below a tenth of a byte per weight, so larger ones are not tried.
+        # No measured map compresses below a tenth of a byte per weight, so maps with more weights are not tried.
         for bits in (16, 12) if cells <= min(room * 10, MAX_CELLS) else ():
             try:
                 return _encode_whole_maps(record, sample, bits, room, report)
             except _PageFullError:
                 continue
-    size = MAP_SIZE
+    size = MAX_BLOCKS_PER_SIDE
     while size >= 8:
         try:
             return _encode_pooled_maps(record, sample, size, room, report, has_weights=has_weights)
@@ -146,12 +148,12 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
 
 
 def _encode_whole_maps(record: Record, sample: int, bits: int, size: int, report: Progress) -> StoredMaps:
-    room, rounding = _Room(size), maps.LargestRoundingError()
+    room, rounding = _SpaceInPage(size), maps.LargestRoundingError()
     total, done = sum(layer.num_heads for layer in record.layers), 0
     for number, one in _numbered_samples(record, sample):
         if (
-            max(one.num_queries, one.num_keys) > DIRECT_SIZE
-            and (small := _pooled_maps_of_layer(one, MAP_SIZE)) is not None
+            max(one.num_queries, one.num_keys) > MAX_UNPOOLED_SIZE
+            and (small := _pooled_maps_of_layer(one, MAX_BLOCKS_PER_SIDE)) is not None
         ):
             _add_pooled_maps(room, number, small, one, maps.LargestRoundingError())
         _add_margins(room, number, one)
@@ -166,7 +168,7 @@ def _encode_whole_maps(record: Record, sample: int, bits: int, size: int, report
 def _encode_pooled_maps(
     record: Record, sample: int, map_size: int, size: int, report: Progress, *, has_weights: bool
 ) -> StoredMaps:
-    room, rounding = _Room(size), maps.LargestRoundingError()
+    room, rounding = _SpaceInPage(size), maps.LargestRoundingError()
     found = [(number, one, _pooled_maps_of_layer(one, map_size)) for number, one in _numbered_samples(record, sample)]
     reason = "room" if has_weights else "statistics"
     if all(small is None for _, _, small in found):
@@ -188,9 +190,14 @@ def _encode_pooled_maps(
 
 
 def _add_largest_weights(
-    record: Record, sample: int, store: StoredMaps, room: _Room, rounding: maps.LargestRoundingError, report: Progress
+    record: Record,
+    sample: int,
+    store: StoredMaps,
+    room: _SpaceInPage,
+    rounding: maps.LargestRoundingError,
+    report: Progress,
 ) -> None:
-    """Add each query's largest weights, as many per query as fit; none if not even one per query fits."""
+    """Add each query's largest weights, as many per query as fit into the page; none if not one per query fits."""
     if _count_cells(record, sample) > MAX_CELLS:
         store.reason = "time"
         encode = partial(maps.encode_recorded_largest_weights, rounding=rounding)
@@ -206,7 +213,8 @@ def _add_largest_weights(
         try:
             _add_encoded(record, sample, store, room, report, encode, number=number, bits=bits)
         except _PageFullError:
-            number = int(number * 0.85)  # the estimate was too low: its heads compress better than the others
+            # the bytes per weight were underestimated: the sampled heads compress better than others
+            number = int(number * 0.85)
         else:
             return
 
@@ -215,7 +223,7 @@ def _add_encoded(
     record: Record,
     sample: int,
     store: StoredMaps,
-    room: _Room,
+    room: _SpaceInPage,
     report: Progress,
     encode: Callable[[SampleRecord], list[str]],
     *,
@@ -235,7 +243,7 @@ def _add_encoded(
 
 
 def _largest_that_fit(record: Record, sample: int, left: int, queries: int, bits: int) -> int:
-    """Estimate how many of each query's largest weights fit into the bytes left."""
+    """Estimate how many weights per query fit into `left` bytes."""
     number = int(left / (queries * 3))  # about three bytes each, fewer if many are stored per query
     for _ in range(2):
         each = _bytes_per_stored_weight(record, sample, max(1, min(number, MAX_WEIGHTS_PER_QUERY)), bits)
@@ -257,20 +265,20 @@ def _bytes_per_stored_weight(record: Record, sample: int, number: int, bits: int
 
 
 def _pooled_maps_of_layer(one: SampleRecord, size: int) -> Tensor | None:
-    """Return the pooled maps of a layer, (heads, rows, columns), of the record if the size fits, else from q and k."""
+    """Return the pooled maps of a layer, (heads, rows, columns): stored ones if their size fits, else from q and k."""
     found = one.statistics.get("pooled_map")
-    # A record pools a padded batch in blocks of the longest sample, which are too wide for a shorter one.
+    # A record pools a padded batch in blocks for the longest sample, which are too wide for a shorter sample.
     wanted = tuple(-(-length // max(1, -(-length // size))) for length in (one.num_queries, one.num_keys))
     if found is not None and tuple(found.shape[-2:]) == wanted:
         return found
     try:
         return one.map(bins=size)
     except ProbeError:
-        return found if size == MAP_SIZE else None
+        return found if size == MAX_BLOCKS_PER_SIDE else None
 
 
 def _add_pooled_maps(
-    room: _Room, number: int, small: Tensor, one: SampleRecord, rounding: maps.LargestRoundingError
+    room: _SpaceInPage, number: int, small: Tensor, one: SampleRecord, rounding: maps.LargestRoundingError
 ) -> tuple[int, int]:
     """Add the pooled maps of a layer; returns the rows and columns of weights per cell."""
     rows, columns = small.shape[-2:]
@@ -280,12 +288,12 @@ def _add_pooled_maps(
     return block
 
 
-def _add_margins(room: _Room, number: int, one: SampleRecord) -> None:
+def _add_margins(room: _SpaceInPage, number: int, one: SampleRecord) -> None:
     """Add the strips at the margins of a layer's maps: the mean weight on each key, and each query's entropy."""
-    for name in MARGINS:
+    for name in MARGIN_STATISTICS:
         if name in one.statistics:
             every = torch.stack([margin_of_map(one, head, name) for head in range(one.num_heads)])
-            values = maps.average_bins(every, STRIP_BINS)
+            values = maps.average_bins(every, MAX_BARS_PER_STRIP)
             top = float(values.nan_to_num(nan=0.0).max())
             content = maps.pack_margins(values, top)
             room.add(f"0/{number} {name}", content, shape=list(values.shape), coding="linear16", top=top)
@@ -297,6 +305,6 @@ def _count_cells(record: Record, sample: int) -> int:
 
 
 def _numbered_samples(record: Record, sample: int) -> Iterator[tuple[int, SampleRecord]]:
-    """Yield the number of each layer and its record of the text."""
+    """Yield the number of each layer, and the layer's record of the text `sample`."""
     for layer in record.layers:
         yield layer.number, layer.sample(sample)

@@ -1,4 +1,4 @@
-"""The data of the viewer's page: texts, layers, and the numbers and kinds of every head."""
+"""The data of the viewer's page: texts, layers, and the statistics and kinds of every head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from multihead.record.analysis.similar import affordable_queries
 from multihead.record.texts import Text
 from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
-from multihead.viewer.levels import SIDE, number_of_levels
+from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
 from multihead.viewer.page import installed_version
-from multihead.viewer.tokens import SPECIAL, layout_of_tokens
+from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 
-OPENING = 12  # tokens
+MAX_FIRST_WORDS_TOKENS = 12  # number of tokens that the list of texts shows of each text
 
-DIRECT_SIZE = 96
-"""Up to this many queries and keys, small maps hold single weights; beyond, means over blocks."""
+MAX_UNPOOLED_SIZE = 96
+"""Largest number of queries and keys at which the small maps show single weights instead of means over blocks."""
 
-LOOKING_HEADS, LOOKING_QUERIES = 8, 3
-"""Heads, and queries per head, that are listed for a token which they look at."""
+MAX_LOOKING_HEADS, MAX_LOOKING_QUERIES = 8, 3
+"""Numbers of heads, and of queries per head, that are listed as looking most at a token."""
 
-MARGINS = ("received", "entropy")
-"""The statistics at the margins of a map: per key below it, per query at its right."""
+MARGIN_STATISTICS = ("received", "entropy")
+"""Statistics drawn at the margins of a map: "received" per key below the map, "entropy" per query at its right."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,9 @@ class RecordedRun:
     """One record shown in the viewer.
 
     Attributes:
-        name: the name of its file.
+        name: name of the record's file.
         record: the record.
-        folder: the folder of its coarse levels; None keeps them in memory.
+        folder: folder for the coarse levels of its maps; None keeps the levels in memory.
     """
 
     name: str
@@ -78,16 +78,17 @@ def describe_view(
     looking: bool = True,
     served: bool = False,
 ) -> dict[str, Any]:
-    """Describe a viewer.
+    """Describe the viewer's page, its records and its abilities, as data for the page's script.
 
     Args:
         runs: the description of each record, see `describe_run`.
         lang: the language of the page.
         foot: the sentences at the foot of the page.
-        precision: what the page says of the precision of a weight; by default that it is exact.
+        precision: sentence on the precision of the weights; "": they are exact.
         similar: whether the heads with similar weights can be listed.
         looking: whether the heads that look at a token can be listed.
-        served: whether a server answers, which writes files and ranks what changed; else the page is a file.
+        served: whether a server answers the page's requests, writes files and ranks changed heads; else the page is one
+            file.
     """
     return {
         "lang": lang,
@@ -101,7 +102,7 @@ def describe_view(
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """Describe a run: its name, what was kept, and the lengths of its texts."""
+    """Describe a run: the name, whether q and k were kept, and the lengths of the texts in tokens."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
         "name": visible(run.name),
@@ -116,14 +117,14 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 def _first_words(record: Record, sample: int) -> str:
     """Return the first words of a text, for a list of texts; "" if its tokens are unknown."""
-    opening = main_sample(record, sample).text.part(0, OPENING)
+    opening = main_sample(record, sample).text.part(0, MAX_FIRST_WORDS_TOKENS)
     if opening.tokens is None:
         return ""
     words = layout_of_tokens(opening.tokens, special=opening.special, gaps=opening.gaps)
     shown = "".join(
         gap + word
         for gap, word, flags in zip(words["gaps"], words["shown"], words["flags"], strict=True)
-        if not flags & SPECIAL
+        if not flags & SPECIAL_FLAG
     )
     return " ".join(shown.split())[:40]
 
@@ -133,22 +134,23 @@ class PageText:
     """A text of the page.
 
     Attributes:
-        length: number of its tokens.
-        tokens: its tokens; None if they are unknown.
-        special: whether each token is a special one; None if that is unknown.
+        length: number of tokens of the text.
+        tokens: the tokens as text; None if they are unknown.
+        special: whether each token is a special token; None if that is unknown.
         layout: the result of `layout_of_tokens`; None without tokens.
-        given: whether the caller of the page gave it: a layer may then be matched to it by its length.
+        given_by_caller: whether the caller passed the text; a layer may be matched to such a text by its number of
+            tokens.
     """
 
     length: int
     tokens: Sequence[str] | None = None
     special: Sequence[bool] | None = None
     layout: dict[str, Any] | None = None
-    given: bool = False
+    given_by_caller: bool = False
 
     @classmethod
     def of(cls, text: Text, length: int) -> PageText:
-        """Return a recorded text for a page."""
+        """Convert a recorded text of `length` tokens to a text of the page."""
         if text.tokens is None:
             return cls(length, special=text.special)
         layout = layout_of_tokens(text.tokens, special=text.special, gaps=text.gaps)
@@ -156,7 +158,7 @@ class PageText:
 
 
 def texts_of_record(record: Record, sample: int) -> list[PageText]:
-    """Return the recorded texts of a page: the main one, and the other one of cross-attention if it has tokens."""
+    """Return the recorded texts of a page: the main text, and the other text of cross-attention if it has tokens."""
     main = main_sample(record, sample)
     texts = [PageText.of(main.text, main.num_keys)]
     other = None if main.text.tokens is None else cross_attention_text(record, sample, main.text.tokens)
@@ -171,7 +173,7 @@ def describe_sample(
     texts: Sequence[PageText] = (),
     profiles: Sequence[LayerProfile] | None = None,
 ) -> dict[str, Any]:
-    """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head.
+    """Describe a sample except for its maps: texts, layers, and the statistics and kinds of every head.
 
     Args:
         run: the recorded run of a model, which the page shows.
@@ -190,7 +192,7 @@ def describe_sample(
     ]
     names = names_of_statistics(profiles)
     unrecorded = columns_not_recorded(names, lang)
-    if SEPARATOR.name in names:  # the first token has a column of its own
+    if SEPARATOR.name in names:  # the first token has a separate column
         names.remove("special_mass")
     columns = [describe_column(record.statistic(name), lang) for name in names]
     separator = _sole_special_token(main)
@@ -215,7 +217,7 @@ def describe_sample(
         "pattern": name_masks(profiles, lang),
         "texts": [each.layout for each in shown],
         "received": _attention_received_per_token(record, layers, sample, main.length),
-        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGINS},
+        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGIN_STATISTICS},
         "layers": layers,
         "noMaps": "" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
         "kinds": [kinds for one in profiles for kinds in one.kinds],
@@ -230,14 +232,14 @@ def describe_sample(
         "columns": columns,
         "unrecorded": unrecorded,
         "findings": [asdict(one) for one in found],
-        # The largest possible entropy of each head; None where the class of its mask is unknown.
+        # The largest possible entropy of each head, nats; None where the class of the mask is unknown.
         "full": _statistic_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
         "legend": legend_of_kinds(record.all_kinds, profiles, lang, bound=not all(layer["rows"] for layer in layers)),
     }
 
 
 def table_rows_of_heads(run: RecordedRun, sample: int) -> list[dict[str, Any]]:
-    """List the numbers of every head: layer, head, name, kinds, and the mean and the chance of each statistic."""
+    """List a table row per head: layer, head, name, kinds, and the mean and the chance level of each statistic."""
     profiles = run.record.profiles(sample=sample, special=main_sample(run.record, sample).text.special)
     rows = [
         {"layer": one.number, "head": head, "name": one.name, "kind": ""}
@@ -268,18 +270,19 @@ def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int
 def heads_looking_at(
     run: RecordedRun, sample: int, key: int, layers: Sequence[Mapping[str, Any]], progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """List the heads that look most at a token of the main text, each with its queries of the largest weights on it.
+    """List the heads that look most at a token of the main text, with the queries whose weights on it are largest.
 
     Args:
         run: the recorded run of a model, which the page shows.
         sample: index of the text.
         key: position of the token.
-        layers: the descriptions of the layers, of which those whose keys are the main text are read.
+        layers: the descriptions of the layers; only layers whose keys are the main text are read.
         progress: called before each layer; it may raise to stop.
 
     Returns:
         heads: layer, head, share (the mean weight on the token over the queries that may see it) and queries (pairs of
-        position and weight); tokens: how much each token of the main text looks at it, the mean over the heads.
+        position and weight); tokens: per token of the main text, its weight on the token `key`, averaged over the
+        heads.
     """
     found: list[dict[str, Any]] = []
     totals, heads = torch.zeros(layers[0]["keys"], dtype=torch.float64), 0
@@ -294,7 +297,7 @@ def heads_looking_at(
         for head, (share, of_head) in enumerate(
             zip(weights.nanmean(-1).tolist(), weights.nan_to_num(nan=0.0), strict=True)
         ):
-            best = of_head.topk(min(LOOKING_QUERIES, one.num_queries))
+            best = of_head.topk(min(MAX_LOOKING_QUERIES, one.num_queries))
             pairs = [
                 list(pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True) if pair[1] > 0
             ]
@@ -304,7 +307,7 @@ def heads_looking_at(
             totals[one.query_start :] += weights.nan_to_num(nan=0.0).sum(0)
             heads += one.num_heads
     found.sort(key=lambda each: -each["share"])
-    return {"heads": found[:LOOKING_HEADS], "tokens": finite_numbers_or_none(totals / max(1, heads))}
+    return {"heads": found[:MAX_LOOKING_HEADS], "tokens": finite_numbers_or_none(totals / max(1, heads))}
 
 
 def changed_heads(
@@ -312,8 +315,8 @@ def changed_heads(
 ) -> dict[str, Any]:
     """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
 
-    Of a long text only some queries are compared: as many as take a second or two. Where the two records cannot be
-    compared, the list is empty and the answer has the sentence why.
+    Of a long text only as many queries are compared as take a second or two. If the two records cannot be compared, the
+    list of heads is empty, and the result has a sentence with the reason.
     """
     ones = [layer.sample(sample) for layer in before.record.layers]
     queries = affordable_queries(2 * sum(one.num_keys * one.num_heads for one in ones))
@@ -346,13 +349,13 @@ def has_maps(one: SampleRecord) -> bool:
 def main_sample(record: Record, sample: int) -> SampleRecord:
     """Return the sample of the first self-attention layer that has tokens; its keys are the main text of a page."""
     ones = [layer.sample(sample) for layer in record.layers]
-    alone = [one for one in ones if not one.crosses] or ones
+    alone = [one for one in ones if not one.cross_attention] or ones
     return next((one for one in alone if one.text.tokens is not None), alone[0])
 
 
 def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> Text | None:
     """Return the other text of the cross-attention layers, beside `tokens`; None if there is none with tokens."""
-    crossing = [one for one in (layer.sample(sample) for layer in record.layers) if one.crosses]
+    crossing = [one for one in (layer.sample(sample) for layer in record.layers) if one.cross_attention]
     texts = [each for one in crossing for each in (one.query_text, one.text) if each.tokens is not None]
     return next((each for each in texts if each.tokens != list(tokens)), None)
 
@@ -360,11 +363,11 @@ def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> 
 def _describe_layer(
     layer: LayerRecord, one: SampleRecord, profile: LayerProfile, role: str, texts: list[PageText]
 ) -> dict[str, Any]:
-    crosses = one.crosses or profile.crosses
+    cross_attention = one.cross_attention or profile.cross_attention
     key_text = _find_or_append_text(one.text, one.num_keys, texts, named=bool(role))
     query_text = key_text
-    if crosses:  # the queries are of another text than the keys; its tokens may be unknown
-        of_queries = one.query_text if one.crosses else Text()
+    if cross_attention:  # the queries are from another text than the keys, whose tokens may be unknown
+        of_queries = one.query_text if one.cross_attention else Text()
         query_text = _find_or_append_text(of_queries, one.num_queries, texts, named=bool(role))
     return {
         "number": layer.number,
@@ -375,14 +378,14 @@ def _describe_layer(
         "queries": one.num_queries,
         "keys": one.num_keys,
         "queryStart": one.query_start,
-        "crosses": crosses,
+        "crosses": cross_attention,
         "pattern": profile.visibility.pattern,
-        "hides": profile.visibility.hides,
+        "hides": profile.visibility.hides_keys,
         "blind": profile.visibility.blind_queries,
         "maps": has_maps(one),
         "blocks": blocks_of_levels(one),
         "rows": "all" if one.keeps_weights else "",
-        "margins": [name for name in MARGINS if name in one.statistics],
+        "margins": [name for name in MARGIN_STATISTICS if name in one.statistics],
         "queryText": query_text,
         "keyText": key_text,
     }
@@ -397,7 +400,7 @@ def blocks_of_levels(one: SampleRecord) -> list[tuple[int, int]]:
 
 def small_map_level(one: SampleRecord) -> int:
     """Return the level of the small maps: single weights of a short text, else the coarsest level."""
-    short = max(one.num_queries, one.num_keys) <= DIRECT_SIZE
+    short = max(one.num_queries, one.num_keys) <= MAX_UNPOOLED_SIZE
     return 0 if short else number_of_levels(one.num_queries, one.num_keys) - 1
 
 
@@ -414,11 +417,11 @@ def stored_small_maps(one: SampleRecord) -> Tensor | None:
     if one.keeps_weights and small_map_level(one) == 0:
         return None
     pooled = one.statistics.get("pooled_map")
-    return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
+    return None if pooled is None or max(pooled.shape[1:]) > MAX_COARSEST_SIDE else pooled
 
 
 def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, named: bool) -> int:
-    """Return the index of a text in `texts`: the one with its tokens, else a given one of its length; else append it.
+    """Return the index in `texts` of the text with equal tokens, or of a caller's text of equal length; or append it.
 
     The texts of an encoder and a decoder may have the same length, so a length does not identify a text where layers
     have roles (`named`).
@@ -427,14 +430,16 @@ def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, name
         if text.tokens is not None and each.tokens is not None and list(each.tokens) == text.tokens:
             return index
     for index, each in enumerate(texts):
-        if each.length == length and ((each.given and not named) or (each.tokens is None and text.tokens is None)):
+        if each.length == length and (
+            (each.given_by_caller and not named) or (each.tokens is None and text.tokens is None)
+        ):
             return index
     texts.append(PageText.of(text, length))
     return len(texts) - 1
 
 
 def margin_of_map(one: SampleRecord, head: int, name: str) -> Tensor:
-    """Return what is drawn at a margin of a head's map: the mean weight on each key, or each query's entropy."""
+    """Return the numbers drawn at a margin of a head's map: the mean weight (keys,) or entropy (queries,)."""
     values = one.statistics[name][head].double()
     return values / max(1, one.num_queries) if name == "received" else values
 
@@ -453,7 +458,7 @@ def _attention_received_per_token(
 
 
 def _sole_special_token(main: PageText) -> str:
-    """Return the special token after the first position, if there is only one kind; else ""."""
+    """Return the special token that occurs after the first position, if only one such token does; else ""."""
     marked = zip(main.tokens or (), main.special or (), strict=False)
     found = {token for token, mark in list(marked)[1:] if mark}
     return visible(found.pop()) if len(found) == 1 else ""

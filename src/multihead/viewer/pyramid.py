@@ -1,4 +1,4 @@
-"""Build the coarse levels of the samples in view, step by step in the background, the visible head first."""
+"""Build the coarse levels of the maps of samples in view, strip by strip in the background, the visible head first."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multihead.viewer.levels import BASE, IN_MEMORY, LayerMapLevels, MemoryBudget, number_of_levels
+from multihead.viewer.levels import (
+    FINEST_STORED_LEVEL,
+    MAX_BYTES_IN_MEMORY,
+    LayerMapLevels,
+    MemoryBudget,
+    number_of_levels,
+)
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
 
-Place = tuple[int, int]
+LayerAndHead = tuple[int, int]
 """The index of a layer, and the index of a head in that layer."""
 
 
@@ -23,20 +29,24 @@ class SampleMapLevels:
         record: a record that kept q and k.
         sample: index of the text in the record.
         folder: the folder of the level files; None keeps levels in memory.
-        room: the bytes left for levels in memory; None gives this sample its own.
+        room: budget of bytes for levels in memory; None creates a budget for this sample.
     """
 
     def __init__(self, record: Record, sample: int, folder: Path | None, room: MemoryBudget | None = None) -> None:
         self._record = record
         self._sample = sample
         self._folder = folder
-        self._room = room or MemoryBudget(IN_MEMORY)
+        self._room = room or MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._opened: dict[int, LayerMapLevels] = {}
         self._lock = threading.Lock()
-        self._started: dict[Place, tuple[Iterator[float], float]] = {}
-        self._wanted: list[Place] = []  # the newest last
+        self._started: dict[LayerAndHead, tuple[Iterator[float], float]] = {}
+        self._wanted: list[LayerAndHead] = []  # requested heads, the newest request last
         samples = [layer.sample(sample) for layer in record.layers]
-        deep = [index for index, one in enumerate(samples) if number_of_levels(one.num_queries, one.num_keys) > BASE]
+        deep = [
+            index
+            for index, one in enumerate(samples)
+            if number_of_levels(one.num_queries, one.num_keys) > FINEST_STORED_LEVEL
+        ]
         self._left = {(layer, head): None for layer in deep for head in range(samples[layer].num_heads)}
         self.total = len(self._left)
         """Number of heads with coarse levels; short texts need none."""
@@ -48,12 +58,12 @@ class SampleMapLevels:
 
     @property
     def finished(self) -> bool:
-        """Whether all heads are built."""
+        """Whether the levels of all heads are built."""
         return not self._left
 
     @property
     def heads_done(self) -> float:
-        """Number of heads built, counting unfinished ones by their share."""
+        """Number of heads whose levels are built; a head that is being built counts by its finished share."""
         return self.total - len(self._left) + sum(share for _, share in list(self._started.values()))
 
     @property
@@ -75,7 +85,7 @@ class SampleMapLevels:
         """Return whether a head's levels are built."""
         return (layer, head) not in self._left
 
-    def move_to_front(self, *places: Place) -> None:
+    def move_to_front(self, *places: LayerAndHead) -> None:
         """Move heads to the front of the queue, before those requested earlier."""
         left = [place for place in places if place in self._left]
         with self._lock:
@@ -100,13 +110,13 @@ class SampleMapLevels:
         assert self._folder is not None
         return self._folder / f"layer-{layer}.sample-{self._sample}.safetensors"
 
-    def _next_head(self) -> Place | None:
+    def _next_head(self) -> LayerAndHead | None:
         with self._lock:
             while self._wanted:
                 if self._wanted[-1] in self._left:
                     return self._wanted[-1]
                 self._wanted.pop()
-        # Finish started heads before starting others.
+        # Heads whose building has started are finished before other heads.
         return next(iter(self._started), None) or next(iter(self._left), None)
 
 
@@ -135,7 +145,7 @@ class LevelBuilder:
         return self._failed.get(key)
 
     def build_strip(self) -> bool:
-        """Build one strip of one sample; returns whether there was one to build."""
+        """Build one strip of one sample; return whether any strip was left to build."""
         for key in [self._newest, *list(self._pyramids)]:
             pyramid = self._pyramids.get(key)
             if pyramid is None or key in self._failed or pyramid.finished:
@@ -155,7 +165,7 @@ class LevelBuilder:
 
 
 def describe_building_progress(pyramid: SampleMapLevels | None, failure: Exception | None = None) -> dict[str, Any]:
-    """Describe the progress of a sample's levels for the page."""
+    """Describe the progress of building a sample's levels, for the page."""
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}
     done = round(pyramid.heads_done, 2)

@@ -1,4 +1,4 @@
-"""Parse and check the numbers in an address of the viewer."""
+"""Parse and check the query parameters in an address of the viewer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MAX_DIGITS = 12
 
 
 class NotFoundError(MultiheadError):
-    """The requested thing does not exist (404)."""
+    """The requested record, head, page or file does not exist (HTTP status 404)."""
 
 
 class NotReadyError(MultiheadError):
-    """The requested thing is still being built (503): retry later."""
+    """The requested map level is still being built (HTTP status 503); retry later."""
 
 
 def parse_number(name: str, text: str | None, *, below: int, minimum: int = 0, default: int | None = None) -> int:
@@ -23,9 +23,9 @@ def parse_number(name: str, text: str | None, *, below: int, minimum: int = 0, d
     Args:
         name: the name of the parameter in errors.
         text: the value in the address; None if it is missing.
-        below: the end of the range, which is not part of it.
+        below: the end of the range, exclusive.
         minimum: the smallest number.
-        default: the number if text is None; without a default it must be given.
+        default: the result if text is None; without a default, text must not be None.
 
     Raises:
         ArgumentError: text is missing or is not a whole number.
@@ -70,7 +70,7 @@ def parse_range(name: str, text: str | None, length: int) -> slice:
 
 
 def parse_flag(name: str, text: str | None, *, default: bool) -> bool:
-    """Parse "1" as True and "0" as False; None gives the default.
+    """Parse "1" as True and "0" as False; return the default for None.
 
     Raises:
         ArgumentError: the text is neither 1 nor 0.

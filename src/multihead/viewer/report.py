@@ -1,13 +1,13 @@
 """Write a record as one self-contained HTML page: every head, its numbers, its map.
 
-A report is the viewer's page with its data: `static/view/offline.js` takes the place of `fetch`. Data says what the
-page can do: the `blocks` of a layer are the sizes of the cells that its map has, `rows` says which weights of a query
-can be had (all, the largest, none), and `margins` which strips; `served`, `similar` and `precision` say what the page
-can ask for, and how exact its weights are. Means over blocks are computed by the page from the stored weights.
+A report is the viewer's page with its data: `static/view/offline.js` replaces `fetch`. The data determines what the
+page can show: `blocks` of a layer lists the cell sizes of its map in weights, `rows` which weights of a query are
+stored (all, the largest, none), and `margins` which strips of numbers; `served`, `similar` and `precision` state which
+requests are answered, and how exact the weights are. The page computes means over blocks from the stored weights.
 
 Similar heads are computed by the script of the page, from every weight on the page, with the formula of
-`Record.nearest`. Computing them while a report is written would compare all pairs of heads for a reader who opens few.
-A report that stores only some weights has no similar heads.
+`Record.nearest`. Computing similar heads while a report is written would compare all pairs of heads, of which a reader
+opens few. A report that stores only some weights has no similar heads.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class ReportSummary:
     """Path, size and contents of a written page.
 
     Attributes:
-        path: the page.
-        num_bytes: its size.
-        mode: which weights it stores: "whole" (all), "largest" (of each query), "pooled" (only maps of means) or
-            "none".
+        path: path of the page.
+        num_bytes: size of the page in bytes.
+        mode: which attention weights the page stores: "whole" (all), "largest" (the largest of each query), "pooled"
+            (only means over blocks) or "none".
         bits: bits per stored attention weight; 0 if the page stores pooled maps or statistics alone.
-        largest_per_query: weights stored per query if only the largest are stored, else 0.
-        rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
+        largest_per_query: number of weights stored per query if only the largest are stored, else 0.
+        rounding: largest difference between an attention weight and its stored value (weights are from 0 to 1).
         left_out: a sentence on what the page leaves out and why; empty if it leaves out nothing.
         lang: the language of the page and of this summary.
 
@@ -128,7 +128,7 @@ def write_report(
         ShapeError: the tokens do not match the lengths of the layers.
         InputError: the path cannot be written, or the record has no layer.
 
-    All are raised before anything is written.
+    All errors are raised before anything is written.
 
     >>> import tempfile
     >>> import torch
@@ -146,18 +146,19 @@ def write_report(
     if tokens is not None:
         _check_tokens(record, tokens, sample)
         layout = layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets)
-        texts[0] = PageText(len(tokens), tokens, special, layout, given=True)
+        texts[0] = PageText(len(tokens), tokens, special, layout, given_by_caller=True)
         if (other := cross_attention_text(record, sample, tokens)) is not None:
             texts[1:] = [PageText.of(other, other.length)]
     if key_tokens is not None:
-        texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given=True)]
+        texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given_by_caller=True)]
     title = visible(title or record.title)
     run = RecordedRun(title, record)
     described = describe_sample(run, sample, lang, texts=texts, profiles=profiles)
     described["facts"] = [*described["facts"], *(facts or {}).items()]
     run_data = describe_run(run)
     run_data |= {"title": title, "samples": [run_data["samples"][sample]]}
-    # The maps get what the rest of the page leaves; some bytes are reserved for the sentences about them.
+    # The maps get the bytes that the other parts of the page leave; some bytes are reserved for the sentences about the
+    # maps.
     bare = len(_render_page(described, run_data, StoredMaps(reason="room"), max_bytes, lang)) + 2000
     if bare > max_bytes:
         raise ArgumentError(
@@ -252,7 +253,7 @@ def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> 
 
 
 def format_rounding_error(rounding: float) -> str:
-    """Write the largest rounding error, a share, in percentage points: two digits, rounded up so that it stays a bound.
+    """Format the largest rounding error of weights in percentage points: two digits, rounded up so that it is a bound.
 
     >>> format_rounding_error(0.0000152), format_rounding_error(0.0)
     ('0.0016', '0')

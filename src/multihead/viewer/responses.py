@@ -1,4 +1,4 @@
-"""The responses of the viewer: numbers, files of the page, downloads, and error sentences."""
+"""The HTTP responses of the viewer: numbers, files of the page, downloads, and error sentences."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from multihead.errors import InputError
 from multihead.locale.texts import section
 from multihead.viewer.page import STYLES, json_in_script, load_template
 from multihead.viewer.query_params import NotFoundError, NotReadyError
-from multihead.viewer.security import HEADERS, json_error_response
+from multihead.viewer.security import SECURITY_HEADERS, json_error_response
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from multihead.viewer.levels import Array
 
-FOLDERS = ("view", "try", "shared")
+SERVED_FOLDERS = ("view", "try", "shared")
 """The folders of `static` whose files are served."""
 
-TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
+MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 """Media type by file extension; other files are not served."""
 
-FORMS = {"csv": "text/csv; charset=utf-8", "json": "application/json", "html": "text/html; charset=utf-8"}
+DOWNLOAD_MEDIA_TYPES = {
+    "csv": "text/csv; charset=utf-8",
+    "json": "application/json",
+    "html": "text/html; charset=utf-8",
+}
 
-GONE = 499
-"""The status of a response to a client that disconnected; nobody reads it."""
+STATUS_CLIENT_GONE = 499
+"""HTTP status of the response to a client that has disconnected, which is never read."""
 
 
 def page_response(lang: str) -> Response:
@@ -64,8 +68,8 @@ def file_response(folder: str, name: str) -> Response:
         NotFoundError: there is no such file, or its type is not served.
     """
     files = resources.files(__package__) / "static" / folder
-    listed = {each.name: each for each in files.iterdir()} if folder in FOLDERS else {}
-    kind = TYPES.get(PurePosixPath(name).suffix)
+    listed = {each.name: each for each in files.iterdir()} if folder in SERVED_FOLDERS else {}
+    kind = MEDIA_TYPES.get(PurePosixPath(name).suffix)
     if name not in listed or kind is None:
         raise NotFoundError("The page has no such file.", "Open the address that `multihead view` printed.")
     return Response(listed[name].read_bytes(), media_type=kind)
@@ -76,7 +80,7 @@ def floats_response(values: Array, block: tuple[int, int] | None = None) -> Resp
 
     Args:
         values: the numbers.
-        block: the rows and columns of weights that each number averages, for the X-Block header.
+        block: numbers of rows and columns of weights that each value averages, for the X-Block header.
     """
     headers = {"X-Shape": ",".join(map(str, values.shape))}
     if block is not None:
@@ -87,7 +91,7 @@ def floats_response(values: Array, block: tuple[int, int] | None = None) -> Resp
 def download_response(parts: Iterator[bytes], name: str, form: str) -> Response:
     """Return a download of the file `name.form`, streamed as its parts are computed."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
-    return StreamingResponse(parts, headers=headers, media_type=FORMS[form])
+    return StreamingResponse(parts, headers=headers, media_type=DOWNLOAD_MEDIA_TYPES[form])
 
 
 async def wait_for_disconnect(request: Request) -> None:
@@ -100,14 +104,14 @@ async def error_response(request: Request, error: Exception) -> Response:
     """Return the sentence of an error: status 400, 404, 500 or 503."""
     if isinstance(error, NotReadyError):
         return json_error_response(503, str(error), {"Retry-After": "1"})
-    # A file that is unreadable or truncated is not the fault of the request.
+    # Status 500, because an unreadable or truncated file is not the fault of the request.
     status = 404 if isinstance(error, NotFoundError) else 500 if isinstance(error, InputError) else 400
     return json_error_response(status, str(error))
 
 
 async def cancelled_response(request: Request, error: Exception) -> Response:
     """Return an empty response for a cancelled computation, whose client has disconnected."""
-    return Response(status_code=GONE)
+    return Response(status_code=STATUS_CLIENT_GONE)
 
 
 async def unknown_address_response(request: Request, error: Exception) -> Response:
@@ -123,5 +127,5 @@ async def unknown_address_response(request: Request, error: Exception) -> Respon
 async def failure_response(request: Request, error: Exception) -> Response:
     """Return the response to an unexpected failure; the server prints the traceback."""
     return json_error_response(
-        500, "The viewer failed on this request. Please report the error that its terminal shows.", HEADERS
+        500, "The viewer failed on this request. Please report the error that its terminal shows.", SECURITY_HEADERS
     )

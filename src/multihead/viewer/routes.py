@@ -1,4 +1,4 @@
-"""The routes of the viewer's server: the records, their numbers, and any part of any map."""
+"""The routes of the viewer's server: records, statistics of heads, and any part of any attention map."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.routing import Route
 from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
-from multihead.viewer.levels import BASE, IN_MEMORY, Array, MemoryBudget, number_of_levels
+from multihead.viewer.levels import FINEST_STORED_LEVEL, MAX_BYTES_IN_MEMORY, Array, MemoryBudget, number_of_levels
 from multihead.viewer.payload import (
-    MARGINS,
+    MARGIN_STATISTICS,
     RecordedRun,
     changed_heads,
     describe_run,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from multihead.errors import MultiheadError
     from multihead.record.sample import SampleRecord
 
-Written = TypeVar("Written")
+Writer = TypeVar("Writer")
 
 
 class Viewer(Site):
@@ -73,9 +73,11 @@ class Viewer(Site):
         self.lang = lang
         self.builder = LevelBuilder(progress)
         self.workers = WorkerThreads(idle=self.builder.build_strip)
-        self.slow = WorkerThreads(1)  # a separate thread for computations of seconds, so that no tile waits for them
-        self.cache = ArrayCache()
-        self.room = MemoryBudget(IN_MEMORY)
+        self.slow_workers = WorkerThreads(
+            1
+        )  # a thread for computations that take seconds, so that no tile waits for them
+        self.array_cache = ArrayCache()
+        self.memory_budget = MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
@@ -104,7 +106,7 @@ class Viewer(Site):
         """Cancel running computations and release the requests that wait for them."""
         self.closing.set()
         self.workers.close()
-        self.slow.close()
+        self.slow_workers.close()
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
@@ -125,7 +127,7 @@ class Viewer(Site):
 
         if place not in self._described:
             await self._compute_in_worker(
-                request, ("sample", *place), lambda _: self._cached_description(run, sample), by=self.slow
+                request, ("sample", *place), lambda _: self._cached_description(run, sample), by=self.slow_workers
             )
         return json_response(self._described[place])
 
@@ -143,7 +145,7 @@ class Viewer(Site):
         )
 
     async def maps(self, request: Request) -> Response:
-        """Return small maps of all heads of a layer."""
+        """Return the small maps of all heads of a layer."""
         place = run, sample, layer, one = self._requested_layer(request)
 
         def compute_maps(cancelled: Callable[[], bool]) -> Array:
@@ -161,7 +163,7 @@ class Viewer(Site):
             values: Array = pooled.float().numpy()
             return values
         _require_map(one)
-        if level < BASE:
+        if level < FINEST_STORED_LEVEL:
             return maps_of_all_heads(one, level, cancelled=cancelled)
         pyramid = self._require_levels(run, sample)
         if not all(pyramid.is_built(layer, head) for head in range(one.num_heads)):
@@ -174,16 +176,16 @@ class Viewer(Site):
         run, sample, layer, head, one = self._requested_head(request)
         params = request.query_params
         pooled = stored_small_maps(one)
-        if pooled is not None and not one.keeps_weights:  # the record has this level alone, in one tile
+        if pooled is not None and not one.keeps_weights:  # the record stores only this level of the map, in one tile
             return floats_response(pooled[head].float().numpy())
         _require_map(one)
         level = parse_number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
         row = parse_number("row of tiles", params.get("row"), below=tiles_per_side(one.num_queries, level))
         column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
         sink = parse_flag("sink", params.get("sink"), default=True)
-        if number_of_levels(one.num_queries, one.num_keys) > BASE:
+        if number_of_levels(one.num_queries, one.num_keys) > FINEST_STORED_LEVEL:
             self._require_levels(run, sample).move_to_front((layer, head))
-        if level >= BASE:
+        if level >= FINEST_STORED_LEVEL:
             pyramid = self._require_levels(run, sample)
             if not pyramid.is_built(layer, head):
                 raise self._missing_levels_error(run, sample)
@@ -197,7 +199,7 @@ class Viewer(Site):
         )
 
     async def weights_of_query(self, request: Request) -> Response:
-        """Return one query's weights."""
+        """Return the attention weights of one query."""
         *place, one = self._requested_head(request)
         _require_map(one)
         query = parse_number("query", request.query_params.get("query"), below=one.num_queries)
@@ -211,18 +213,18 @@ class Viewer(Site):
         """Return a statistic per key or per query, which is drawn at a margin of a head's map."""
         *_, head, one = self._requested_head(request)
         name = request.path_params["name"]
-        if name not in MARGINS or name not in one.statistics:
+        if name not in MARGIN_STATISTICS or name not in one.statistics:
             raise NotFoundError(
-                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGINS)}."
+                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGIN_STATISTICS)}."
             )
         return floats_response(margin_of_map(one, head, name).numpy())
 
     async def table(self, request: Request) -> Response:
-        """Return every head's numbers as a file."""
+        """Return the statistics of every head as a CSV or JSON file."""
         run, sample = self._requested_sample(request)
         form, write = _requested_format(request, downloads.TABLES)
         rows = await self._compute_in_worker(
-            request, ("table", run, sample), lambda _: table_rows_of_heads(self.runs[run], sample), by=self.slow
+            request, ("table", run, sample), lambda _: table_rows_of_heads(self.runs[run], sample), by=self.slow_workers
         )
         return download_response(write(rows), f"heads-{sample}", form)
 
@@ -239,7 +241,7 @@ class Viewer(Site):
 
         return json_response(
             await self._compute_in_worker(
-                request, ("changed", run, sample, other, top), rank_heads_by_change, by=self.slow
+                request, ("changed", run, sample, other, top), rank_heads_by_change, by=self.slow_workers
             )
         )
 
@@ -253,11 +255,11 @@ class Viewer(Site):
             layers = self._cached_description(run, sample)["layers"]
             return heads_looking_at(self.runs[run], sample, key, layers, partial(_raise_if, cancelled))
 
-        found = await self._compute_in_worker(request, ("looking", run, sample, key), find_heads, by=self.slow)
+        found = await self._compute_in_worker(request, ("looking", run, sample, key), find_heads, by=self.slow_workers)
         return json_response(found)
 
     async def weights(self, request: Request) -> Response:
-        """Return a part of a head's map as a file."""
+        """Return the weights in a part of a head's map as a CSV or JSON file."""
         run, sample, layer, head, one = self._requested_head(request)
         form, write = _requested_format(request, downloads.WEIGHTS)
         _require_map(one)
@@ -278,12 +280,12 @@ class Viewer(Site):
             request,
             ("nearest", run, sample, layer, head, top),
             lambda _: nearest_heads(self.runs[run], sample, self._number_of_layer(run, layer), head, top),
-            by=self.slow,
+            by=self.slow_workers,
         )
         return json_response(found)
 
     async def share(self, request: Request) -> Response:
-        """Return a view as one file of at most `most` bytes: a head, or two that are compared, and its place."""
+        """Return the page with the view of one head, or of two compared heads, as one file of at most `most` bytes."""
         run, sample = self._requested_sample(request)
         params = request.query_params
         other = parse_number("record", params.get("run"), below=len(self.runs), default=run)
@@ -302,7 +304,7 @@ class Viewer(Site):
                 try:
                     return self._small_maps(shown[place], sample, index, cancelled), block
                 except NotReadyError:
-                    return None  # not built yet: the file shows glyphs
+                    return None  # the levels are not built yet: the file shows glyphs instead of small maps
 
             runs = [describe_run(self.runs[each]) for each in shown]
             page = shared_page(
@@ -317,7 +319,7 @@ class Viewer(Site):
             return name_shared_file(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
         name, page = await self._compute_in_worker(
-            request, ("share", run, sample, str(params)), write_page, by=self.slow
+            request, ("share", run, sample, str(params)), write_page, by=self.slow_workers
         )
         return download_response(iter([page]), name, "html")
 
@@ -338,7 +340,7 @@ class Viewer(Site):
         which = parse_number("head", head, below=one.num_heads)
 
         def compute_tile(level: int, row: int, column: int, *, sink: bool) -> Array:
-            if level < BASE:
+            if level < FINEST_STORED_LEVEL:
                 return fine_tile(one, which, level, row=row, column=column, sink=sink, cancelled=cancelled)
             pyramid = self._require_levels(run, sample)
             if not pyramid.is_built(index, which):
@@ -379,14 +381,14 @@ class Viewer(Site):
         if not shown.keeps_weights(sample):
             return None
         pyramid = self.builder.queue_sample(
-            (run, sample), lambda: SampleMapLevels(shown.record, sample, shown.folder, self.room)
+            (run, sample), lambda: SampleMapLevels(shown.record, sample, shown.folder, self.memory_budget)
         )
         self.workers.announce_background_work()
         return pyramid
 
     def _require_levels(self, run: int, sample: int) -> SampleMapLevels:
         pyramid = self._start_building_levels(run, sample)
-        assert pyramid is not None  # callers check that q and k were kept
+        assert pyramid is not None  # not None, because callers check that q and k were kept
         return pyramid
 
     def _missing_levels_error(self, run: int, sample: int) -> MultiheadError:
@@ -402,14 +404,14 @@ class Viewer(Site):
     async def _cached_or_computed(
         self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]
     ) -> Array:
-        """Return numbers from the cache, or compute them in a worker and cache them."""
+        """Return the array of a key from the cache, or compute it in a worker thread and cache it."""
 
         def compute_and_cache(cancelled: Callable[[], bool]) -> Array:
             made = compute(cancelled)
-            self.cache.put(key, made)
+            self.array_cache.put(key, made)
             return made
 
-        cached = self.cache.get(key)
+        cached = self.array_cache.get(key)
         return (
             cached
             if cached is not None
@@ -424,7 +426,7 @@ class Viewer(Site):
         *,
         by: WorkerThreads | None = None,
     ) -> Any:
-        """Compute something in a worker of the maps, or in another one; cancelled when the client disconnects."""
+        """Run a computation in the threads for maps, or in `by`; it is cancelled when the client disconnects."""
         return await self.compute(request, by or self.workers, key, compute)
 
 
@@ -440,7 +442,7 @@ def _require_map(sample: SampleRecord) -> None:
         )
 
 
-def _requested_format(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
+def _requested_format(request: Request, forms: Mapping[str, Writer]) -> tuple[str, Writer]:
     form = request.path_params["form"]
     if form not in forms:
         raise NotFoundError(f"There is no export in the format {form[:40]!r}.", f"Request {' or '.join(forms)}.")

@@ -1,8 +1,8 @@
-"""Access control of the viewer: only requests to this machine with the token, and the headers of every response.
+"""Access control of the viewer: accepts only requests to this machine with the token; sets headers of every response.
 
-The address has a token, which other pages in the same browser cannot guess, and the server accepts its own host names
-only, so no page can pose as the viewer's. The viewer's page loads nothing from other servers; its content security
-policy forbids that.
+The viewer's address has a token, which other pages in the same browser cannot guess, and the server accepts its own
+host names only, so no other page can read its data. The viewer's page loads nothing from other servers; its content
+security policy forbids that.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from starlette.responses import Response
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""The Content-Security-Policy of the viewer: its page may load its own files and nothing else."""
+"""The Content-Security-Policy of the viewer: the page may load files of this server and nothing else."""
 
-HEADERS = {
-    "Content-Security-Policy": POLICY,
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "Referrer-Policy": "no-referrer",  # the address contains the token
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -80,7 +80,7 @@ class AccessGuard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 present = {name.lower() for name, _ in message["headers"]}
-                more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                more = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
                 message["headers"] = [*message["headers"], *(each for each in more if each[0] not in present)]
             await send(message)
 

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from multihead.observation.time_series import TimeSeries
 
 STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "series/series"))
-"""The style sheets of the page, in their order."""
+"""Paths of the style sheets of the page, in the order in which they apply."""
 
-MOST_NUMBERS = 1 << 21
-"""Numbers that a page holds, about 12 MB; of a longer series it holds every n-th step and the last one."""
+MAX_NUMBERS = 1 << 21
+"""Largest number of values in a page, about 12 MB; of a longer series the page has every n-th step and the last one."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadFilm:
-    """The page of a series in a notebook: shown where it is the last line of a cell, and kept in the saved notebook.
+    """The page of a time series in a notebook: shown if it is the last value of a cell, and saved with the notebook.
 
     Attributes:
         page: the page as HTML.
-        height: its height in the notebook, pixels.
-        title: what it shows, in one line.
+        height: height of the page in the notebook, pixels.
+        title: what the page shows, in one line.
     """
 
     page: str
@@ -89,7 +89,7 @@ def render_series(series: TimeSeries, lang: str) -> str:
         title=words["title"],
         lang=lang,
         words=words,
-        lead=_lead(series, every, lang),
+        lead=_lead_sentence(series, every, lang),
         last=len(data["steps"]) - 1,
         facts=[
             (words["fact.grid"], f"{len(series.layers)} × {max(series.num_heads.values())}"),
@@ -101,9 +101,9 @@ def render_series(series: TimeSeries, lang: str) -> str:
 
 
 def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
-    """Return the data of the page's script, and n where it holds every n-th step; None stands for no number."""
+    """Return the data of the page's script, and n if it has every n-th step; None stands for a missing number."""
     heads = sum(series.num_heads.values())
-    every = -(-len(series.steps) * heads * len(series.statistics) // MOST_NUMBERS)
+    every = -(-len(series.steps) * heads * len(series.statistics) // MAX_NUMBERS)
     chosen = sorted({*range(0, len(series.steps), every), len(series.steps) - 1})
     columns = [describe_column(shown, lang) for shown in series.statistics.values()]
     values = {each["id"]: series.values_of_all_heads(each["id"]) for each in columns}
@@ -115,12 +115,12 @@ def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
         ],
         "columns": columns,
         "ends": {each["id"]: _ends_of_scale(values[each["id"]], each["format"]) for each in columns},
-        "values": {name: [_rounded(found[place]) for place in chosen] for name, found in values.items()},
+        "values": {name: [_rounded_or_none(found[place]) for place in chosen] for name, found in values.items()},
     }
     return data, every
 
 
-def _lead(series: TimeSeries, every: int, lang: str) -> str:
+def _lead_sentence(series: TimeSeries, every: int, lang: str) -> str:
     sizes = {"heads": sum(series.num_heads.values()), "first": f"{series.steps[0]:,}", "last": f"{series.steps[-1]:,}"}
     sentences = [text("series.lead", lang, **sizes)]
     if every > 1:
@@ -131,7 +131,7 @@ def _lead(series: TimeSeries, every: int, lang: str) -> str:
 def _ends_of_scale(values: NDArray[np.float32], number_format: str) -> tuple[float, float]:
     """Return the values at which the colours of a statistic begin and end, the same at all steps.
 
-    That is 0 to 1 for a share; for others they are the smallest value, at most 0, and the largest one.
+    The scale of a share is 0 to 1; that of other statistics is from the smallest value, at most 0, to the largest.
     """
     if number_format == SHARE:
         return 0.0, 1.0
@@ -140,6 +140,6 @@ def _ends_of_scale(values: NDArray[np.float32], number_format: str) -> tuple[flo
     return (low, high) if high > low else (low, low + 1)
 
 
-def _rounded(values: NDArray[np.float32]) -> list[float | None]:
-    """Return the values of all heads at one step with four digits; None where one is not finite."""
+def _rounded_or_none(values: NDArray[np.float32]) -> list[float | None]:
+    """Return the values of all heads at one step, rounded to four digits; None for a value that is not finite."""
     return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -32,7 +32,7 @@ def build_application(site: Site, *, token: str, hosts: Collection[str]) -> Star
     """Build the web application of a site.
 
     Args:
-        site: what it serves, such as a `Viewer`.
+        site: the routes and computations to serve, such as a `Viewer`.
         token: the first part of every path.
         hosts: the allowed values of a request's Host header.
     """
@@ -54,7 +54,7 @@ def build_application(site: Site, *, token: str, hosts: Collection[str]) -> Star
 
 
 def build_application_in_process(site: Site) -> Starlette:
-    """Build the same application without a port and without a token, for callers in this process."""
+    """Build the application of a site without a port and without a token, for callers in this process."""
     return _build_starlette_application(site, routes=site.routes())
 
 
@@ -76,7 +76,7 @@ def serve(site: Site, *, token: str, port: int = 0, ready: Callable[[str], None]
     """Serve a site to this machine until Ctrl-C.
 
     Args:
-        site: what it serves, such as a `Viewer`.
+        site: the routes and computations to serve, such as a `Viewer`.
         token: the first part of every path.
         port: the port to listen on; 0 chooses a free one.
         ready: called with the page's address once the server listens.
@@ -108,7 +108,7 @@ def serve(site: Site, *, token: str, port: int = 0, ready: Callable[[str], None]
 
 
 class _CancellingServer(uvicorn.Server):
-    """A server that stops at once: it cancels running computations before it waits for open requests."""
+    """A server that cancels running computations when it shuts down, so that open requests end at once."""
 
     def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)

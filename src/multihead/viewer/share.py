@@ -1,7 +1,8 @@
-"""Write a view as one file: the chosen heads, their maps down to a level, and the place; it opens without a server.
+"""Write a view as one file that opens without a server: the heads, their maps down to a level, and the part in view.
 
 A shared view stores float32 exactly, as deflated planes of bytes: the single weights in view, and whole maps down to
-the finest level that fits. A view that does not fit is an error with its size, not a less exact file.
+the finest level that fits. A view that does not fit raises an error with its size, instead of writing a less exact
+file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from multihead.errors import ArgumentError
 from multihead.locale.texts import text
 from multihead.viewer.facts import readable_size
-from multihead.viewer.levels import TILE, number_of_levels
+from multihead.viewer.levels import TILE_SIDE, number_of_levels
 from multihead.viewer.maps import compress_planes
 from multihead.viewer.offline import offline_page
 from multihead.viewer.page import STYLES, json_in_script, read_package_file
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from multihead.viewer.levels import Array
 
 MAX_BYTES = 20_000_000
-"""Maximum size of a shared file."""
+"""Maximum size of a shared file in bytes."""
 
-ROWS = 64
-"""Queries around the chosen one whose weights are in the file even where single weights are not."""
+NUM_NEAR_QUERIES = 64
+"""Number of queries around the chosen query whose single weights are always in the file."""
 
-MOST_TILES = 16  # tiles per level and head around the place in view
-_NUMBERS = ("x", "y", "n", "q")
+MAX_TILES_IN_VIEW = 16  # largest number of tiles in view per level and head
+_NUMBERS_IN_ADDRESS = ("x", "y", "n", "q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +46,10 @@ class SharedHead:
 
     Attributes:
         run: index of the head's record in the file: 0, or 1 for a second record.
-        layer: the number of its layer.
-        head: its index in the layer.
+        layer: number of the head's layer.
+        head: index of the head in the layer.
         sample: the layer's record of the text.
-        tile: returns a tile of its map, given level, row, column, and sink=: whether the first key is included.
+        tile: returns a tile of the head's map, given level, row, column, and sink=: whether the first key is included.
     """
 
     run: int
@@ -59,13 +60,13 @@ class SharedHead:
 
     @property
     def name(self) -> str:
-        """The head's name in the file, as its requests spell it."""
+        """Name of the head in the file, as in the addresses of the page's requests."""
         return f"{self.run}/{self.layer}/{self.head}"
 
 
 @dataclass(frozen=True)
 class PlaceInView:
-    """The place in view: keys from x, queries from y, n keys across (0: the whole map), and the chosen query."""
+    """The part of a map in view: keys from x, queries from y, n keys across (0: the whole map), and the query q."""
 
     x: float = 0
     y: float = 0
@@ -73,18 +74,18 @@ class PlaceInView:
     q: int = -1
 
 
-_Packed = Mapping[str, tuple[str, dict[str, Any]]]
-"""Name -> the numbers of an array, deflated and in base64, and its description."""
+_PackedArrays = Mapping[str, tuple[str, dict[str, Any]]]
+"""Name of an array -> its numbers, deflated and in base64, and its description for the page's script."""
 
 
 @dataclass(eq=False)
 class _ArraysOfFile:
-    """The packed arrays of a shared file, by name, and their total size."""
+    """The packed arrays of a shared file, by name, and their total size in bytes."""
 
     arrays: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def add(self, packed: _Packed) -> None:
+    def add(self, packed: _PackedArrays) -> None:
         self.arrays |= packed
         self.num_bytes += _size_of_packed_arrays(packed)
 
@@ -101,16 +102,16 @@ def shared_page(
 ) -> bytes:
     """Write a view as one HTML file.
 
-    The file holds every number of all heads, and of the chosen ones the whole map down to the finest level that fits,
-    the tiles in view down to single weights, and the weights of the queries near the chosen one. All values are those
-    that the viewer shows, bit for bit.
+    The file has the statistics of all heads, and of the heads in view the whole map down to the finest level that fits,
+    the tiles in view down to single weights, and the weights of the queries near the chosen query. All values equal
+    those that the viewer shows, bit for bit.
 
     Args:
-        heads: the head in view, and the one it is compared with.
+        heads: the head in view, and the head with which it is compared, if any.
         runs: the description of each record, see `payload.describe_run`.
         samples: the description of each record's text, see `payload.describe_sample`.
         small: returns the small maps of a layer of a record (heads, rows, columns), and the rows and columns of weights
-            per cell; None if they are not ready.
+            per cell; None if the maps are not computed yet.
         place: the part of the page's address after "#", which the file opens with.
         lang: the language of the page.
         max_bytes: maximum size of the file.
@@ -168,11 +169,11 @@ def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
 
 
 def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView]:
-    """Return the place in view, and its address in the file, where records and texts are numbered anew."""
+    """Return the part in view, and its address in the file, where records and texts are numbered from 0."""
     kept = {name: value for name, value in parse_qsl(given.removeprefix("#")) if name in {"a", "b", "v", "c", "s"}}
     numbers: dict[str, float] = {}
     for name, value in parse_qsl(given.removeprefix("#")):
-        if name in _NUMBERS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value):
+        if name in _NUMBERS_IN_ADDRESS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value):
             numbers[name] = float(value)
     address = kept | {name: f"{value:.0f}" for name, value in numbers.items()} | ({"rb": "1"} if second_run else {})
     view = PlaceInView(numbers.get("x", 0), numbers.get("y", 0), numbers.get("n", 0), int(numbers.get("q", -1)))
@@ -180,8 +181,8 @@ def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView
 
 
 def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tuple[int, int]]:
-    """List the (row, column) of a level's tiles in view; none if there are more than `MOST_TILES`."""
-    width = TILE << level
+    """List the (row, column) of a level's tiles in view; none if there are more than `MAX_TILES_IN_VIEW`."""
+    width = TILE_SIDE << level
     rows, columns = tiles_per_side(one.num_queries, level), tiles_per_side(one.num_keys, level)
     n = view.n or max(one.num_keys, one.num_queries)
 
@@ -189,11 +190,11 @@ def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tup
         return range(max(0, int(start // width)), min(tiles, int((start + n) // width) + 1))
 
     found = [(row, column) for row in tiles_across(view.y, rows) for column in tiles_across(view.x, columns)]
-    return found if len(found) <= MOST_TILES else []
+    return found if len(found) <= MAX_TILES_IN_VIEW else []
 
 
-def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> _Packed:
-    """Pack tiles of a head; those in the first column also without the first key, if their cells are means."""
+def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> _PackedArrays:
+    """Pack tiles of a head; tiles in the first column also without the first key, if their cells are means."""
     return {
         f"{one.name} {level} {row} {column} {int(sink)}": _pack_float32(one.tile(level, row, column, sink=sink))
         for row, column in places
@@ -201,11 +202,11 @@ def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) 
     }
 
 
-def _pack_rows_near_query(one: SharedHead, query: int) -> _Packed:
-    """Pack the weights of the queries around the chosen one, and the index of the first, as `{head} rows`."""
+def _pack_rows_near_query(one: SharedHead, query: int) -> _PackedArrays:
+    """Pack the weights of the queries around the chosen query, and the index of the first one, as `{head} rows`."""
     chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
-    first = max(0, chosen - ROWS // 2)
-    queries = slice(first, min(first + ROWS, one.sample.num_queries))
+    first = max(0, chosen - NUM_NEAR_QUERIES // 2)
+    queries = slice(first, min(first + NUM_NEAR_QUERIES, one.sample.num_queries))
     return {f"{one.name} rows": _pack_float32(weights_of_queries(one.sample, one.head, queries), first=first)}
 
 
@@ -214,7 +215,7 @@ def _small_maps(
     samples: Sequence[Mapping[str, Any]],
     small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
 ) -> Iterator[tuple[int, int, tuple[str, dict[str, Any]]]]:
-    """Yield the small maps of all layers that have them, those of the chosen heads first."""
+    """Yield (record, layer, packed small maps) of all layers that have small maps, the layers in view first."""
     chosen = [(one.run, one.layer) for one in heads]
     every = [(run, layer["number"]) for run, one in enumerate(samples) for layer in one["layers"] if layer["maps"]]
     for run, layer in dict.fromkeys([*chosen, *every]):
@@ -225,14 +226,15 @@ def _small_maps(
 
 
 def _add_whole_levels(heads: Sequence[SharedHead], held: _ArraysOfFile, room: int) -> int:
-    """Add whole levels, the coarsest first, as long as they fit; returns the finest level that all heads have."""
+    """Add complete levels of all heads, the coarsest first, as long as they fit; return the finest level added."""
     deepest = [number_of_levels(one.sample.num_queries, one.sample.num_keys) for one in heads]
     for level in reversed(range(max(deepest))):
         added: dict[str, tuple[str, dict[str, Any]]] = {}
         for place, one in enumerate(heads):
             if level >= deepest[place]:
                 continue
-            # An exact float32 takes about three bytes as base64 of deflated planes; more is not even computed.
+            # A float32 takes about three bytes as base64 of deflated planes; a level estimated to be too large is not
+            # computed.
             if 3 * (one.sample.num_queries >> level) * (one.sample.num_keys >> level) > 2 * room:
                 return level + 1
             rows, columns = (tiles_per_side(length, level) for length in (one.sample.num_queries, one.sample.num_keys))
@@ -253,5 +255,5 @@ def _pack_float32(values: Array, **described: Any) -> tuple[str, dict[str, Any]]
     return content, {"shape": list(values.shape), "coding": "float32"} | described
 
 
-def _size_of_packed_arrays(packed: _Packed) -> int:
+def _size_of_packed_arrays(packed: _PackedArrays) -> int:
     return sum(2 * len(name) + len(content) + 120 for name, (content, _) in packed.items())

@@ -1,4 +1,4 @@
-"""What a server of pages serves: its routes, and computations that are cancelled when nobody waits for them."""
+"""What a server of pages serves: its routes, and computations that are cancelled when no client waits for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from multihead.viewer.responses import GONE, wait_for_disconnect
+from multihead.viewer.responses import STATUS_CLIENT_GONE, wait_for_disconnect
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Site(ABC):
-    """Some routes, and the threads that compute what they answer.
+    """The routes of a server, and the threads that compute the responses.
 
     Attributes:
         closing: set when the server shuts down; requests then stop waiting.
@@ -43,7 +43,7 @@ class Site(ABC):
         key: Hashable,
         compute: Callable[[Callable[[], bool]], object],
     ) -> Any:
-        """Compute something in a worker; cancelled when the client disconnects or the server shuts down."""
+        """Run a computation in a worker thread; cancelled when the client disconnects or the server shuts down."""
         return await self._wait_for_job(workers, key, compute, asyncio.ensure_future(wait_for_disconnect(request)))
 
     async def stream(
@@ -52,9 +52,10 @@ class Site(ABC):
         key: Hashable,
         compute: Callable[[Callable[[], bool], Callable[[bytes], None]], object],
     ) -> AsyncIterator[bytes]:
-        """Yield what a computation in a worker writes with its second argument, as soon as it is written.
+        """Yield the bytes that a computation in a worker thread writes with its second argument, as it writes them.
 
-        Cancelled when this iterator is closed, as a streamed response does when the client disconnects.
+        The computation is cancelled when this iterator is closed, which happens when the client of a streamed response
+        disconnects.
         """
         parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -83,14 +84,14 @@ class Site(ABC):
         compute: Callable[[Callable[[], bool]], object],
         *ends: asyncio.Future[Any],
     ) -> Any:
-        """Wait for a computation in a worker, until one of `ends` is done or the server shuts down."""
+        """Wait for a computation in a worker thread, until one of `ends` is done or the server shuts down."""
         job = workers.submit(key, compute)
         done: asyncio.Future[Any] = asyncio.wrap_future(job.result)
         stops = [*ends, asyncio.ensure_future(self.closing.wait())]
         try:
             await asyncio.wait({done, *stops}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                raise HTTPException(GONE, "gone")  # 499 has no standard reason phrase
+                raise HTTPException(STATUS_CLIENT_GONE, "gone")  # 499 has no standard reason phrase
             return done.result()
         finally:
             for each in stops:

@@ -1,7 +1,7 @@
-"""Compute tiles of a map on request: newest first, shared between requests, cancellable, cached.
+"""Compute tiles of an attention map on request: newest request first, shared between requests, cancellable, cached.
 
-A tile is computed where it has 256 x 256 cells of up to 32 x 32 weights. Such a tile covers at most 2^26 scores, few
-enough to compute on request. Coarser levels are stored (`levels.py`).
+Tiles with cells of up to 32 x 32 weights are computed on request: their 256 x 256 cells cover at most 2^26 scores.
+    Coarser levels are stored (`levels.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from multihead.probes.blocks import CancelledError
-from multihead.viewer.levels import TILE, Array, cells_per_side
+from multihead.viewer.levels import TILE_SIDE, Array, cells_per_side
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CACHE_BYTES = 128 << 20
 """Size of the tile cache in bytes: about 500 full tiles."""
 
-_CLOSE_TIMEOUT = 2.0  # seconds
+_CLOSE_TIMEOUT = 2.0  # seconds to wait for the threads to end
 
 
 def fine_tile(
@@ -38,7 +38,7 @@ def fine_tile(
     sink: bool = True,
     cancelled: Callable[[], bool] | None = None,
 ) -> Array:
-    """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE` a side, NaN = masked.
+    """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE_SIDE` a side, NaN = masked.
 
     Args:
         sample: one text in one layer, which kept q and k.
@@ -49,7 +49,7 @@ def fine_tile(
         sink: whether to include the first key.
         cancelled: called between strips; when it returns True, CancelledError is raised.
     """
-    block, width = 1 << level, TILE << level
+    block, width = 1 << level, TILE_SIDE << level
     found = sample.blocks(
         head,
         queries=slice(row * width, min((row + 1) * width, sample.num_queries)),
@@ -90,7 +90,7 @@ def tiles_per_side(length: int, level: int) -> int:
     >>> tiles_per_side(100, 0), tiles_per_side(8192, 0), tiles_per_side(8192, 5)
     (1, 32, 1)
     """
-    return -(-cells_per_side(length, level) // TILE)
+    return -(-cells_per_side(length, level) // TILE_SIDE)
 
 
 class ArrayCache:
@@ -103,7 +103,7 @@ class ArrayCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Array | None:
-        """Return the array of a key, or None."""
+        """Return the cached array of a key, or None if it is not cached."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -128,7 +128,7 @@ class Job:
     Attributes:
         key: identifies the computation; requests with the same key share one job.
         compute: the function; its argument is a function that returns whether the job was cancelled.
-        result: completed when the computation ends.
+        result: future that is completed when the computation ends.
         waiting: number of requests that wait.
     """
 
@@ -150,7 +150,7 @@ class WorkerThreads:
 
     Args:
         number: number of threads; None: the number of cores divided by PyTorch's threads.
-        idle: a function that does one step of background work and returns whether more is left.
+        idle: a function that does one step of background work, and returns whether more work is left.
     """
 
     def __init__(self, number: int | None = None, *, idle: Callable[[], bool] = lambda: False) -> None:
@@ -175,7 +175,7 @@ class WorkerThreads:
             job = self._jobs.get(key)
             if job is None:
                 job = Job(key, compute)
-                # A running future cannot be cancelled, so one request cannot cancel it for the others.
+                # Marked as running, because a running future cannot be cancelled by one request for the others.
                 job.result.set_running_or_notify_cancel()
                 self._jobs[key] = job
                 self._stack.append(job)
@@ -197,7 +197,7 @@ class WorkerThreads:
                     self._stack.remove(job)
 
     def announce_background_work(self) -> None:
-        """Tell the threads that there is background work."""
+        """Wake the threads for new background work."""
         with self._changed:
             self._more = True
             self._changed.notify()

@@ -1,7 +1,7 @@
-"""Lay out tokens as running text: the gap before each token, the text it shows, and its label on a ruler.
+"""Lay out tokens as running text: the gap before each token, its shown text, and its label on a ruler.
 
-Tokens become text here only, on the server: the conventions of byte-level, SentencePiece and WordPiece tokenizers,
-gaps, labels, and control characters, which are shown by their code point.
+Only this module, on the server, converts tokens to text: it knows the conventions of byte-level, SentencePiece and
+    WordPiece tokenizers, gaps, labels, and control characters, which are shown by their code point.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from functools import cache
 from typing import Any
 
 from multihead.errors import ShapeError
-from multihead.models.loading import CONTINUED
+from multihead.models.loading import CONTINUATION_MARK
 
-SPECIAL, UNKNOWN, PART = 1, 2, 4
+SPECIAL_FLAG, UNKNOWN_FLAG, PIECE_FLAG = 1, 2, 4
 """Flags of a token: a special token, a token missing from the vocabulary, a piece of a character."""
 
-_VISIBLE = {" ": "␣", "\n": "↵", "\r": "↵", "\t": "⇥", "\u00a0": "␣", "\u3000": "␣"}
+_VISIBLE_SIGNS = {" ": "␣", "\n": "↵", "\r": "↵", "\t": "⇥", "\u00a0": "␣", "\u3000": "␣"}
 
 # Control characters, marks that change the direction of the text, and invisible characters. Neither a token nor the
 # text between two tokens may act on the page, so each is replaced by its code point.
-_ACTING = re.compile(
+_CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
 )
-_CLOSING = re.compile("[.,;:!?)\\]}’”%。，、；：！？）】」』]+")
-_OPENING = re.compile("[(\\[{“‘«¿¡$#@]+")
-_BETWEEN = re.compile("['’-]")  # apostrophe or hyphen: no space on either side
-_CJK = re.compile("[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
+_CLOSING_PUNCTUATION = re.compile("[.,;:!?)\\]}’”%。，、；：！？）】」』]+")
+_OPENING_PUNCTUATION = re.compile("[(\\[{“‘«¿¡$#@]+")
+_APOSTROPHE_OR_HYPHEN = re.compile("['’-]")  # apostrophe or hyphen: no space on either side
+_CJK_CHARACTER = re.compile("[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 
 
 def layout_of_tokens(
@@ -50,7 +50,7 @@ def layout_of_tokens(
         unknown: whether each token is missing from the vocabulary.
         text: the text itself.
         offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a special token.
-        gaps: without `text`, what is known of the text before each token; None where it is unknown.
+        gaps: without `text`, known text before each token, if `text` is None; None for a token where it is unknown.
 
     Returns:
         gaps (the text before each token), shown, labels and flags, one per token, and the tail of the text after the
@@ -72,14 +72,18 @@ def layout_of_tokens(
                 f"Give {name} one entry per token.",
             )
     flags = [
-        (SPECIAL if special is not None and special[i] else 0) | (UNKNOWN if unknown is not None and unknown[i] else 0)
+        (SPECIAL_FLAG if special is not None and special[i] else 0)
+        | (UNKNOWN_FLAG if unknown is not None and unknown[i] else 0)
         for i in range(len(tokens))
     ]
     if text is not None and offsets is not None:
         before, shown, tail = _slice_text(tokens, flags, text, offsets)
     else:
         before, shown, tail = _split_tokens(tokens, flags, gaps)
-        tokens = [CONTINUED if flag & PART and not each else each for flag, each in zip(flags, shown, strict=True)]
+        tokens = [
+            CONTINUATION_MARK if flag & PIECE_FLAG and not each else each
+            for flag, each in zip(flags, shown, strict=True)
+        ]
     return {
         "gaps": [_escape_invisible_characters(each) for each in before],
         "shown": [_escape_invisible_characters(each) for each in shown],
@@ -94,7 +98,7 @@ def _split_tokens(
 ) -> tuple[list[str], list[str], str]:
     """Return the gap before each token, the text of each token, and the gap at the end, which is empty.
 
-    Gaps are those in `known`, or else follow from the conventions of the tokenizer.
+    Gaps are taken from `known`, or else follow from the conventions of the tokenizer.
     """
     byte_level = any(token.startswith(("Ġ", "Ċ")) for token in tokens)
     sentencepiece = any(token.startswith("▁") for token in tokens)
@@ -102,37 +106,47 @@ def _split_tokens(
     spaced = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
     gaps, shown = [], []
     pieces = _decode_byte_tokens(tokens, flags) if byte_level else list(tokens)
-    quoted = False  # inside straight double quotes
-    opened = True  # nothing is between the token before and this one
+    quoted = False  # whether the token is inside straight double quotes
+    opened = True  # whether no gap belongs between the previous token and this one
     for place, token in enumerate(pieces):
         gap, piece = "", token
-        if flags[place] & SPECIAL:
+        if flags[place] & SPECIAL_FLAG:
             gaps.append(" " if place else "")
             shown.append(token)
             opened = False
             continue
-        if token == CONTINUED or (flags[place] & PART and not token):
-            flags[place] |= PART
+        if token == CONTINUATION_MARK or (flags[place] & PIECE_FLAG and not token):
+            flags[place] |= PIECE_FLAG
             gaps.append("")
             shown.append("")
             continue
         if sentencepiece:
             piece = token.replace("▁", " ")
         elif not byte_level and (not spaced or word_pieces):
-            joined = _CJK.search(token) and (not word_pieces or (place and _CJK.search(pieces[place - 1])))
+            joined = _CJK_CHARACTER.search(token) and (
+                not word_pieces or (place and _CJK_CHARACTER.search(pieces[place - 1]))
+            )
             continues = word_pieces and token.startswith("##")
-            closing = _CLOSING.fullmatch(token) or (token == '"' and quoted) or _BETWEEN.fullmatch(token)
+            closing = (
+                _CLOSING_PUNCTUATION.fullmatch(token)
+                or (token == '"' and quoted)
+                or _APOSTROPHE_OR_HYPHEN.fullmatch(token)
+            )
             gap = "" if not place or opened or continues or joined or closing else " "
-            opened = bool(_OPENING.fullmatch(token) or _BETWEEN.fullmatch(token) or (token == '"' and not quoted))
+            opened = bool(
+                _OPENING_PUNCTUATION.fullmatch(token)
+                or _APOSTROPHE_OR_HYPHEN.fullmatch(token)
+                or (token == '"' and not quoted)
+            )
             quoted ^= token == '"'
             piece = token.removeprefix("##") if continues else token
         if known is not None and (given := known[place]) is not None:
-            gap = given or (" " if place and flags[place - 1] & SPECIAL else "")
+            gap = given or (" " if place and flags[place - 1] & SPECIAL_FLAG else "")
         bare = piece.lstrip()
         if bare and bare != piece:
             gap, piece = gap + piece[: len(piece) - len(bare)], bare
         if "\ufffd" in piece:
-            flags[place] |= PART
+            flags[place] |= PIECE_FLAG
         gaps.append(gap)
         shown.append(piece)
     return gaps, shown, ""
@@ -143,10 +157,10 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
     pieces: list[str] = []
     for first, token in enumerate(tokens):
         if len(pieces) > first:
-            continue  # its character was shown with the first of its tokens
+            continue  # the character was shown with the first of its tokens
         piece, stop = _decode_byte_token(token), first + 1
-        while not flags[first] & SPECIAL and piece.endswith("\ufffd") and stop < min(len(tokens), first + 4):
-            if flags[stop] & SPECIAL:
+        while not flags[first] & SPECIAL_FLAG and piece.endswith("\ufffd") and stop < min(len(tokens), first + 4):
+            if flags[stop] & SPECIAL_FLAG:
                 break
             whole = _decode_byte_token("".join(tokens[first : stop + 1]))
             stop += 1
@@ -157,9 +171,9 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
             stop = first + 1
         if "\ufffd" in piece:
             stop = first + 1
-        pieces.append(token if flags[first] & SPECIAL else piece)
+        pieces.append(token if flags[first] & SPECIAL_FLAG else piece)
         for place in range(first + 1, stop):
-            flags[place] |= PART
+            flags[place] |= PIECE_FLAG
             pieces.append("")
     return pieces
 
@@ -193,7 +207,7 @@ def _slice_text(
             after_mark = True
             continue
         if stop <= at:  # several tokens may share one character, and the first one has shown it
-            flags[i] |= PART
+            flags[i] |= PIECE_FLAG
             gaps.append("")
             shown.append("")
             continue
@@ -209,10 +223,10 @@ def _slice_text(
 
 def _escape_invisible_characters(text: str) -> str:
     """Replace each control or invisible character by its code point, such as U+200B."""
-    return _ACTING.sub(lambda found: f"U+{ord(found[0]):04X}", text)
+    return _CONTROL_CHARACTERS.sub(lambda found: f"U+{ord(found[0]):04X}", text)
 
 
 def _label_of_token(token: str) -> str:
     """Return a token's label on a ruler: without surrounding spaces, or visible signs if it is only spaces."""
     bare = token.strip()
-    return bare or "".join(_VISIBLE.get(letter, letter) for letter in token) or "∅"
+    return bare or "".join(_VISIBLE_SIGNS.get(letter, letter) for letter in token) or "∅"

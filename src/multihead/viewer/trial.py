@@ -1,9 +1,9 @@
-"""Try heads: what a model does on a text with all heads on, and with some of them switched off.
+"""Try heads of a model: compare its results on a text with all heads on, and with some of them switched off.
 
 A `Trial` answers the requests of the page of `multihead try`. A text is read once with all heads on; its record, its
-predictions and the outputs of the model's blocks are kept, and each change of heads runs only the blocks from the first
-changed head on. What is compared depends on the model, and is one class: a language model's prediction of each token,
-or an encoder's similarities of several sentences.
+predictions and the outputs of the model's blocks are stored, and each change of heads runs only the blocks from the
+first changed head on. A class (`Task`) defines what is compared: a language model's prediction of each token, or an
+encoder's similarities of several sentences.
 """
 
 from __future__ import annotations
@@ -43,67 +43,68 @@ from multihead.record.sample import SampleRecord
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
-from multihead.viewer.looking import Show, measure_on_repeated_tokens
+from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens
 from multihead.viewer.page import installed_version
 from multihead.viewer.payload import RecordedRun, describe_sample, finite_numbers_or_none
 from multihead.viewer.query_params import NotFoundError
 from multihead.viewer.tokens import layout_of_tokens
 
-MOST_TOKENS = 1024
-"""Longest text: the outputs of all blocks and all predictions are kept."""
+MAX_TOKENS = 1024
+"""Largest number of tokens of a text, because the outputs of all blocks and all predictions are stored."""
 
-LIKELIEST = 10
-"""Number of likeliest next tokens that are listed, before and after."""
+NUM_LIKELIEST_TOKENS = 10
+"""Number of likeliest next tokens that are listed, before and after a change of heads."""
 
-WORSE = 0.5
-"""A prediction is worse where its loss rises by more nats than this."""
+MIN_LOSS_INCREASE = 0.5
+"""Increase of a token's loss in nats from which its prediction counts as worse."""
 
-CHANGED_HEADS, MAP_SIDE = 5, 96
-"""Number of changed maps that are listed, and cells per side of a map."""
+MAX_CHANGED_MAPS, MAX_CELLS_PER_MAP_SIDE = 5, 96
+"""Number of heads with changed maps that are listed, and largest number of cells per side of a map."""
 
-CONTINUATION = 40
-"""Tokens of a greedy continuation."""
+CONTINUATION_TOKENS = 40
+"""Number of tokens of a greedy continuation of the text."""
 
-_TEXTS_KEPT = 2
-_TOKENS_BEFORE = 8  # decoded before a next token, because many tokenizers leave out the space of a single one
-_SWEEP_BYTES = 1 << 28  # predictions of all copies of a batch in a sweep: 256 MiB
+_MAX_STORED_RUNS = 2
+# tokens decoded before a next token, because many tokenizers leave out the space before a single token
+_NUM_CONTEXT_TOKENS = 8
+_MAX_SWEEP_BYTES = 1 << 28  # largest number of bytes of the predictions of all copies of a batch in a sweep: 256 MiB
 
 Cancelled = Callable[[], bool]
-"""Returns whether nobody waits for the result any more."""
+"""Function that returns whether no request waits for the result any more."""
 
 Factors = Mapping[tuple[int, int], float]
 """(number of a layer, head) -> the factor of its output; 0 switches it off."""
 
 
 class Task(Protocol):
-    """What a model is for, and so what is compared."""
+    """What a model predicts, and how its predictions are compared before and after a change of heads."""
 
     @property
     def kind(self) -> str:
-        """What the model does: "language" or "encoder"."""
+        """Kind of model: "language" or "encoder"."""
 
     @property
-    def default(self) -> str:
-        """A text to begin with."""
+    def default_text(self) -> str:
+        """The text that the page shows first by default."""
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
-        """Encode a text of the page; one item per row of the batch.
+        """Encode a text of the page: one `EncodedText` per row of the model's batch.
 
         Raises:
-            InputError: it is too short.
+            InputError: the text is too short.
         """
 
     def predict(self, model: Any, batch: Batch) -> Tensor:
-        """Run a model on a batch, and return what is compared, (batch, ...)."""
+        """Run a model on a batch, and return the predictions to compare, (batch, ...): logits or sentence vectors."""
 
     def describe(self, run: TextRun) -> dict[str, Any]:
-        """Describe what the model does on a text with all heads on."""
+        """Describe the predictions of the model on a text with all heads on."""
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
-        """Compare the predictions after a change with those before; `at` is a token, None the last one."""
+        """Compare the predictions after a change of heads with those before, at token `at`; None: the last token."""
 
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
-        """Return the effect on the chosen place, and the other numbers of a sweep, of each copy: (copies, numbers)."""
+        """Return per copy of the batch the effect at token `at` and other numbers of a sweep: (copies, numbers)."""
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe what `measure` returned for the heads of a layer, (heads, numbers)."""
@@ -116,14 +117,14 @@ class TextRun:
     Attributes:
         loaded: the model.
         text: the text.
-        rows: the encoded text, or each sentence.
-        batch: the inputs of the model, (rows, tokens) each.
-        record: what all heads did.
-        before: what `Task.predict` returned.
+        rows: the encoded text, or the encoded sentences.
+        batch: name of a model input -> the tensor, (rows, tokens).
+        record: record of the model on the text with all heads on.
+        before: predictions with all heads on, as `Task.predict` returned them.
         replay: the stored outputs of the blocks.
-        seconds: about how long the model runs for a change of one head, the mean over its heads.
-        changed: the newest change, and the record of the blocks that ran again.
-        continuation: the tokens of the greedy continuation; None if it was not asked for yet.
+        seconds: estimated time for a change of one head in seconds, the mean over all heads.
+        changed: text of the newest change of heads, and the record of the blocks that ran again; None before a change.
+        continuation: the tokens of the greedy continuation; None if it was not requested yet.
     """
 
     loaded: LoadedModel
@@ -148,9 +149,9 @@ class TextRun:
         return token_losses(self.before, self.batch["input_ids"])[0]
 
     def decode_next(self, id_: int, place: int) -> str:
-        """Return the text that a token adds after token `place`; of a part of a character the token alone."""
+        """Return the text that token `id_` adds after token `place`; for a part of a character, the token alone."""
         tokenizer = self.loaded.tokenizer
-        before = self.batch["input_ids"][0, max(place - _TOKENS_BEFORE, 0) : place + 1].tolist()
+        before = self.batch["input_ids"][0, max(place - _NUM_CONTEXT_TOKENS, 0) : place + 1].tolist()
         added = _decode(tokenizer, [*before, id_])[len(_decode(tokenizer, before)) :]
         return visible(added or _decode(tokenizer, [id_]))
 
@@ -168,8 +169,8 @@ class Trial:
         self, loaded: LoadedModel, text: str | None = None, repeated: Mapping[str, RepeatedTokens] | None = None
     ) -> None:
         self.loaded, self.repeated = loaded, repeated or {}
-        self.task: Task = _NextTokens() if loaded.head == "language" else _Sentences()
-        self.text = self.task.default if text is None else text
+        self.task: Task = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
+        self.text = self.task.default_text if text is None else text
         self._runs: OrderedDict[str, TextRun] = OrderedDict()
 
     def describe(self, lang: str) -> dict[str, Any]:
@@ -182,7 +183,7 @@ class Trial:
             "lang": lang,
             "kind": self.task.kind,
             "text": self.text,
-            "most_tokens": min(self.loaded.max_tokens or MOST_TOKENS, MOST_TOKENS),
+            "most_tokens": min(self.loaded.max_tokens or MAX_TOKENS, MAX_TOKENS),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
 
@@ -197,15 +198,15 @@ class Trial:
             return self._runs[text]
         rows = self.task.encode(self.loaded, text)
         longest = max(row.ids.shape[1] for row in rows)
-        if longest > MOST_TOKENS:
+        if longest > MAX_TOKENS:
             raise InputError(
-                f"The text is {longest:,} tokens long, and this page shows {MOST_TOKENS:,}.", "Give a shorter text."
+                f"The text is {longest:,} tokens long, and this page shows {MAX_TOKENS:,}.", "Give a shorter text."
             )
         batch = _padded_batch(self.loaded, rows)
         replay = Replay(self.loaded.model)
         special = sorted({id_ for row in rows for id_ in row.special_ids})
         with (
-            self._running(replay, cancelled),
+            self._run_until_cancelled(replay, cancelled),
             observe(self.loaded.model, probes=(*DEFAULT, "received"), special_ids=special) as record,
             replay.store(),
         ):
@@ -216,13 +217,14 @@ class Trial:
         for row in rows:
             record.name_text(Text(row.ids[0], row.tokens, row.special, row.gaps))
         add_repeated(record, self.repeated)
-        with self._running(replay, cancelled):
+        with self._run_until_cancelled(replay, cancelled):
             begun = perf_counter()
             if replay.check(lambda: self._predict(batch), before):
-                seconds = perf_counter() - begun  # from the middle and from the last block: about the mean of all heads
+                # runs from the middle and from the last block take about the mean time over all heads
+                seconds = perf_counter() - begun
         run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds)
         self._runs[text] = run
-        while len(self._runs) > _TEXTS_KEPT:
+        while len(self._runs) > _MAX_STORED_RUNS:
             self._runs.popitem(last=False)
         return run
 
@@ -276,17 +278,17 @@ class Trial:
             first = min(layer for layer, _ in factors)
             block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.works else 0
             with ExitStack() as stack:
-                stack.enter_context(self._running(run.replay, cancelled))
+                stack.enter_context(self._run_until_cancelled(run.replay, cancelled))
                 seen = stack.enter_context(observe(self.loaded.model, probes=()))
-                stack.enter_context(self._changed(run, factors))
+                stack.enter_context(self._change_heads(run, factors))
                 stack.enter_context(run.replay.start_at(block))
                 after = self._predict(run.batch)
             run.changed = (_key_of_factors(factors), seen)
-            distances = _distances(run.record, seen, first, cancelled)
+            distances = _distances_between_maps(run.record, seen, first, cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.works
         return self.task.compare(run, after, at) | {
-            "changed": sorted(far, key=lambda each: -each[2])[:CHANGED_HEADS],
+            "changed": sorted(far, key=lambda each: -each[2])[:MAX_CHANGED_MAPS],
             "distances": [{"layer": layer, "heads": values} for layer, values in distances],
             "seconds": perf_counter() - begun,
             "layers": None if first is None else [layers[0].number if whole else first, layers[-1].number],
@@ -306,17 +308,17 @@ class Trial:
         after = next((each for each in run.changed[1].layers if each.name == before.name), before)
         length = max(before.sample(row).num_queries, before.sample(row).num_keys)
         found = [
-            each.sample(row).blocks(head, block=-(-length // MAP_SIDE), cancelled=cancelled).means()[0]
+            each.sample(row).blocks(head, block=-(-length // MAX_CELLS_PER_MAP_SIDE), cancelled=cancelled).means()[0]
             for each in (before, after)
         ]
         maps: Array = torch.stack(found).float().numpy()
         return maps
 
     def sweep(self, run: TextRun, at: int | None, cancelled: Cancelled) -> Iterator[dict[str, Any]]:
-        """Switch off each head once: one item per layer, and at last how long it took."""
+        """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
         layers = run.record.layers
         seconds = floor = 0.0
-        copies = max(1, _SWEEP_BYTES // max(run.before.nbytes, 1))
+        copies = max(1, _MAX_SWEEP_BYTES // max(run.before.nbytes, 1))
         found = sweep_layers(
             run.replay,
             run.batch,
@@ -325,7 +327,7 @@ class Trial:
             most_copies=copies,
         )
         for done in range(1, len(layers) + 1):
-            with self._running(run.replay, cancelled):
+            with self._run_until_cancelled(run.replay, cancelled):
                 one = next(found)
             seconds, floor = seconds + one.seconds, floor + one.floor_seconds
             yield self.task.describe_sweep(run, one.measured) | {
@@ -339,7 +341,7 @@ class Trial:
     def continue_text(
         self, run: TextRun, factors: Factors, write: Callable[[str, list[str]], None], cancelled: Cancelled
     ) -> None:
-        """Continue a text greedily with all heads on and with a change; `write` receives "before" or "after", tokens.
+        """Continue a text greedily with all heads on and with a change; calls write("before" or "after", tokens).
 
         Raises:
             NotFoundError, ArgumentError, ModelError: see `check_continuation`.
@@ -353,7 +355,7 @@ class Trial:
             self._generate(run, factors, lambda tokens: write("after", tokens), cancelled)
 
     def check_continuation(self, run: TextRun, factors: Factors) -> None:
-        """Reject what cannot be continued.
+        """Reject texts and changes of heads for which the model cannot generate a continuation.
 
         Raises:
             NotFoundError: there is no such head.
@@ -369,21 +371,21 @@ class Trial:
     ) -> list[str]:
         """Generate tokens greedily, write each as soon as it is known, and return them."""
         streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"][0].tolist(), write, cancelled)
-        most = min(CONTINUATION, (self.loaded.max_tokens or MOST_TOKENS) - run.rows[0].ids.shape[1])
+        most = min(CONTINUATION_TOKENS, (self.loaded.max_tokens or MAX_TOKENS) - run.rows[0].ids.shape[1])
         if most < 1:
             return []
         model: Any = self.loaded.model
         with torch.no_grad(), ExitStack() as stack:
             if factors:
-                stack.enter_context(self._changed(run, factors))
+                stack.enter_context(self._change_heads(run, factors))
             model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
         return streamer.tokens
 
     def _predict(self, batch: Batch) -> Tensor:
         return self.task.predict(self.loaded.model, batch)
 
-    def _changed(self, run: TextRun, factors: Factors) -> Any:
-        """Return the context in which heads are changed; they are named by module, as blocks may be left out."""
+    def _change_heads(self, run: TextRun, factors: Factors) -> Any:
+        """Return the context in which heads are changed, named by module, because a replay may leave blocks out."""
         return scale_heads(
             self.loaded.model, {(run.names[layer], head): factor for (layer, head), factor in factors.items()}
         )
@@ -402,8 +404,8 @@ class Trial:
             raise ArgumentError("All heads of the model are off.", "Leave some on.")
 
     @contextmanager
-    def _running(self, replay: Replay, cancelled: Cancelled) -> Iterator[None]:
-        """Run the model without gradients; between two blocks, stop where nobody waits any more."""
+    def _run_until_cancelled(self, replay: Replay, cancelled: Cancelled) -> Iterator[None]:
+        """Run the model without gradients in this context; stop between two blocks if no request waits any more."""
 
         def stop_if_cancelled(*_: object) -> None:
             if cancelled():
@@ -416,11 +418,11 @@ class Trial:
             yield
 
 
-class _NextTokens:
-    """A language model: what it predicts after each token of a text."""
+class _NextTokenPredictions:
+    """The task of a language model: predict the next token after each token of a text."""
 
     kind = "language"
-    default = (
+    default_text = (
         "Dr. Imogen Vassilakis found the key under the door. Nobody had seen it before. The next morning Dr. Imogen"
     )
 
@@ -447,14 +449,14 @@ class _NextTokens:
         pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
         place = after.shape[1] - 1 if at is None else at
         rows = [logits[0, place] for logits in (run.before, after)]
-        ids = torch.cat([likeliest_tokens(row, LIKELIEST)[0] for row in rows]).unique()
+        ids = torch.cat([likeliest_tokens(row, NUM_LIKELIEST_TOKENS)[0] for row in rows]).unique()
         both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
         order = both.amax(0).argsort(descending=True)
         (divergence,) = finite_numbers_or_none(kl_divergence(*rows)[None])
         return {
             "losses": losses,
             "predictions": len(pairs),
-            "worse": sum(b - a > WORSE for a, b in pairs),
+            "worse": sum(b - a > MIN_LOSS_INCREASE for a, b in pairs),
             "at": place,
             "kl": divergence,
             "next": [
@@ -466,7 +468,7 @@ class _NextTokens:
         }
 
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
-        """Return the change of ln p of the likeliest token, and the loss of each token, (copies, tokens)."""
+        """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens)."""
         place = after.shape[1] - 1 if at is None else at
         row = run.before[0, place].double()
         best = row.argmax()
@@ -475,27 +477,27 @@ class _NextTokens:
         return torch.cat([change[:, None], losses], 1).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe the effect on the place, and on the mean loss of the text, see `Task.describe_sweep`."""
+        """Describe the effect on the chosen token, and on the mean loss of the text, see `Task.describe_sweep`."""
         return {
             "effects": finite_numbers_or_none(measured[:, 0]),
             "losses": finite_numbers_or_none(measured[:, 1:].mean(1) - run.losses.mean().cpu()),
         }
 
 
-class _Sentences:
-    """An encoder: how similar it finds several sentences, by the cosine of their mean vectors."""
+class _SentenceSimilarities:
+    """The task of an encoder: the similarities of several sentences, as cosines of their mean output vectors."""
 
     kind = "encoder"
-    default = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
-    least = 3
+    default_text = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
+    min_sentences = 3
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
         """Encode each line of a text as a sentence, see `Task.encode`."""
-        lines = _lines(text)
-        if len(lines) < self.least:
+        lines = _lines_with_text(text)
+        if len(lines) < self.min_sentences:
             raise InputError(
                 f"There {'is' if len(lines) == 1 else 'are'} {len(lines)} sentence{'s' * (len(lines) != 1)}, and an "
-                f"encoder compares at least {self.least}.",
+                f"encoder compares at least {self.min_sentences}.",
                 "Write each sentence in a line of its own.",
             )
         return [encode(loaded, line) for line in lines]
@@ -507,16 +509,16 @@ class _Sentences:
 
     def describe(self, run: TextRun) -> dict[str, Any]:
         """Describe the similarities, see `Task.describe`."""
-        return {"sentences": _lines(run.text), "similarity": _similarities(run.before).tolist()}
+        return {"sentences": _lines_with_text(run.text), "similarity": _cosine_similarities(run.before).tolist()}
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
         """Compare the similarities, see `Task.compare`."""
         nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
-        return {**nothing, "similarity": _similarities(after).tolist()}
+        return {**nothing, "similarity": _cosine_similarities(after).tolist()}
 
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
         """Return the largest change of a similarity, with its sign, (copies, 1)."""
-        change = _similarities(after.unflatten(0, (copies, -1))) - _similarities(run.before)
+        change = _cosine_similarities(after.unflatten(0, (copies, -1))) - _cosine_similarities(run.before)
         flat = change.flatten(1)
         return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
 
@@ -526,12 +528,12 @@ class _Sentences:
 
 
 class _TokenWriter:
-    """A streamer of transformers that writes tokens as text, and stops the generation where nobody waits any more.
+    """A streamer of transformers that writes tokens as text, and stops the generation if no request waits any more.
 
     Tokens are decoded after the text before them, because many tokenizers leave out the space before a single token.
 
     Attributes:
-        tokens: the pieces of text that the tokens added so far.
+        tokens: the pieces of text that the generated tokens added so far.
     """
 
     def __init__(
@@ -550,7 +552,8 @@ class _TokenWriter:
         if self._cancelled():
             raise CancelledError
         self._ids = [*self._ids, *value.flatten().tolist()]
-        if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):  # a part of a character waits for the others
+        # an incomplete character is written when its other tokens arrive
+        if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):
             self._write_new()
 
     def end(self) -> None:
@@ -568,10 +571,10 @@ class _TokenWriter:
 def load_for_trial(
     described: ModelDescription, *, device: str, dtype: str, stage: Callable[[str], None] | None = None
 ) -> LoadedModel:
-    """Load a language model with its head for words, or an encoder.
+    """Load a language model with its output head, or an encoder.
 
     Raises:
-        ModelError: the model is neither, or was saved without its head for words.
+        ModelError: the model is neither of these, or was saved without its output head.
     """
     head = family_head(described)
     if head is None:
@@ -584,15 +587,15 @@ def load_for_trial(
 
 
 def open_trial(
-    loaded: LoadedModel, *, text: str | None = None, lang: str = "en", show: Show = lambda *_: None
+    loaded: LoadedModel, *, text: str | None = None, lang: str = "en", show: ShowStep = lambda *_: None
 ) -> Trial:
-    """Prepare a model for a page: measure its heads on random repeats, and read the text to begin with.
+    """Prepare a model for the page: measure its heads on repeated random tokens, and read the first text.
 
     Args:
         loaded: the result of `load_for_trial`.
         text: the text to begin with; None takes the default one.
         lang: language of the steps, "en" or "zh".
-        show: called with the step that runs, and the parts of it that are done and all.
+        show: called with the step that runs, the number of its parts that are done, and the number of all its parts.
 
     Raises:
         InputError: the text is too short or too long.
@@ -610,7 +613,7 @@ def parse_factors(given: str) -> dict[tuple[int, int], float]:
     """Parse heads in an address: "18.6,17.3:0.5" is L18 H6 times 0 and L17 H3 times 0.5.
 
     Raises:
-        ArgumentError: it is no such list.
+        ArgumentError: `given` is not such a list.
 
     >>> parse_factors("18.6,17.3:0.5")
     {(18, 6): 0.0, (17, 3): 0.5}
@@ -648,20 +651,23 @@ def _losses_of_page(losses: Tensor) -> list[float | None]:
     return [None, *finite_numbers_or_none(losses, digits=9)]
 
 
-def _lines(text: str) -> list[str]:
+def _lines_with_text(text: str) -> list[str]:
     """Return the lines of a text that are not empty."""
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _similarities(vectors: Tensor) -> Tensor:
+def _cosine_similarities(vectors: Tensor) -> Tensor:
     """Return the cosine of each pair of vectors of length 1, (..., n, features) -> (..., n, n)."""
     return vectors.double() @ vectors.double().mT
 
 
-def _distances(before: Record, after: Record, first: int, cancelled: Cancelled) -> list[tuple[int, list[float]]]:
-    """Return how far the maps of the layers after layer `first` are from those before, for each of their heads.
+def _distances_between_maps(
+    before: Record, after: Record, first: int, cancelled: Cancelled
+) -> list[tuple[int, list[float]]]:
+    """Return (layer, distance per head) between the maps before and after a change, for layers after `first`.
 
-    The distance is the mean over queries, of long texts over some of them, of half the sum of |before - after|.
+    The distance is the mean over queries (over some queries of a long text) of half the sum over keys of |before -
+    after|.
     """
     known = {layer.name: layer for layer in after.layers}
     found = []
@@ -671,13 +677,15 @@ def _distances(before: Record, after: Record, first: int, cancelled: Cancelled) 
         if cancelled():
             raise CancelledError
         pairs = list(zip(layer.samples, known[layer.name].samples, strict=True))
-        sums = sum((_distance(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64))
+        sums = sum(
+            (_mean_distance_between_maps(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64)
+        )
         found.append((layer.number, (sums / len(pairs)).tolist()))
     return found
 
 
-def _distance(one: SampleRecord, other: SampleRecord) -> Tensor:
-    """Return half the sum of |one - other| over keys, its mean over queries, (heads,) float64."""
+def _mean_distance_between_maps(one: SampleRecord, other: SampleRecord) -> Tensor:
+    """Return per head the mean over queries of half the sum over keys of |one - other|: (heads,) float64."""
     rows = spaced_queries(one.num_queries, affordable_queries(one.num_keys * one.num_heads * 32))
     change = (one.weights(queries=rows).double() - other.weights(queries=rows).double()).abs()
     return change.nan_to_num(nan=0.0).sum(-1).mean(-1) / 2

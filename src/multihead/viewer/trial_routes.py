@@ -1,4 +1,4 @@
-"""The routes of the server of `multihead try`: a text, a change of heads, and what is computed for either."""
+"""The routes of the server of `multihead try`: for texts, changes of heads, maps, sweeps and continuations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multihead.viewer.responses import file_response, floats_response, try_page_
 from multihead.viewer.security import json_response
 from multihead.viewer.site import Site
 from multihead.viewer.tiles import WorkerThreads
-from multihead.viewer.trial import MOST_TOKENS, Cancelled, TextRun, Trial, parse_factors
+from multihead.viewer.trial import MAX_TOKENS, Cancelled, TextRun, Trial, parse_factors
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -33,7 +33,7 @@ class TrialSite(Site):
     def __init__(self, trial: Trial, lang: str = "en") -> None:
         super().__init__()
         self.trial, self.lang = trial, lang
-        self.model = WorkerThreads(1)
+        self.model_thread = WorkerThreads(1)
 
     def routes(self) -> list[Route]:
         """Return the routes, relative to the token."""
@@ -51,7 +51,7 @@ class TrialSite(Site):
     def close(self) -> None:
         """Stop the model, see `Site.close`."""
         self.closing.set()
-        self.model.close()
+        self.model_thread.close()
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
@@ -93,7 +93,7 @@ class TrialSite(Site):
             run = self.trial.read(params.get("text", ""), cancelled)
             return self.trial.maps(run, factors, layer, head, row, cancelled)
 
-        return floats_response(await self.compute(request, self.model, str(request.url), compute_maps))
+        return floats_response(await self.compute(request, self.model_thread, str(request.url), compute_maps))
 
     async def sweep(self, request: Request) -> Response:
         """Switch off every head once, and write a line for each layer as soon as it is done."""
@@ -102,21 +102,21 @@ class TrialSite(Site):
 
         def write_layers(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
             for line in self.trial.sweep(run, place, cancelled):
-                write(_line(line))
+                write(_json_line(line))
 
-        return _lines_response(self.stream(self.model, object(), write_layers))
+        return _lines_response(self.stream(self.model_thread, object(), write_layers))
 
     async def continuation(self, request: Request) -> Response:
         """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
         factors = parse_factors(request.query_params.get("heads", ""))
         run = await self._read(request)
-        self.trial.check_continuation(run, factors)  # an answer that has begun cannot become an error
+        self.trial.check_continuation(run, factors)  # raises errors before the streamed response begins
 
         def write_tokens(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
-            self.trial.continue_text(run, factors, lambda side, tokens: write(_line({side: tokens})), cancelled)
-            write(_line({"done": True}))
+            self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), cancelled)
+            write(_json_line({"done": True}))
 
-        return _lines_response(self.stream(self.model, object(), write_tokens))
+        return _lines_response(self.stream(self.model_thread, object(), write_tokens))
 
     def _language(self, request: Request) -> str:
         lang = request.query_params.get("lang", self.lang)
@@ -124,12 +124,12 @@ class TrialSite(Site):
         return lang
 
     async def _answer(self, request: Request, answer: Callable[[TextRun, Cancelled], object]) -> Response:
-        """Read the requested text, and return what `answer` makes of it."""
+        """Run the model on the requested text, and return the result of `answer` as JSON."""
         text = request.query_params.get("text", "")
         return json_response(
             await self.compute(
                 request,
-                self.model,
+                self.model_thread,
                 str(request.url),
                 lambda cancelled: answer(self.trial.read(text, cancelled), cancelled),
             )
@@ -138,7 +138,7 @@ class TrialSite(Site):
     async def _read(self, request: Request) -> TextRun:
         text = request.query_params.get("text", "")
         run: TextRun = await self.compute(
-            request, self.model, ("read", text), lambda cancelled: self.trial.read(text, cancelled)
+            request, self.model_thread, ("read", text), lambda cancelled: self.trial.read(text, cancelled)
         )
         return run
 
@@ -146,10 +146,10 @@ class TrialSite(Site):
 def _requested_place(request: Request) -> int | None:
     """Return the index of the chosen token; None for the last one."""
     given = request.query_params.get("at")
-    return None if given is None else parse_number("token", given, below=MOST_TOKENS)
+    return None if given is None else parse_number("token", given, below=MAX_TOKENS)
 
 
-def _line(content: dict[str, Any]) -> bytes:
+def _json_line(content: dict[str, Any]) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 

@@ -244,7 +244,7 @@ def test_chance_is_what_a_head_with_equal_scores_measures(name: str, monkeypatch
 def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = {name: [chance_of_probes(one, ALL, special=one.text.special) for one in CASES[name]()] for name in CASES}
     monkeypatch.setattr(module, "MIN_FLOAT32_KEYS", 0)
-    monkeypatch.setattr(module, "ROWS", 4)
+    monkeypatch.setattr(module, "QUERIES_PER_BLOCK", 4)
     for name, found in exact.items():
         for sample, wanted in zip(CASES[name](), found, strict=True):
             done: list[tuple[int, int]] = []

@@ -67,7 +67,7 @@ def two_runs(
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("tile", [1, 1 << 21])
 def test_every_head_has_the_divergence_of_its_whole_maps(mask: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similar, "TILE", tile)
+    monkeypatch.setattr(similar, "MAX_WEIGHTS_PER_TILE", tile)
     before, after = two_runs(mask)
     found = before.changed(after)
     assert len(found) == LAYERS * HEADS
@@ -109,7 +109,7 @@ def test_of_some_queries_the_divergence_is_that_of_these() -> None:
 
 
 def test_no_tile_holds_more_than_a_few_queries_of_a_long_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similar, "TILE", 200)
+    monkeypatch.setattr(similar, "MAX_WEIGHTS_PER_TILE", 200)
     before, after = two_runs()
     sizes: list[int] = []
     weights = SampleRecord.weights
@@ -136,7 +136,7 @@ def test_a_head_without_finite_weights_comes_last() -> None:
     before, after = two_runs()
     sample = after.layers[0].sample()
     assert sample.q is not None
-    sample.q.whole()[:, 1] = math.nan
+    sample.q.all_rows()[:, 1] = math.nan
     last = before.changed(after)[-1]
     assert (last.layer, last.head, math.isnan(last.divergence)) == (0, 1, True)
 
@@ -157,7 +157,7 @@ def test_other_texts_other_models_and_runs_without_weights_are_refused() -> None
     )
     for record in (before, after):
         for layer in record.layers:
-            layer.samples[0].keys_read.ids = None
+            layer.samples[0].growing_key_text.ids = None
     before.set_text(Text(None, ["a"] * LENGTH))
     after.set_text(Text(None, ["b"] * LENGTH))
     with pytest.raises(ArgumentError, match="different texts"):

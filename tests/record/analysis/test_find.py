@@ -85,7 +85,7 @@ def test_layers_that_have_no_such_number_are_left_out() -> None:
     model, batch = family("t5"), batch_of("t5")
     with torch.no_grad(), mh.observe(model) as seen:
         model(**batch)
-    crossing = {index for index, layer in enumerate(seen.layers) if layer.sample().crosses}
+    crossing = {index for index, layer in enumerate(seen.layers) if layer.sample().cross_attention}
     found = {layer for layer, _ in places(seen.find(local=(-1, None)))}
     assert found == set(range(len(seen.layers))) - crossing
 

@@ -102,15 +102,15 @@ def test_an_even_causal_head_is_broad() -> None:
 def test_cross_attention_is_never_named_after_a_place_in_another_text() -> None:
     dense = torch.eye(20, 30)[None].roll(-1, 2)
     read = layer_profiles(record_of(dense).layers)
-    assert read[0].crosses
+    assert read[0].cross_attention
     assert read[0].kinds == (("mixed",),)
 
 
 def test_cross_attention_is_known_where_both_texts_have_one_length() -> None:
     record = watch(12)
-    record.layers[0].samples[0].crosses = True
+    record.layers[0].samples[0].cross_attention = True
     (read,) = layer_profiles(record.layers)
-    assert (read.crosses, "near_mass" in read.evidence) == (True, False)
+    assert (read.cross_attention, "near_mass" in read.evidence) == (True, False)
 
 
 def test_weights_that_are_not_a_number_name_no_head() -> None:

@@ -30,7 +30,7 @@ def test_cross_attention_between_texts_of_one_length_is_no_self_attention() -> N
     model, batch = family("t5"), batch_of("t5")
     with torch.no_grad(), mh.observe(model) as seen:
         model(input_ids=batch["input_ids"], decoder_input_ids=batch["input_ids"].flip(1))
-    assert [one.crosses for one in layer_profiles(seen.layers)] == [False, False, False, True, False, True]
+    assert [one.cross_attention for one in layer_profiles(seen.layers)] == [False, False, False, True, False, True]
     assert {"previous", "next", "self", "local"}.isdisjoint(layer_profiles(seen.layers)[3].kinds)
 
 

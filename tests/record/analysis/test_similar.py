@@ -27,7 +27,7 @@ def by_hand(p: Tensor, q: Tensor) -> float:
 
 @pytest.mark.parametrize("tile", [1, 1 << 21])
 def test_divergence_is_that_of_the_definition(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similar, "TILE", tile)
+    monkeypatch.setattr(similar, "MAX_WEIGHTS_PER_TILE", tile)
     record = read(ids(1, 20))
     found = record.nearest(0, 1, top=99)
     assert len(found) == 7
@@ -42,8 +42,8 @@ def test_a_head_like_another_is_its_nearest_at_divergence_0() -> None:
     record = asked(heads=4, kv_heads=1, mask=masks.Causal())
     sample = record.layers[0].sample()
     assert sample.q is not None
-    sample.q.whole()[:, 3] = sample.q.whole()[:, 0]
-    sample.logsumexp.whole()[:, 3] = sample.logsumexp.whole()[:, 0]
+    sample.q.all_rows()[:, 3] = sample.q.all_rows()[:, 0]
+    sample.logsumexp.all_rows()[:, 3] = sample.logsumexp.all_rows()[:, 0]
     assert [(each.head, each.divergence) for each in record.nearest(0, 0, top=1)] == [(3, 0.0)]
 
 
@@ -72,7 +72,7 @@ def test_queries_that_see_nothing_are_no_difference() -> None:
 def test_of_a_long_text_few_queries_are_looked_at_and_the_last_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     record = read(ids(1, 50))
     assert record.nearest(0, 0, queries=5)[0].queries == 5
-    monkeypatch.setattr(similar, "CELLS", 1)
+    monkeypatch.setattr(similar, "DEFAULT_COMPARED_WEIGHTS", 1)
     found = record.nearest(0, 0, top=1)[0]
     rows = similar.spaced_queries(50, similar.affordable_queries(10**9))
     assert found.queries == len(range(*rows.indices(50))) <= 16
@@ -121,8 +121,8 @@ def test_a_head_without_finite_weights_is_like_no_other_and_comes_last() -> None
     record = asked(heads=4, kv_heads=1, mask=masks.Causal())
     sample = record.layers[0].sample()
     assert sample.q is not None
-    sample.q.whole()[:, 1] = math.nan  # its weights are NaN
-    sample.logsumexp.whole()[:, 2] = math.nan  # and these
+    sample.q.all_rows()[:, 1] = math.nan  # its weights are NaN
+    sample.logsumexp.all_rows()[:, 2] = math.nan  # and these
     found = record.nearest(0, 0)
     assert [each.head for each in found] == [3, 1, 2]
     assert found[0].divergence == pytest.approx(by_hand(*(record.layers[0].weights(head) for head in (0, 3))), abs=1e-5)
@@ -134,7 +134,7 @@ def test_queries_whose_weights_are_not_finite_are_left_out_of_the_mean() -> None
     record = asked(heads=2, kv_heads=1, mask=masks.Causal())
     sample = record.layers[0].sample()
     assert sample.q is not None
-    sample.q.whole()[:, 1, 4] = math.nan
+    sample.q.all_rows()[:, 1, 4] = math.nan
     weights = record.layers[0].weights()[:, [0, 1, 2, 3, 5, 6, 7, 8]]
     assert record.nearest(0, 0)[0].divergence == pytest.approx(by_hand(*weights), abs=1e-5)
 

@@ -51,7 +51,7 @@ def test_the_largest_entropy_of_a_causal_head_is_the_mean_of_ln_of_the_keys_seen
     expected = sum(math.log(n) for n in range(1, 6)) / 5
     assert visibility.largest_entropy.tolist() == pytest.approx([expected, expected], abs=1e-12)
     assert visibility.mean_keys.tolist() == [3.0, 3.0]
-    assert visibility.hides
+    assert visibility.hides_keys
     assert visibility.blind_queries == 0
 
 
@@ -66,7 +66,7 @@ def test_a_query_that_sees_no_key_is_counted_and_left_out_of_the_mean() -> None:
 def test_blocks_give_what_one_look_at_everything_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = sample_of(band(50, 50, 7, 0))
     whole = visibility_of(sample)
-    monkeypatch.setattr("multihead.record.analysis.visibility.TILE_CELLS", 300)
+    monkeypatch.setattr("multihead.record.analysis.visibility.MAX_TILE_CELLS", 300)
     parts = visibility_of(sample)
     assert (whole.pattern, whole.before) == (parts.pattern, parts.before) == ("causal window", 7)
     torch.testing.assert_close(whole.largest_entropy, parts.largest_entropy)

@@ -17,7 +17,7 @@ from multihead.probes.blocks import CancelledError as Cancelled
 from multihead.viewer import routes
 from multihead.viewer.payload import RecordedRun
 from multihead.viewer.widget import requests
-from multihead.viewer.widget.requests import MAX_BYTES, InProcessServer, shared_server
+from multihead.viewer.widget.requests import MAX_BYTES_PER_MESSAGE, InProcessServer, shared_server
 from tests.viewer.serving import serving
 from tests.viewer.widget.records import long, small
 
@@ -60,13 +60,13 @@ def test_every_answer_is_that_of_the_server(of_long: InProcessServer) -> None:
 
 
 def test_no_message_exceeds_the_limit_and_only_the_last_one_is_marked(of_long: InProcessServer) -> None:
-    assert MAX_BYTES < 1_000_000
+    assert MAX_BYTES_PER_MESSAGE < 1_000_000
     parts = answer(of_long, "api/runs/0/samples/0/heads/0/1/weights.csv?queries=0:600&keys=0:600")
     assert len(parts) > 2
-    assert max(len(body) for _, body in parts) <= MAX_BYTES
+    assert max(len(body) for _, body in parts) <= MAX_BYTES_PER_MESSAGE
     assert [head["last"] for head, _ in parts] == [False] * (len(parts) - 1) + [True]
     for path in PATHS:
-        assert all(len(body) <= MAX_BYTES for _, body in answer(of_long, path)), path
+        assert all(len(body) <= MAX_BYTES_PER_MESSAGE for _, body in answer(of_long, path)), path
 
 
 def test_a_tile_arrives_as_its_numbers(of_long: InProcessServer) -> None:
@@ -138,4 +138,4 @@ def test_the_threads_end_with_the_last_widget(monkeypatch: pytest.MonkeyPatch) -
     gc.collect()
     assert gone() is None
     assert closed.wait(60)
-    assert requests._SHARED.get((id(small()), "none")) is None
+    assert requests._SHARED_SERVERS.get((id(small()), "none")) is None

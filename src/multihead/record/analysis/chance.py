@@ -4,16 +4,18 @@ The chance level of a probe is its value for a head that spreads its attention e
 the same call with all scores set to 0: under a causal mask the second query puts 50 % on the previous token by chance,
 and the hundredth query 1 %. So user-defined probes have chance levels too. Biases and learned sinks are left out.
 
-A head has a kind that is measured by a share only if the share exceeds its chance level by 35 percentage points and by
-three standard errors. Measured chance levels replaced closed formulas per statistic, which agreed to 2e-14. The
-formulas took no time; at 100,000 tokens measuring the chance level takes seconds. Significance alone is not enough: a
-random model has small but systematic preferences, such as 6.1 % on the previous token where chance is 4.8 %, which any
-number of queries confirms. The threshold is a difference in percentage points and not a multiple of chance, so that one
-rule holds for short and long texts. Tiny models of eight families with weights of twenty times the usual size gave one
-false finding in 456 heads.
+A kind that is defined by a share of attention is assigned to a head only if the share exceeds its chance level by 35
+percentage points and by three standard errors. Earlier versions computed chance levels by a closed formula per
+statistic, which agreed with the measured levels to 2e-14. The formulas took no time; at 100,000 tokens measuring a
+chance level takes seconds. Statistical significance alone is not enough: a random model has small but systematic
+preferences, such as 6.1 % on the previous token where chance is 4.8 %, which any number of queries confirms. The
+threshold is a difference in percentage points and not a multiple of chance, so that one rule holds for short and long
+texts. Tiny random models of eight families, with weights of twenty times the usual size, gave one false finding in 456
+heads.
 
-The standard error of a mean over one text is computed from the means of eight blocks of consecutive queries. It is
-computed from value - chance, so that differences between queries that only the mask causes do not increase it.
+The standard error of a mean over one text is computed from the means of eight blocks of consecutive queries. The
+standard error is that of value - chance, so that differences between queries that only the mask causes do not increase
+it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ MIN_OBSERVATIONS = 4
 MIN_FLOAT32_KEYS = 4096
 """Number of keys from which chance levels are computed in float32 by the native kernel, instead of float64."""
 
-ROWS = 4096
+QUERIES_PER_BLOCK = 4096
 """Number of queries per block, after which `progress` is called."""
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -66,8 +68,8 @@ class Evidence:
     """A statistic of the heads of a layer compared with its chance level.
 
     Attributes:
-        mean: (heads,) float64, mean over the queries that count.
-        chance: (heads,) float64, chance level (even weights over the visible keys), mean over the same queries.
+        mean: (heads,) float64, mean of the statistic over the queries that count.
+        chance: (heads,) float64, chance level (even weights over the visible keys), mean over the queries that count.
         error: (heads,) float64, standard error of mean - chance; inf if there are too few queries to estimate it.
         count: (heads,) float64, number of queries that count, or of texts of repeated random tokens.
     """
@@ -86,7 +88,7 @@ def chance_of_probes(
     known: ChanceCache | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the chance level per query of the probes that have one.
+    """Compute the chance level per query of each probe that has a chance level.
 
     Args:
         sample: one text in one layer.
@@ -97,7 +99,8 @@ def chance_of_probes(
         progress: called after each block of queries.
 
     Returns:
-        name of a statistic -> (heads or 1, queries) float64, 0 for queries without keys; {} if the mask is unknown.
+        name of a statistic -> chance levels, (heads or 1, queries) float64, 0 for queries without visible keys; {} if
+        the mask is unknown.
     """
     known = {} if known is None else known
     marks = (
@@ -185,7 +188,7 @@ def _measure_chance_levels_of_sample(
     sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
 ) -> dict[str, Tensor]:
     """Measure probes with all scores 0: name -> (heads or 1, queries) float64; skip probes that lack an input."""
-    windows = any(segment.apart for segment in sample.segments)  # each window is measured as a separate call
+    windows = any(segment.is_window for segment in sample.segments)  # each window is measured as a separate call
     requests = [
         with_zero_scores(segment.request, 0 if windows else segment.key_start, exact=sample.num_keys < MIN_FLOAT32_KEYS)
         for segment in sample.segments
@@ -239,13 +242,13 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
 
 
 def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
-    """Yield a call in blocks of `ROWS` queries; in one block if it has a bias or its mask has tensors."""
+    """Yield a call in blocks of `QUERIES_PER_BLOCK` queries; in one block if it has a bias or its mask has tensors."""
     queries = request.shape.query_length
-    if queries <= ROWS or request.bias is not None or request.mask.holds_tensors:
+    if queries <= QUERIES_PER_BLOCK or request.bias is not None or request.mask.holds_tensors:
         yield request
         return
-    for first in range(0, queries, ROWS):
-        q = request.q[:, :, first : first + ROWS]
+    for first in range(0, queries, QUERIES_PER_BLOCK):
+        q = request.q[:, :, first : first + QUERIES_PER_BLOCK]
         shape = request.shape._replace(query_length=q.shape[2])
         yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + first)
 
@@ -254,11 +257,11 @@ def _visibility_key_of_sample(sample: SampleRecord) -> tuple[object, ...]:
     """Return a hashable key that is equal for samples whose queries have equal positions and visible keys."""
     intervals = sample.intervals()
     if intervals is not None:
-        windows = tuple(each.key_start for each in sample.segments if each.apart)
+        windows = tuple(each.key_start for each in sample.segments if each.is_window)
         return sample.num_keys, windows, *map(content_key, (*intervals, sample.positions))
     return tuple(
         (
-            *(each.key_start, each.query_start, each.num_queries, each.key_stop, each.apart),
+            *(each.key_start, each.query_start, each.num_queries, each.key_stop, each.is_window),
             *visibility_key(each.request),
         )
         for each in sample.segments

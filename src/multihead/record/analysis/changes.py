@@ -19,7 +19,7 @@ from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.analysis.similar import divergence, have_same_texts, spaced_queries
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLine
+from multihead.record.notebook import HeadList, OneLineRepr
 from multihead.record.sample import SampleRecord
 
 Progress = Callable[[int, int], None]
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ChangedHead(OneLine):
+class ChangedHead(OneLineRepr):
     """One head in two runs.
 
     Attributes:
@@ -199,10 +199,10 @@ def _profiles_of_run(
 def _layers_of_both_runs(
     before: Sequence[LayerRecord], after: Sequence[LayerRecord], sample: int
 ) -> dict[int, tuple[SampleRecord, SampleRecord]]:
-    """Return number of a layer -> its sample in both runs, for layers with equal numbers of heads, queries and keys.
+    """Return number of a layer -> its sample in each run, for layers with equal numbers of heads, queries and keys.
 
     Raises:
-        ArgumentError: there are no such layers, or the two texts differ.
+        ArgumentError: no layer has equal numbers in both runs, or the two texts differ.
     """
     others = {layer.number: layer for layer in after}
     found = {}

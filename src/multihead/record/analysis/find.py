@@ -14,8 +14,8 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLine
-from multihead.record.summaries import Of
+from multihead.record.notebook import HeadList, OneLineRepr
+from multihead.record.summaries import SummaryName
 
 RENAMED_KINDS = {
     "previous_token": "previous",
@@ -28,7 +28,7 @@ RENAMED_KINDS = {
 
 
 @dataclass(frozen=True, repr=False)
-class FoundHead(OneLine):
+class FoundHead(OneLineRepr):
     """A head that `find` returns.
 
     Attributes:
@@ -67,11 +67,11 @@ def find(
     layers: Sequence[LayerRecord],
     wanted: Mapping[str, Range],
     *,
-    of: Of = "mean",
+    of: SummaryName = "mean",
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> HeadList[FoundHead]:
-    """Find the heads in the wanted ranges, see `Record.find`; `statistics` are those that are not built in."""
+    """Find the heads with values in the wanted ranges, see `Record.find`; `statistics` are the user-defined ones."""
     by_name = {kind.name: kind for kind in among}
     shown = {**{name: _format_of_kind(kind) for name, kind in by_name.items()}, **(statistics or {})}
     if not wanted:
@@ -110,7 +110,7 @@ def _format_of_kind(kind: Kind) -> Statistic:
 def _wanted_values(
     layer: LayerRecord,
     wanted: tuple[str, ...],
-    of: Of,
+    of: SummaryName,
     by_name: Mapping[str, Kind],
     statistics: Mapping[str, Statistic],
 ) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ def _wanted_values(
 
 
 def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
-    """Return the error for a name for which no layer has a value, with how to get one."""
+    """Return the error for a statistic or kind that no layer has a value of; the error explains how to record one."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
     kind = by_name.get(name)
     if name in RENAMED_KINDS:
@@ -154,7 +154,7 @@ def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapp
 
 
 def _checked_range(name: str, limits: object) -> Range:
-    """Return a pair (lowest, highest); raise ArgumentError for other limits."""
+    """Return the limits of a range as a pair (lowest, highest); raise ArgumentError if they are no such pair."""
     if not isinstance(limits, (tuple, list)) or len(limits) != 2 or not all(_is_limit(each) for each in limits):
         raise ArgumentError(
             f"{name} is {limits!r}.",

@@ -31,9 +31,9 @@ from multihead.record.analysis.chance import (
 )
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import CHANCE, HeadList, OneLine
+from multihead.record.notebook import CHANCE_SUFFIX, HeadList, OneLineRepr
 from multihead.record.sample import SampleRecord
-from multihead.record.summaries import Measured
+from multihead.record.summaries import MeasuredStatistic
 
 MIN_EXCESS_DISTANCE = 0.5
 """A head attends far away if its mean distance exceeds the chance level by this share of the chance level, and by
@@ -42,8 +42,8 @@ three standard errors."""
 DISTANCE_TOPIC = "distance"
 """Topic of the finding about the head with the largest distance, which is not a kind."""
 
-DISTANCE_RANK = 90
-"""Rank of this finding among the findings, see `Kind.finding`."""
+RANK_OF_DISTANCE_FINDING = 90
+"""Rank of the finding about the largest distance among all findings, see `Kind.finding`."""
 
 MAX_FINDINGS = 6
 
@@ -61,7 +61,7 @@ class LayerKinds:
         evidence: name of a statistic -> mean, chance level and standard error, for the statistics in `chance`, and for
             the share of attention near the query, which is not in `means`.
         kinds: names of each head's kinds, the most specific first.
-        crosses: whether the keys come from another text than the queries (cross-attention).
+        cross_attention: whether the keys come from another text than the queries (cross-attention).
     """
 
     number: int
@@ -70,14 +70,14 @@ class LayerKinds:
     chance: dict[str, Tensor]
     evidence: dict[str, Evidence]
     kinds: tuple[tuple[str, ...], ...]
-    crosses: bool
+    cross_attention: bool
 
     def row(self, head: int) -> dict[str, str | float]:
         """Return the table columns of a head besides its means: its kinds, and the chance levels of its statistics.
 
         `kind` is a word such as "first+local", and the chance level of `previous_mass` is `previous_mass_chance`.
         """
-        chances = {f"{name}{CHANCE}": float(values[head]) for name, values in self.chance.items()}
+        chances = {f"{name}{CHANCE_SUFFIX}": float(values[head]) for name, values in self.chance.items()}
         return {"kind": "+".join(self.kinds[head]), **chances}
 
 
@@ -93,7 +93,7 @@ class LayerProfile(LayerKinds):
 
 
 @dataclass(frozen=True, repr=False)
-class HeadKind(OneLine):
+class HeadKind(OneLineRepr):
     """A kind of a head, and the numbers that decide it.
 
     Attributes:
@@ -115,17 +115,17 @@ class HeadKind(OneLine):
     chance: float
     error: float
     n: int
-    written: tuple[str, str] = field(compare=False)
+    share_and_chance_texts: tuple[str, str] = field(compare=False)
 
     def __str__(self) -> str:
         """Return one line, such as "L16 H0: previous 88 % (chance 1.3 %)"."""
-        share, chance = (each.replace("\u00a0", " ") for each in self.written)
+        share, chance = (each.replace("\u00a0", " ") for each in self.share_and_chance_texts)
         return f"L{self.layer} H{self.head}: {self.kind} {share} (chance {chance})"
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
         place = {"layer": str(self.layer), "head": str(self.head), "name": self.name}
-        share, chance = self.written
+        share, chance = self.share_and_chance_texts
         return place | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
 
 
@@ -156,7 +156,7 @@ def heads_of_kinds(
 
 
 @dataclass(frozen=True, repr=False)
-class Finding(OneLine):
+class Finding(OneLineRepr):
     """A notable head, described in a sentence.
 
     Attributes:
@@ -213,7 +213,7 @@ def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
 
 
 def kinds_of_heads(
-    evidence: Mapping[str, Evidence], *, heads: int, crosses: bool = False, among: Sequence[Kind] = KINDS
+    evidence: Mapping[str, Evidence], *, heads: int, cross_attention: bool = False, among: Sequence[Kind] = KINDS
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names of the kinds of each head of a layer, the most specific first.
 
@@ -222,7 +222,7 @@ def kinds_of_heads(
     Args:
         evidence: name of a statistic -> its evidence; kinds whose statistic is missing are left out.
         heads: number of heads.
-        crosses: whether this is cross-attention, for which some kinds are not defined.
+        cross_attention: whether this is cross-attention, for which some kinds are not defined.
         among: the kinds to choose from.
 
     >>> def found(mean, chance):
@@ -233,7 +233,8 @@ def kinds_of_heads(
     measured = {
         kind: found
         for kind in among
-        if not (crosses and kind.self_attention_only) and (found := evidence_of_kind(kind, evidence)) is not None
+        if not (cross_attention and kind.self_attention_only)
+        and (found := evidence_of_kind(kind, evidence)) is not None
     }
     which = {kind: heads_with_kind(kind, found) for kind, found in measured.items()}
     named = []
@@ -279,9 +280,9 @@ def layer_profiles(
 def _profile_of_layer(
     layer: LayerRecord, samples: Sequence[SampleRecord], measured_of: Callable[..., Any], among: Sequence[Kind]
 ) -> LayerProfile:
-    crosses = any(one.crosses or one.query_start + one.num_queries != one.num_keys for one in samples)
+    cross_attention = any(one.cross_attention or one.query_start + one.num_queries != one.num_keys for one in samples)
     seen = [visibility_of(one) for one in samples]
-    measured = [measured_of(*each, crosses=crosses) for each in zip(samples, seen, strict=True)]
+    measured = [measured_of(*each, cross_attention=cross_attention) for each in zip(samples, seen, strict=True)]
     means = summaries.summary([values for values, _ in measured], "mean")
     found = {
         name: compare_with_chance(
@@ -301,22 +302,22 @@ def _profile_of_layer(
             for name, each in layer.repeated.shares.items()
             if name in layer.repeated.chance
         }
-    named = kinds_of_heads(found, heads=layer.num_heads, crosses=crosses, among=among)
-    means.pop(NEAR.name, None)  # used for kinds only, because records do not have it
+    named = kinds_of_heads(found, heads=layer.num_heads, cross_attention=cross_attention, among=among)
+    means.pop(NEAR.name, None)  # used for kinds only, because records do not store the share near the query
     chances = {name: found[name].chance for name in means if name in found}
-    return LayerProfile(layer.number, layer.name, means, chances, found, named, crosses, seen[0])
+    return LayerProfile(layer.number, layer.name, means, chances, found, named, cross_attention, seen[0])
 
 
 def _statistics_and_chance(
     one: SampleRecord,
     visibility: Visibility,
     *,
-    crosses: bool,
+    cross_attention: bool,
     special: Sequence[bool] | None,
     shown: Mapping[str, Statistic],
     known: ChanceCache,
     progress: Progress | None,
-) -> tuple[dict[str, Measured], dict[str, Tensor]]:
+) -> tuple[dict[str, MeasuredStatistic], dict[str, Tensor]]:
     """Return the statistics of a sample, including separator and near mass, and the chance level of each."""
     found = dict(one.measured())
     marks = one.text.special if special is None else special
@@ -328,14 +329,14 @@ def _statistics_and_chance(
         # special_mass includes the first token if that token is special; its mass is subtracted.
         both = marks[0] and "first_mass" in found
         values, counted, _ = found["special_mass"]
-        found[SEPARATOR.name] = Measured(
+        found[SEPARATOR.name] = MeasuredStatistic(
             (values - found["first_mass"].values if both else values).clamp(min=0), counted
         )
         if "special_mass" in levels:
             level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
             levels[SEPARATOR.name] = level.clamp(min=0)
-    if not crosses:
-        found[NEAR.name] = Measured(near_mass(one, visibility), one.sees)
+    if not cross_attention:
+        found[NEAR.name] = MeasuredStatistic(near_mass(one, visibility), one.sees)
     return found, levels
 
 
@@ -351,8 +352,9 @@ def findings(
 ) -> HeadList[Finding]:
     """Find the most notable heads, at most six, and describe what each does; no head twice.
 
-    Each head clearly exceeds chance: it has the kind that the sentence is about, see `kinds_of_heads`, or a mean
-    distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no such heads.
+    A notable head clearly exceeds chance: it has the kind that its sentence is about, see `kinds_of_heads`, or a mean
+        distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no notable
+        heads.
 
     Args:
         layers: the layers of a record.
@@ -377,7 +379,7 @@ def findings(
     separator = quote(separators.pop()) if len(separators) == 1 else words["separators"]
     ranked = [(kind.finding, kind.name, kind) for kind in among if kind.finding is not None]
     topics: list[Kind | None] = [
-        kind for *_, kind in sorted([*ranked, (DISTANCE_RANK, DISTANCE_TOPIC, None)], key=itemgetter(0))
+        kind for *_, kind in sorted([*ranked, (RANK_OF_DISTANCE_FINDING, DISTANCE_TOPIC, None)], key=itemgetter(0))
     ]
     near = {kind.name for kind in among if DISTANCE_TOPIC in kind.hides}
     found = HeadList[Finding]()
@@ -408,10 +410,10 @@ def findings(
     return found
 
 
-def telling_heads(found: Sequence[Finding], kinds: Sequence[HeadKind]) -> dict[tuple[int, int], int]:
-    """Return layer and head of those that a short table shows first, with their ranks from 0.
+def heads_of_short_table(found: Sequence[Finding], kinds: Sequence[HeadKind]) -> dict[tuple[int, int], int]:
+    """Return (layer, head) -> rank from 0, for the heads that a short table shows first.
 
-    They are the heads of the findings, then the strongest head of each kind, the second of each, and so on.
+    The heads of the findings come first, then the strongest head of each kind, the second strongest of each, and so on.
     """
     by_kind = [list(heads) for _, heads in groupby(kinds, key=lambda each: each.kind)]
     ranked = chain(found, *zip_longest(*by_kind))
@@ -428,11 +430,11 @@ def _heads_of_topic(
 ) -> Iterator[tuple[int, int, float, float]]:
     """Yield (index of the layer, head, value, chance level) for the heads that a finding may be about.
 
-    Without a topic these are heads with a large mean distance and no kind in `near`.
+    Without a topic, yield the heads with a large mean distance and no kind in `near`.
     """
     for layer, one in enumerate(profiles):
         found = one.evidence.get("mean_distance") if topic is None else evidence_of_kind(topic, one.evidence)
-        if found is None or (topic is None and one.crosses):
+        if found is None or (topic is None and one.cross_attention):
             continue
         if topic is None:
             level = found.chance

@@ -23,7 +23,7 @@ def roles(layers: Sequence[LayerRecord], *, sample: int = 0) -> list[str]:
 
     Encoder and decoder are recognised by the names of layers; self-attention without such a name has the role "".
     """
-    crossing = [layer.sample(sample).crosses for layer in layers]
+    crossing = [layer.sample(sample).cross_attention for layer in layers]
     if not any(crossing):
         return [""] * len(layers)
     return ["cross" if each else _stack_of_name(layer.name) for layer, each in zip(layers, crossing, strict=True)]

@@ -1,7 +1,7 @@
 """Find the heads whose attention weights are most similar to the weights of a given head.
 
-`Record.changed` compares all queries by default, and the viewer as many as take a second or two, as `nearest` does.
-`Record.changed` and `nearest` compute the same divergence, a tile at a time.
+`Record.changed` compares all queries by default; `nearest` and the viewer compare as many queries as take a second or
+two. `Record.changed` and `nearest` compute the same divergence, a tile at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.probes.similarity import entropy_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLine
+from multihead.record.notebook import HeadList, OneLineRepr
 from multihead.record.sample import SampleRecord
 
-CELLS = 1 << 25
+DEFAULT_COMPARED_WEIGHTS = 1 << 25
 """Number of weights of all heads that are compared by default, which takes 1 to 2 seconds."""
 
-TILE = 1 << 21  # largest number of weights of one layer in memory
+MAX_WEIGHTS_PER_TILE = 1 << 21  # largest number of attention weights of one layer in memory
 
 
 @dataclass(frozen=True, repr=False)
-class NearHead(OneLine):
+class NearHead(OneLineRepr):
     """A head, and the divergence between its weights and the weights of a given head.
 
     Attributes:
@@ -100,17 +100,17 @@ def describe_layer_numbers(numbers: Sequence[int]) -> str:
 
 def have_same_texts(one: SampleRecord, other: SampleRecord) -> bool:
     """Whether two samples have equal numbers and positions of queries and keys, and both or neither cross-attention."""
-    return (one.num_queries, one.num_keys, one.query_start, one.crosses) == (
+    return (one.num_queries, one.num_keys, one.query_start, one.cross_attention) == (
         other.num_queries,
         other.num_keys,
         other.query_start,
-        other.crosses,
+        other.cross_attention,
     )
 
 
 def affordable_queries(cells_per_query: int) -> int:
     """Return how many queries can be compared in 1 to 2 seconds."""
-    return max(16, CELLS // max(cells_per_query, 1))
+    return max(16, DEFAULT_COMPARED_WEIGHTS // max(cells_per_query, 1))
 
 
 def spaced_queries(length: int, most: int) -> slice:
@@ -146,12 +146,12 @@ def divergence(
     count = torch.zeros_like(total)
     intervals = [each.intervals() for each in (one, other)]
     places = range(*rows.indices(one.num_queries))
-    step = max(1, TILE // max(other.num_heads * one.num_keys, 1))
+    step = max(1, MAX_WEIGHTS_PER_TILE // max(other.num_heads * one.num_keys, 1))
     for first in range(0, len(places), step):
         part = places[first : first + step]
         chosen = slice(part.start, part.stop, part.step)
         end = max(one.num_keys if each is None else int(each[1][chosen].max()) for each in intervals)
-        seen = slice(0, end)  # later keys are hidden from all of these queries
+        seen = slice(0, end)  # keys from `end` on are hidden from all queries of the tile
         p = one.weights(head, queries=chosen, keys=seen)
         p = _append_sink_weight(p if head is None else p[None])  # (heads or 1, rows, keys + 1)
         q = _append_sink_weight(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)

@@ -13,7 +13,7 @@ from multihead.kinds import LOCAL_REACH
 from multihead.probes.catalogue import offset_mass
 from multihead.record.sample import SampleRecord
 
-TILE_CELLS = 1 << 20
+MAX_TILE_CELLS = 1 << 20
 """Largest number of heads x queries x keys in a tile: 8 MB in float64, to fit into a CPU cache."""
 
 
@@ -25,29 +25,29 @@ class Visibility:
         pattern: "full", "causal", "window", "causal window", or "other".
         before: number of tokens before the query in a window; 0 without a window.
         after: number of tokens after the query in a window; 0 without a window.
-        hides: whether any key is hidden from any query.
+        hides_keys: whether any key is hidden from any query.
         blind_queries: number of queries without visible keys, in the head with the most such queries.
         mean_keys: (heads,) float64, mean number of visible keys of the queries that see a key.
-        largest_entropy: (heads,) float64, nats: mean of ln(number of visible keys) over these queries, the entropy of
-            a head with even weights.
+        largest_entropy: (heads,) float64, nats: mean of ln(number of visible keys) over the queries that see a key: the
+            entropy of a head with even weights.
     """
 
     pattern: str
     before: int
     after: int
-    hides: bool
+    hides_keys: bool
     blind_queries: int
     mean_keys: Tensor
     largest_entropy: Tensor
 
 
 def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
-    """Yield slices of queries with at most `TILE_CELLS` cells each, but at least one query.
+    """Yield slices of queries with at most `MAX_TILE_CELLS` cells each, but at least one query.
 
     >>> list(query_blocks(5, 1 << 19))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    step = max(1, TILE_CELLS // max(1, cells_per_query))
+    step = max(1, MAX_TILE_CELLS // max(1, cells_per_query))
     for start in range(0, num_queries, step):
         yield slice(start, min(start + step, num_queries))
 
@@ -67,7 +67,7 @@ def visibility_of(sample: SampleRecord) -> Visibility:
         pattern=pattern,
         before=before,
         after=after,
-        hides=bool((count < sample.num_keys).any()),
+        hides_keys=bool((count < sample.num_keys).any()),
         blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
         mean_keys=count.sum(-1) / seeing.clamp(min=1),
         largest_entropy=per_query.sum(-1) / seeing.clamp(min=1),
@@ -75,7 +75,7 @@ def visibility_of(sample: SampleRecord) -> Visibility:
 
 
 def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
-    """Return per query the number of visible keys, the first and the index after the last: (heads or 1, queries)."""
+    """Return per query the number of visible keys, the first, and the index after the last: (heads or 1, queries)."""
     intervals = sample.intervals()
     if intervals is not None:
         start, stop = (each[None] for each in intervals)
@@ -98,7 +98,7 @@ def _visibility_without_mask(sample: SampleRecord) -> Visibility:
         pattern="other",
         before=0,
         after=0,
-        hides=True,
+        hides_keys=True,
         blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
         mean_keys=nan,
         largest_entropy=nan.clone(),
@@ -146,7 +146,7 @@ def _near_mass_lower_bound(sample: SampleRecord) -> Tensor:
 
 
 def _name_of_pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:
-    """Return `pattern`, `before` and `after` of a mask, given the keys [start, stop) of each query; skip empty ones."""
+    """Return `pattern`, `before` and `after` of a mask, given the keys [start, stop) of each query that sees a key."""
     seen = count > 0
     if not bool(seen.any()) or not bool((count == stop - start)[seen].all()):
         return "other", 0, 0

@@ -1,4 +1,4 @@
-"""The page of the widget, made from the files of the viewer's page: one script, one style sheet, one markup.
+"""The page of the notebook widget, made from the files of the viewer's page: one script, one style sheet, one markup.
 
 The widget shows the viewer's page with another host. The page's scripts know the document, the window, the address and
 the server only through `viewer/static/shared/host.js` and `viewer/static/view/host.js`; for the widget an object
@@ -15,15 +15,16 @@ from functools import cache
 from multihead.viewer.page import STYLES, bundle_script, read_package_file
 from multihead.viewer.responses import page_response
 
-_MAIN = "viewer/static/view/main.js"
-_HEAD = "viewer/static/view/head.js"
-_HOSTS = ("viewer/static/shared/host.js", "viewer/static/view/host.js")
+_MAIN_MODULE = "viewer/static/view/main.js"
+_HEAD_MODULE = "viewer/static/view/head.js"
+_HOST_MODULES = ("viewer/static/shared/host.js", "viewer/static/view/host.js")
 
-# What `translate_to_container` replaces in the style sheet: media queries, html and body, and units of the window.
-_DARK = re.compile(r"@media (?:screen and )?\(prefers-color-scheme: dark\) \{(?P<rules>.*?)\n\}", re.DOTALL)
-_NARROW = re.compile(r"@media (?=\((?:max|min)-width:)")
-_DOCUMENT = re.compile(r"(?<![\w.#-])(?:html|body)(?=[\s.{,:])")
-_WINDOW = re.compile(r"(?<=\d)[ds]?v(?=[hw]\b)")
+# Regular expressions for what `translate_to_container` replaces in the style sheet: media queries, the selectors html
+# and body, and units of the window size.
+_DARK_MEDIA_QUERY = re.compile(r"@media (?:screen and )?\(prefers-color-scheme: dark\) \{(?P<rules>.*?)\n\}", re.DOTALL)
+_WIDTH_MEDIA_QUERY = re.compile(r"@media (?=\((?:max|min)-width:)")
+_DOCUMENT_SELECTOR = re.compile(r"(?<![\w.#-])(?:html|body)(?=[\s.{,:])")
+_WINDOW_UNIT = re.compile(r"(?<=\d)[ds]?v(?=[hw]\b)")
 
 
 @cache
@@ -32,9 +33,10 @@ def javascript_module() -> str:
 
     The viewer's modules are wrapped in a function that is called once per view, so that views share no variables.
     """
-    bundle = bundle_script(_MAIN, given=tuple((path, "host") for path in _HOSTS))
+    bundle = bundle_script(_MAIN_MODULE, given=tuple((path, "host") for path in _HOST_MODULES))
     return (
-        f"function viewer(host) {{\n{bundle}\nreturn {{ ...modules['{_HEAD}'], ...modules['{_MAIN}'] }};\n}}\n"
+        f"function viewer(host) {{\n{bundle}\n"
+        f"return {{ ...modules['{_HEAD_MODULE}'], ...modules['{_MAIN_MODULE}'] }};\n}}\n"
         f"{read_package_file('viewer/widget/static/widget.js')}"
     )
 
@@ -56,9 +58,11 @@ def translate_to_container(css: str) -> str:
     """
     css = css.replace(":root, :host", ":root")
     # A notebook may use a dark theme on a light system, so the widget's script sets data-scheme instead.
-    css = _DARK.sub(lambda found: f".page[data-scheme=dark] {{{found['rules'].replace(':root', '&')}\n}}", css)
-    css = _DOCUMENT.sub(".page", css.replace(":root", ".page"))
-    return _WINDOW.sub("cq", _NARROW.sub("@container ", css))
+    css = _DARK_MEDIA_QUERY.sub(
+        lambda found: f".page[data-scheme=dark] {{{found['rules'].replace(':root', '&')}\n}}", css
+    )
+    css = _DOCUMENT_SELECTOR.sub(".page", css.replace(":root", ".page"))
+    return _WINDOW_UNIT.sub("cq", _WIDTH_MEDIA_QUERY.sub("@container ", css))
 
 
 @cache

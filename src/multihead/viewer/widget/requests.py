@@ -1,8 +1,8 @@
 """Answer the requests of the viewer's page without a port: each answer is sent as messages of bounded size.
 
 The server's application runs in the process of the kernel, so every request has the routes, errors, cancellation and
-cache of `multihead view`, and no handler exists twice. The application has an event loop in a thread of its own,
-because notebooks deliver messages in different threads and loops.
+cache of `multihead view`, and no handler exists twice. The application has an event loop in a separate thread, because
+notebooks deliver messages in different threads and loops.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from multihead.viewer.server import build_application_in_process
 if TYPE_CHECKING:
     from multihead.viewer.payload import RecordedRun
 
-MAX_BYTES = 512 << 10
-"""Maximum number of bytes of an answer's body in one message."""
+MAX_BYTES_PER_MESSAGE = 512 << 10
+"""Maximum number of bytes of a response body in one message to the page."""
 
-HEADERS = ("content-type", "content-disposition", "x-shape", "x-block")
-"""The headers of an answer that the page's script reads."""
+FORWARDED_HEADERS = ("content-type", "content-disposition", "x-shape", "x-block")
+"""The response headers that the page's script reads; only these are sent to it."""
 
-Send = Callable[[dict[str, Any], bytes], None]
-"""Sends a part of an answer: {"status", "headers", "last"} and the next bytes of its body."""
+SendPart = Callable[[dict[str, Any], bytes], None]
+"""Function that sends a part of a response: {"status", "headers", "last"}, and the next bytes of the body."""
 
 
 class InProcessServer:
     """Answers requests for some records with the routes of the viewer's server.
 
-    It has a thread with an event loop of its own, because Jupyter kernels deliver messages in different threads.
-    Widgets of the same records share one object, so that they share its cache of tiles. Its threads end
-    when it is deleted.
+    The server runs a separate thread with an event loop, because Jupyter kernels deliver messages in different threads.
+    Widgets of the same records share one server, and so its cache of tiles. The threads of a server end when it is
+    deleted.
 
     Args:
         runs: the records.
@@ -51,7 +51,7 @@ class InProcessServer:
         threading.Thread(target=_run_loop, args=(self._loop,), name="multihead widget", daemon=True).start()
         weakref.finalize(self, _stop_loop, viewer, self._loop).atexit = False
 
-    def start_answer(self, path: str, send: Send) -> Future[None]:
+    def start_answer(self, path: str, send: SendPart) -> Future[None]:
         """Answer a request; cancelling the result cancels the computation.
 
         Args:
@@ -62,7 +62,7 @@ class InProcessServer:
         pending.add_done_callback(_print_failure)
         return pending
 
-    async def _answer(self, path: str, send: Send) -> None:
+    async def _answer(self, path: str, send: SendPart) -> None:
         address, _, query = path.partition("?")
         scope = {
             "type": "http",
@@ -83,7 +83,7 @@ class InProcessServer:
         async def receive() -> dict[str, Any]:
             nonlocal received
             if received:
-                await asyncio.Event().wait()  # a page that no longer waits cancels the whole task
+                await asyncio.Event().wait()  # never returns: a page that no longer waits cancels the whole task
             received = True
             return {"type": "http.request", "body": b"", "more_body": False}
 
@@ -91,27 +91,27 @@ class InProcessServer:
             if message["type"] == "http.response.start":
                 found = {name.decode().lower(): value.decode() for name, value in message["headers"]}
                 head["status"] = message["status"]
-                head["headers"] = {name: found[name] for name in HEADERS if name in found}
+                head["headers"] = {name: found[name] for name in FORWARDED_HEADERS if name in found}
                 return
             body.extend(message.get("body", b""))
-            while len(body) > MAX_BYTES:
-                send({**head, "last": False}, bytes(body[:MAX_BYTES]))
-                del body[:MAX_BYTES]
+            while len(body) > MAX_BYTES_PER_MESSAGE:
+                send({**head, "last": False}, bytes(body[:MAX_BYTES_PER_MESSAGE]))
+                del body[:MAX_BYTES_PER_MESSAGE]
             if not message.get("more_body", False):
                 send({**head, "last": True}, bytes(body))
 
         await self._app(scope, receive, send_part)
 
 
-_SHARED: weakref.WeakValueDictionary[tuple[object, ...], InProcessServer] = weakref.WeakValueDictionary()
+_SHARED_SERVERS: weakref.WeakValueDictionary[tuple[object, ...], InProcessServer] = weakref.WeakValueDictionary()
 
 
 def shared_server(runs: Sequence[RecordedRun], lang: str) -> InProcessServer:
     """Return the server of these records: an existing one if a widget shows the same records, else a new one."""
     key = (*(id(run.record) for run in runs), lang)  # the object keeps the records, so the ids are not reused
-    found = _SHARED.get(key)
+    found = _SHARED_SERVERS.get(key)
     if found is None:
-        found = _SHARED[key] = InProcessServer(runs, lang)
+        found = _SHARED_SERVERS[key] = InProcessServer(runs, lang)
     return found
 
 
@@ -124,7 +124,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def _stop_loop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:
     loop.call_soon_threadsafe(loop.stop)
-    # In a thread of its own, because this one may be a worker, which cannot wait for itself.
+    # In a separate thread, because the current thread may be a worker, which cannot wait for itself.
     threading.Thread(target=viewer.close, name="multihead widget closing", daemon=True).start()
 
 

@@ -1,8 +1,7 @@
-"""HTML without scripts for notebooks that cannot run the widget: a picture and a table.
+"""HTML without scripts, a picture and a table, for notebooks that cannot run the widget.
 
-What a saved notebook shows is an output of its own: a widget's output is empty without its kernel, and a notebook
-program shows no other format of the same output. The picture and the table follow the widget, which hides them while it
-is shown.
+The picture and the table are a separate output of the cell, because a widget's output is empty without its kernel, and
+notebook programs show no other format of the same output. The widget hides them while it is shown.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from multihead.record.plots import end_of_color_scale, import_pyplot, report_col
 if TYPE_CHECKING:
     from multihead.observation.record import Record
 
-CELLS = 32
-"""Rows and columns of the largest small map in the picture."""
+MAX_CELLS_PER_MAP_SIDE = 32
+"""Largest number of rows and columns of a small map in the picture."""
 
 MAX_WEIGHTS = 1 << 27
-"""The most weights that are computed for the picture: about a tenth of a second."""
+"""Largest number of weights that are computed for the picture, which takes about a tenth of a second."""
 
 # A saved notebook has no widget any more, and JupyterLab shows an error in its place, which this style hides.
 _STYLE = (
     "<style>.jp-OutputArea-child:not(:has(.multihead-view)):has(+ .jp-OutputArea-child [data-multihead-static])"
     "{display:none}</style>"
 )
-_ACROSS = 8  # small maps side by side if only some heads are shown
+_MAPS_PER_ROW = 8  # number of small maps side by side if only some heads are shown
 
 
 def static_html(record: Record, *, mark: str, lang: str) -> str:
@@ -64,8 +63,8 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     cells = max((one.num_queries * one.num_keys for one in ones if one is not None), default=0)
     number = MAX_WEIGHTS // max(1, cells) if record.keeps_weights else 0
     if all(one is not None and "pooled_map" in one.statistics for one in ones):
-        number = len(heads)  # nothing is left to compute
-    if number < min(len(heads), _ACROSS // 2):
+        number = len(heads)  # all heads have stored maps, so no weight must be computed
+    if number < min(len(heads), _MAPS_PER_ROW // 2):
         means = {place: layer.summary("mean") for place, layer in enumerate(record.layers)}
         name = "entropy" if all("entropy" in each for each in means.values()) else next(iter(means[0]))
         figure = record.plot(name).figure
@@ -76,12 +75,12 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
         entropy = [layer.summary("mean").get("entropy") for layer in record.layers]
         values = {at: math.inf if (found := entropy[at[0]]) is None else float(found[at[1]]) for at in heads}
         heads.sort(key=values.__getitem__)
-        heads = sorted(heads[: max(number // _ACROSS * _ACROSS, _ACROSS // 2)])
-    rows = len(record.layers) if whole else math.ceil(len(heads) / _ACROSS)
-    across = max(layer.num_heads for layer in record.layers) if whole else min(_ACROSS, len(heads))
+        heads = sorted(heads[: max(number // _MAPS_PER_ROW * _MAPS_PER_ROW, _MAPS_PER_ROW // 2)])
+    rows = len(record.layers) if whole else math.ceil(len(heads) / _MAPS_PER_ROW)
+    across = max(layer.num_heads for layer in record.layers) if whole else min(_MAPS_PER_ROW, len(heads))
     maps = {at: _small_map(ones[at[0]], at[1]) for at in heads}
     side = max(max(each.shape) for each in maps.values())
-    high, wide = side + (2 if whole else 7), side + 2  # a name stands above each map of some heads
+    high, wide = side + (2 if whole else 7), side + 2  # if only some heads are shown, each map has a name above it
     tiles = np.full((rows * high, across * wide), np.nan)
     inside = np.zeros(tiles.shape, dtype=bool)
     places = {}
@@ -90,7 +89,7 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
         places[at] = row * high + high - side - 1, column * wide + 1
         part = tuple(slice(start, start + length) for start, length in zip(places[at], maps[at].shape, strict=True))
         tiles[part], inside[part] = maps[at], True
-    single = all(one is None or max(one.num_queries, one.num_keys) <= CELLS for one in ones)
+    single = all(one is None or max(one.num_queries, one.num_keys) <= MAX_CELLS_PER_MAP_SIDE for one in ones)
     end = end_of_color_scale(tiles, single=single)
     size = min(1.0, 10 / across)
     figure, ax = plt.subplots(figsize=(0.6 + across * size, 0.4 + rows * size), layout="constrained")
@@ -115,12 +114,12 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
 def _small_map(sample: Any, head: int) -> Any:
     if "pooled_map" in sample.statistics:
         return sample.statistics["pooled_map"][head].float().numpy()
-    return sample.map(head, bins=CELLS).numpy()
+    return sample.map(head, bins=MAX_CELLS_PER_MAP_SIDE).numpy()
 
 
 def _png_in_few_colours(figure: Any) -> bytes:
     """Return a figure as a PNG file with 48 colours, which takes a fifth of the bytes."""
-    from PIL import Image  # matplotlib needs it
+    from PIL import Image  # PIL is a dependency of matplotlib
 
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=80)

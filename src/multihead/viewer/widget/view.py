@@ -1,8 +1,8 @@
 """The viewer as a widget in a notebook: `Record.view` returns it.
 
 A selection that Python sets is not reported back by a view, unless Python left a part of the selection open, such as
-the range of keys. Two linked views differ in height, and so in the queries in view: if each reported what it shows of
-the other's selection, the views would never come to rest.
+the range of keys. Two linked views may differ in height, and so in the queries in view: if each view reported the part
+of the other's selection that it shows, they would update each other forever.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Selection(NamedTuple):
     """A head, and the part of its map in view.
 
     Attributes:
-        layer: the number of its layer.
-        head: its index in the layer.
+        layer: number of the head's layer.
+        head: index of the head in the layer.
         queries: the queries in view; None before the picture is drawn.
         keys: the keys in view; None before the picture is drawn.
         query: the chosen query, whose weights the text shows; None before the picture is drawn.
@@ -64,16 +64,16 @@ def _selection_from_json(found: dict[str, Any] | None, widget: object) -> Select
 
 
 class View(anywidget.AnyWidget):
-    """The viewer in a cell: all heads, the map of each down to single weights, its text, comparison.
+    """The viewer in a notebook cell: all heads, the map of each head down to single weights, the text, comparisons.
 
     Its requests travel over the connection to the kernel, and no port is opened. The cell also gets a picture and a
-    table, which are hidden as long as the widget is shown: they are what a saved notebook shows.
+    table, which a saved notebook shows; they are hidden as long as the widget is shown.
 
     Args:
         records: the records; with two or more, the same head of two of them can be compared.
         lang: the language of the page, "en" or "zh".
         height: the height of the widget in pixels; it can be dragged.
-        linked: another view, which then selects what this one selects, and the reverse.
+        linked: another view, whose selection is then synchronised with this view in both directions.
 
     Attributes:
         selection: the head and the part of its map in view, None for all heads. Setting it moves the picture: a
@@ -138,7 +138,7 @@ class View(anywidget.AnyWidget):
 
     def _ipython_display_(self) -> None:
         if self._requests is None:
-            return  # it was closed
+            return  # the widget was closed
         # The page's first request takes longest, so its computation starts before the page has loaded.
         self._requests.start_answer("api/runs/0/samples/0", lambda part, body: None)
         shown = self._repr_mimebundle_()
@@ -188,7 +188,8 @@ class View(anywidget.AnyWidget):
             self.send({"id": key, **part}, [body])
 
         pending = self._pending[key] = requests.start_answer(content["path"], send_part)
-        pending.add_done_callback(lambda _: self._pending.pop(key, None))  # called at once if it has ended already
+        # the callback runs at once if the request has ended already
+        pending.add_done_callback(lambda _: self._pending.pop(key, None))
 
 
 def _names_of_records(records: Sequence[Record]) -> list[str]:
