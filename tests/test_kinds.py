@@ -13,7 +13,7 @@ from torch import Tensor
 import multihead as mh
 from multihead import kinds, masks, probes
 from multihead.errors import ArgumentError
-from multihead.kinds import KINDS, MIXED, Kind, percent
+from multihead.kinds import KINDS, MIXED, Kind, format_percent
 from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated, measure_repeated
 from multihead.probes.catalogue import REPEATED
@@ -227,7 +227,7 @@ def test_two_kinds_of_one_name_are_refused() -> None:
 
 
 def test_percentages_have_a_decimal_below_ten() -> None:
-    assert [percent(share) for share in (0, 0.0132, 0.0994, 0.0996, 0.5, 1)] == [
+    assert [format_percent(share) for share in (0, 0.0132, 0.0994, 0.0996, 0.5, 1)] == [
         f"{text}\u00a0%" for text in ("0.0", "1.3", "9.9", "10", "50", "100")
     ]
 

@@ -16,7 +16,7 @@ from multihead.cli.model_options import check_no_surplus, device_options
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, write_tables
 from multihead.errors import InputError
-from multihead.files import check_writable, readable_text
+from multihead.files import check_writable, read_text_file
 from multihead.locale.escaping import visible
 from multihead.locale.texts import section
 from multihead.locale.texts import text as locale
@@ -135,9 +135,9 @@ def ablate(
     check_no_surplus(context.args)
     _check_options(len(files) + len(prompts), by, reference, scale)
     check_writable(table_files(json_file, csv_file))
-    texts = [(file, readable_text(file)) for file in files]
+    texts = [(file, read_text_file(file)) for file in files]
     texts += [(shorten(prompt, LONGEST_NAME, placeholder=" …"), prompt) for prompt in prompts]
-    others = [(file, readable_text(file)) for file in reference]
+    others = [(file, read_text_file(file)) for file in reference]
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
     from multihead.models.source import find_model

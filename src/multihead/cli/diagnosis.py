@@ -119,7 +119,7 @@ def diagnose() -> Diagnosis:
         library=library.path_of_library(),
         absence=library.reason_of_absence(),
         sets=library.instruction_sets(),
-        requested=os.environ.get(library.ENVIRONMENT) or None,
+        requested=os.environ.get(library.INSTRUCTION_SET_VARIABLE) or None,
         chosen=chosen,
         refusal=refusal,
         lacking=library.missing_faster_instruction_set(),

@@ -107,7 +107,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
     """Print the strongest heads of each kind (such as induction heads) that is measured on repeated random tokens."""
     from rich.cells import cell_len
 
-    from multihead.kinds import KINDS, percent
+    from multihead.kinds import KINDS, format_percent
     from multihead.observation.textbook import DRAWS, LENGTH, TIMES
 
     click.echo("\n" + text("look.textbook.title", lang, draws=DRAWS, times=TIMES, length=LENGTH))
@@ -122,10 +122,12 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
             for head, kinds in enumerate(one.kinds)
             if kind in kinds
         )
-        named = ", ".join(f"L{layer} H{head} {percent(-share)}" for share, _, layer, head in heads[:MAX_LISTED_HEADS])
+        named = ", ".join(
+            f"L{layer} H{head} {format_percent(-share)}" for share, _, layer, head in heads[:MAX_LISTED_HEADS]
+        )
         if heads:
             more = ", …" if len(heads) > MAX_LISTED_HEADS else ""
-            chance = text("look.chance of", lang, chance=percent(max(level for _, level, _, _ in heads)))
+            chance = text("look.chance of", lang, chance=format_percent(max(level for _, level, _, _ in heads)))
             named = f"{named}{more}{section(lang, 'common')['join.sentences']}{chance}"
         if kind == "repeated_first" and heads:
             count = text("look.textbook.count", lang, number=len(heads), heads=sum(len(one.kinds) for one in profiles))

@@ -59,7 +59,7 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     dropped = dropout(weights, request.dropout)
     with without_autocast(request.shape.device):
         output = dropped @ v.to(dropped.dtype)
-    if head_changes.active:
+    if head_changes.active_changes:
         output = head_changes.change_output(request, output)[0]
     return output.to(dtype), (dropped.mean(1) if average else dropped).to(dtype)
 

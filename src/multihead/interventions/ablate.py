@@ -19,7 +19,7 @@ from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.heads import Head, HeadKey, attention_layers, resolve_heads
 from multihead.interventions.means import HeadMeans, Over, head_means
 from multihead.interventions.replacements import Mean, Replacement, Resampled, Scaled
-from multihead.kernels.head_changes import mark
+from multihead.kernels.head_changes import mark_changed_output
 from multihead.models.guarded_cache import guard_caches
 
 By = Literal["zero", "mean", "resample"]
@@ -279,7 +279,7 @@ class _Run:
             of_query = torch.where(where[:, None], scales[:, None], 1)  # (batch, heads, queries)
         for key in keys:
             self.reached[key] = touched | self.reached.get(key, False)
-        changed = mark(output.index_copy(1, heads, new), *self._marks(call))
+        changed = mark_changed_output(output.index_copy(1, heads, new), *self._marks(call))
         ones = output.new_ones(1 if where is None else len(output), output.shape[1], of_query.shape[-1])
         return changed, ones.index_copy(1, heads, of_query.expand(len(ones), -1, -1))
 

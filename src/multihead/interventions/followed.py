@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from multihead.interventions.tokens import QueryTokens, TokenFinder
 from multihead.kernels.call import AttentionRequest, CallOrigin
-from multihead.kernels.head_changes import changing
+from multihead.kernels.head_changes import apply_change
 from multihead.layer.sharding import rank_heads
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
@@ -66,7 +66,7 @@ class _CallFollower:
     def __post_init__(self) -> None:
         self.namer, self.finder = LayerNamer(self.names, self.inputs), TokenFinder(self.inputs)
 
-    def concerns(self, module: nn.Module) -> bool:
+    def applies_to(self, module: nn.Module) -> bool:
         """Whether a module is the model, or a part of it, and runs in the thread whose inputs are known."""
         return id(module) in self.names and (self.inputs.receives or is_in_backward_pass())
 
@@ -101,5 +101,5 @@ def follow_calls(model: nn.Module, function: Change, *, state: object = None) ->
         stack.enter_context(huggingface.install(root))
         stack.enter_context(run_uncompiled())
         inputs = stack.enter_context(track_inputs(root))
-        stack.enter_context(changing(_CallFollower(function, inputs, module_names(root), state)))
+        stack.enter_context(apply_change(_CallFollower(function, inputs, module_names(root), state)))
         yield inputs

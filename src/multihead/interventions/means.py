@@ -147,7 +147,7 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: Over = "text")
     """
     if over not in ("text", "position"):
         raise ArgumentError(f"over is {over!r}.", 'Give "text" or "position".')
-    if sequence_split.active is not None:
+    if sequence_split.active_split is not None:
         raise ModelError(
             "The means of heads cannot be computed in context_parallel, where a rank has part of the tokens.",
             "Run the model on one process.",

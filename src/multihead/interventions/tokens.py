@@ -89,14 +89,14 @@ class TokenFinder:
         else:
             counted = torch.arange(queries, device=device).expand(batch, -1) if crosses else self._counted(request)
             position = self._positions_in_cross_attention(request, counted)
-        windows = 1 if request.continued is not None else self.inputs.rows_per_sample(name, batch)
+        windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
         return QueryTokens(text // windows, position)
 
     def _positions_in_cache(self, request: AttentionRequest) -> Tensor:
         """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
-        place, shape = request.continued, request.shape
+        place, shape = request.position_in_sequence, request.shape
         assert place is not None
         start = _first_position(request) + torch.as_tensor(place.key_start)
         if place.first_query is not None:  # cross-attention counts its queries
@@ -111,7 +111,7 @@ class TokenFinder:
         """Return the positions of the queries of a cross-attention, `counted` if unknown: (batch, queries) int64."""
         shape, newest = request.shape, self._newest
         assert request.origin is not None
-        if request.continued is not None:
+        if request.position_in_sequence is not None:
             return self._positions_in_cache(request)
         if request.origin.unpadded_queries is not None:
             return _count_tokens(request.origin.unpadded_queries)
@@ -124,7 +124,7 @@ class TokenFinder:
     def _positions_in_self_attention(self, call: _Call) -> Tensor:
         """Return the positions of the queries of a self-attention: (batch, queries) int64."""
         request, place = call.request, call.place
-        if request.continued is not None:
+        if request.position_in_sequence is not None:
             return self._positions_in_cache(request)
         offset = 0 if place is None else place.key_offset
         if place is not None:

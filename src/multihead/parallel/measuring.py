@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
-from multihead.kernels.native.statistics import FIRST_KEY
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
@@ -32,7 +32,7 @@ def measure_over_keys(
     the sequence's first visible key, counted from the first key of the subset.
     """
     wanted = _add_companion_parts(request.wanted)
-    known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY}
+    known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY_WEIGHT}
     with without_autocast(request.shape.device):
         context = ProbeContext(first_key=first_key)
         call = MeasuredCall.of(request, attended.logsumexp.detach(), context)

@@ -279,7 +279,7 @@ class _RingBackward:
             planned = plan_call(request, kernel=self.ring.kernel)
         logsumexp, grad_output = self.logsumexp[:, :, piece.at], self.grad_output[:, :, piece.at]
         if planned.kernel is native:
-            job = native.call_with_dropout_seed(request, planned.bounds)
+            job = native.operator_call_of(request, planned.bounds)
             outputs = self.output[:, :, piece.at], logsumexp
             of_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[:, :, piece.at]
             wanted = self.of_bias is not None

@@ -246,7 +246,7 @@ def context_parallel(
         raise ArgumentError(f"check is {check!r}.", 'Give "every call" or "first call".')
     check_is_mask(mask)
     ranks = Ranks.of_mesh(mesh)
-    if sequence_split.active is not None:
+    if sequence_split.active_split is not None:
         raise ArgumentError("This is inside another context_parallel.", "Leave the outer one first.")
     with use_split(_SplitOverRanks(ranks, Layout(check_layout_name(layout), ranks.size), strategy, mask, check)):
         yield

@@ -11,10 +11,10 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import (
-    FIRST_KEY,
+    FIRST_KEY_WEIGHT,
     ONE_PASS,
     SECOND_PASS,
-    SPECIAL_KEYS,
+    SPECIAL_KEYS_WEIGHT,
     measure_in_one_pass,
     sum_weights_per_key,
 )
@@ -46,8 +46,8 @@ def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
     if not mean:
         known -= {"pooled_map"}
     if not first:
-        known -= {FIRST_KEY}  # the kernel assumes that the first key is in the call
-    return known if special else known - {SPECIAL_KEYS}
+        known -= {FIRST_KEY_WEIGHT}  # the kernel assumes that the first key is in the call
+    return known if special else known - {SPECIAL_KEYS_WEIGHT}
 
 
 def first_pass(

@@ -22,7 +22,7 @@ from multihead.errors import ProbeError
 from multihead.kernels.call import AttentionArguments, AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
-from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import from_native, lookups, repeats, weighted_values
@@ -250,7 +250,7 @@ def complete_statistics(
     *,
     parts: Parts,
     usual: bool = False,
-    attended: AttentionResult | None = None,
+    result: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics from the parts that a kernel measured, and measure the missing parts.
@@ -268,9 +268,7 @@ def complete_statistics(
     if len(ready) == len(probes):
         return ready
     left = [probe for probe in probes if probe.name not in ready]
-    ready |= measure_statistics(
-        request, logsumexp, left, context, parts=parts, attended=attended, has_values=has_values
-    )
+    ready |= measure_statistics(request, logsumexp, left, context, parts=parts, result=result, has_values=has_values)
     return {probe.name: ready[probe.name] for probe in probes}
 
 
@@ -281,7 +279,7 @@ def measure_statistics(
     context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts = MappingProxyType({}),
-    attended: AttentionResult | None = None,
+    result: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics without storing queries x keys, in the native kernel if it supports the call.
@@ -292,7 +290,7 @@ def measure_statistics(
         wanted: names of statistics, or probes.
         context: inputs of the probes besides q and k.
         parts: parts that have already been measured.
-        attended: the result of the call; None if unknown.
+        result: the result of the call; None if unknown.
         has_values: whether `request.v` has values; False if it has the keys instead.
 
     Returns:
@@ -304,7 +302,7 @@ def measure_statistics(
     """
     probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
-        call = MeasuredCall.of(request, logsumexp, context, attended=attended)
+        call = MeasuredCall.of(request, logsumexp, context, result=result)
         wanted_parts = parts_of_probes(probes)
         all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
         all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets_of_parts(call, probes))
@@ -407,7 +405,7 @@ def measure_parts(
     if repeated and repeats.supports_call(call):
         found |= repeats.measure_repeats(call, repeated)
     found |= _measure_over_all_keys(call, parts - found.keys(), sets)
-    if call.attended is not None and call.attended.head_factors is not None and call.context.output_weight is not None:
+    if call.result is not None and call.result.head_factors is not None and call.context.output_weight is not None:
         weight = call.context.output_weight
         norms = parts & {"contribution", "output_norm"}
         found |= {part: weighted_values.norms_of_changed_heads(call, found[part], weight) for part in norms}
@@ -490,18 +488,20 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
         the parts, (batch, heads, queries) each; None if `parts` has other parts, or the native kernel does not support
         the call.
     """
-    request, logsumexp = call.request, call.attended.logsumexp.detach()
-    if parts - {SPECIAL_KEYS, "sink_mass", "logsumexp"} or (SPECIAL_KEYS in parts and special_keys is None):
+    request, logsumexp = call.request, call.result.logsumexp.detach()
+    if parts - {SPECIAL_KEYS_WEIGHT, "sink_mass", "logsumexp"} or (
+        SPECIAL_KEYS_WEIGHT in parts and special_keys is None
+    ):
         return None
     measured = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
     found: dict[Part, Tensor] = {}
-    if SPECIAL_KEYS in parts and special_keys is not None:
+    if SPECIAL_KEYS_WEIGHT in parts and special_keys is not None:
         if lookups.is_small_set(special_keys):  # the usual case; a pass over all keys is many times slower
-            found[SPECIAL_KEYS] = lookups.weight_on_set(measured, special_keys)
+            found[SPECIAL_KEYS_WEIGHT] = lookups.weight_on_set(measured, special_keys)
         else:
-            found |= from_native.measure(measured, [SPECIAL_KEYS])
+            found |= from_native.measure(measured, [SPECIAL_KEYS_WEIGHT])
     if "sink_mass" in parts and request.sinks is not None:
         found["sink_mass"] = sink_mass(measured.logsumexp_without_base, request.sinks)
     if "logsumexp" in parts:
@@ -518,10 +518,12 @@ def statistics_of_call(
 
     Arguments and results are as in `measure_statistics`.
     """
-    request, attended = call.request, call.attended
+    request, attended = call.request, call.result
     # The kernel used the first key that any query sees; the context may have an earlier first key.
     parts = {
-        part: value for part, value in attended.statistics.items() if context.first_key is None or part != FIRST_KEY
+        part: value
+        for part, value in attended.statistics.items()
+        if context.first_key is None or part != FIRST_KEY_WEIGHT
     }
     probes = choose_probes(wanted, request, context)
-    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, attended=attended)
+    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, result=attended)

@@ -199,7 +199,9 @@ def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
             "kind": kind.name,
             "number": len(heads),
             "chance": chance,
-            "best": [{"layer": one.layer, "head": one.head, "share": kind.written(one.share)} for one in heads[:BEST]],
+            "best": [
+                {"layer": one.layer, "head": one.head, "share": kind.format_value(one.share)} for one in heads[:BEST]
+            ],
         }
         for kind, heads, chance in run.kind_counts()
     ]

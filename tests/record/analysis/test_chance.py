@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.kinds import NEAR
+from multihead.kinds import NEAR_MASS
 from multihead.layer.cache import KeyValueCache
 from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
@@ -47,7 +47,7 @@ MEASURED = (
     *(PROBES[name] for name in ("mean_distance", "distance_spread")),
     *(offset_mass(-5), first_keys_mass(4), tokens_mass("even", (0, 2, 4)), THREE_BEFORE),
 )
-ALL = (*MEASURED, NEAR)
+ALL = (*MEASURED, NEAR_MASS)
 
 
 def some(*shape: int) -> Tensor:
