@@ -16,7 +16,7 @@ from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED, Kind, format_percent
 from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated, measure_repeated
-from multihead.probes.catalogue import REPEATED
+from multihead.probes.catalogue import REPEAT_PROBES
 from multihead.viewer.payload import RecordedRun, describe_sample, table_rows_of_heads
 from tests.viewer.page import Page
 
@@ -235,7 +235,7 @@ def test_percentages_have_a_decimal_below_ten() -> None:
 def test_the_built_in_kinds_are_those_that_the_pages_list() -> None:
     places = ("previous", "next", "self", "first", "separator", "duplicate", "induction", "local", "broad")
     assert [kind.name for kind in KINDS if kind.texts == "given"] == list(places)
-    assert {kind.name: kind.probe.name for kind in KINDS if kind.texts == "repeats" and kind.probe} == REPEATED
+    assert {kind.name: kind.probe.name for kind in KINDS if kind.texts == "repeats" and kind.probe} == REPEAT_PROBES
     for page, lang in (("observing.md", "en"), ("observing.zh.md", "zh")):
         text = (DOCS / page).read_text(encoding="utf-8")
         assert all(f"| `{name}` |" in text for name in places)

@@ -202,7 +202,7 @@ def attention_weights(
     check_slice("keys", keys)
     options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     request, dims = _request_of_arguments(attention_weights, unknown, q, k, None, options)
-    first = measuring.first_pass(request) if logsumexp is None else None
+    first = measuring.run_first_pass(request) if logsumexp is None else None
     known = _check_or_compute_logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
     tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
     return tile if dims is None else dims.restore(tile)
@@ -258,7 +258,7 @@ def statistics(
     """
     options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     if probes is None and logsumexp is None and v is None and context is NO_CONTEXT and not unknown:
-        found = measuring.measured_without_plan(q, k, options)
+        found = measuring.measure_without_plan(q, k, options)
         if found is not None:
             return found
     reject_split_sequence("statistics", "Compute them from all tokens, outside of context_parallel.")
@@ -285,13 +285,13 @@ def measure_request(
     has_values: bool = False,
 ) -> dict[str, Tensor]:
     """Compute probes, whose inputs are all given, of a checked request: name -> (batch, heads, queries)."""
-    first = None if logsumexp is not None else measuring.first_pass(request, probes, context, has_values=has_values)
+    first = None if logsumexp is not None else measuring.run_first_pass(request, probes, context, has_values=has_values)
     if first is None:
         known = _check_or_compute_logsumexp(request, None, None) if logsumexp is None else logsumexp
-        first = measuring.FirstPass(known, {}, usual=False)
-    known, parts, usual = first
+        first = measuring.FirstPass(known, {}, all_rows_regular=False)
+    known, parts, all_rows_regular = first
     return measuring.complete_statistics(
-        request, known, probes, context, parts=parts, usual=usual, has_values=has_values
+        request, known, probes, context, parts=parts, all_rows_regular=all_rows_regular, has_values=has_values
     )
 
 

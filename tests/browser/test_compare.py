@@ -1,4 +1,4 @@
-"""PaddingSide by side: two heads of a run, two runs, and their difference."""
+"""Side by side: two heads of a run, two runs, and their difference."""
 
 from __future__ import annotations
 

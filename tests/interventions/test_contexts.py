@@ -212,7 +212,7 @@ def test_a_context_that_cannot_begin_leaves_the_model_as_it_was(monkeypatch: pyt
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for place in ("multihead.interventions.ablate.guard_caches", "multihead.interventions.followed.changing"):
+    for place in ("multihead.interventions.ablate.guard_caches", "multihead.interventions.followed.apply_change"):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             intervention = mh.ablate(model, "L0 H1")

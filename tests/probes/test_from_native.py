@@ -16,7 +16,7 @@ from multihead.probes.from_native import measurable_parts, measure
 from multihead.probes.lookups import weight_at_offset, weight_on_first_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import statistics_of_call
-from multihead.probes.streaming import STREAMED, measure_in_tiles
+from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
 from tests.kernel_names import needs_native
 from tests.oracle import pooled
 
@@ -29,7 +29,7 @@ MASKS = [
     masks.Keep(torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(3)) < 0.3),
 ]
 GATHERED: set[Part] = {("offset_mass", 0), ("offset_mass", -1), ("offset_mass", 1), FIRST_KEY_WEIGHT}
-PARTS: set[Part] = GATHERED | (STREAMED - {"duplicate_mass", "induction_mass"})
+PARTS: set[Part] = GATHERED | (STREAMED_PARTS - {"duplicate_mass", "induction_mass"})
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)

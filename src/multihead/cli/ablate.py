@@ -145,14 +145,14 @@ def ablate(
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
         found = find_model(model)
-        from multihead.interventions.heads import head_key
+        from multihead.interventions.heads import parse_head
         from multihead.models.loading import describe, encode, load
         from multihead.models.use import use
 
         def show_loading(stage: str) -> None:
             steps.show(locale(f"look.doing.{stage}", lang, model=visible(model)))
 
-        keys = [head_key(each) for each in heads.replace("，", ",").split(",")]
+        keys = [parse_head(each) for each in heads.replace("，", ",").split(",")]
         described = describe(found, stage=show_loading)
         encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
         encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]

@@ -246,10 +246,10 @@ def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> st
 
 def _column_heading(shown: Statistic, lang: str) -> str:
     """Return the heading of a column in two lines: the short label and the unit, or the label split into two."""
-    from multihead.probes.catalogue import PROBES, REPEATED
+    from multihead.probes.catalogue import PROBES, REPEAT_PROBES
 
-    on_repeats = shown.name in REPEATED
-    shown = PROBES[REPEATED[shown.name]] if on_repeats else shown
+    on_repeats = shown.name in REPEAT_PROBES
+    shown = PROBES[REPEAT_PROBES[shown.name]] if on_repeats else shown
     label = short_statistic_label(shown.name, lang, shown.short_label) + ("*" if on_repeats else "")
     return f"{label}\n{unit_label(shown.unit, lang)}" if shown.unit else label.replace(" ", "\n", 1)
 

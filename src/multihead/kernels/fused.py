@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from multihead.tensors.shapes import AttentionShape
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-MAX_HEAD_DIM = 256  # of the fused kernels on CUDA
+MAX_HEAD_DIM = 256  # largest head_dim that the fused kernels on CUDA support
 CUDNN_CHOICE = 3  # the result of `torch._fused_sdp_choice` if PyTorch would choose cuDNN
 LOGSUMEXP_MULTIPLE = 32  # the memory-efficient kernel pads the logsumexp to a multiple of this number of queries
 # PyTorch has no public functions that return and take the logsumexp, or return which kernel it would choose.
@@ -55,7 +55,7 @@ def with_supported_layout(tensor: Tensor) -> Tensor:
     """Return a tensor (batch, heads, length, dim), copied if a fused kernel would misread its strides.
 
     The kernels assume a last stride of 1, also for tensors that they allocate with the strides of their inputs; with a
-    stride of 0 the order of their axes would be undefined. On CUDA they read 16 bytes at a time.
+    stride of 0 the order of their axes would be undefined. On CUDA the kernels read 16 aligned bytes at a time.
     """
     tensor = tensor.resolve_neg()
     strides = tensor.stride()

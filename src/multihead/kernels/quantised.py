@@ -23,8 +23,9 @@ class Scales(NamedTuple):
     """Dequantisation factors of int8 keys and values: element = scale of the row * integer.
 
     Attributes:
-        k: (batch, kv_heads, keys), float32, contiguous in the last dimension; NaN for a key that is not finite.
-        v: (batch, kv_heads, keys), as k.
+        k: the scales of the keys, (batch, kv_heads, keys), float32, contiguous in the last dimension; NaN for a key
+            with NaN or infinity.
+        v: the scales of the values, (batch, kv_heads, keys), like those of the keys.
     """
 
     k: Tensor

@@ -254,7 +254,7 @@ class _FusedRectangles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # fails if an input was modified after the forward
+        q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # autograd raises if an input was modified
         if torch.is_grad_enabled():
             # The code below is not differentiable: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added after this function

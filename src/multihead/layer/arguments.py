@@ -138,7 +138,7 @@ class LayerCall:
         self.head_gates = None if self.head_gates is None else local.slice_gates(self.head_gates)
         return k, v
 
-    # ---- checks
+    # ---- checks of the arguments
 
     def check_inputs(self, widths: InputWidths) -> tuple[Tensor, Tensor, Tensor]:
         """Check x, memory and values, and return them with defaults filled in, (batch, length, features) each.

@@ -75,8 +75,8 @@ class SampleSpan:
 
     Attributes:
         sample: index of the sample in the batch.
-        queries: first query and one past the last.
-        keys: first key and one past the last.
+        queries: first query of the sample and one past the last.
+        keys: first key of the sample and one past the last.
         holds_all: whether the queries see no keys outside the span, so that statistics of the call can be sliced.
         holds_first: whether the first key that the queries see is the key that the kernel used for `first_mass`.
     """

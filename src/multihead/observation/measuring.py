@@ -19,7 +19,7 @@ from multihead.kernels.call import AttentionCall
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.observation.output_projection import output_weight
-from multihead.probes.context import MAP_SIZE, Pool, ProbeContext
+from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
@@ -51,7 +51,7 @@ class StatisticsMeasurer:
     probes: tuple[Probe, ...]
     special_ids: tuple[int, ...] = ()
     map_size: int = MAP_SIZE
-    map_pool: Pool = "mean"
+    map_pool: PoolOperation = "mean"
 
     @cached_property
     def needs(self) -> frozenset[str]:

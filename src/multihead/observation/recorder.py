@@ -38,7 +38,7 @@ from multihead.observation.patches import text_of_patches
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
-from multihead.probes.probe import Need, Parts, Probe
+from multihead.probes.probe import Parts, Probe, ProbeInput
 from multihead.probes.statistics import (
     drop_position_parts,
     measure_token_parts,
@@ -525,7 +525,7 @@ class Recorder:
         measured, left_out = call.result.statistics, places.unsliceable_parts
         if left_out is None:
             return None
-        known: set[Need] = {"values", "output_weight", "sets"}
+        known: set[ProbeInput] = {"values", "output_weight", "sets"}
         if call.request.sinks is not None:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:

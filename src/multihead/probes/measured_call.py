@@ -18,12 +18,12 @@ from multihead.probes.context import ProbeContext
 from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, request_in_float64, score_base
 from multihead.scores.bias import RelativeBias, values_of, with_values
 
-ROWS = 256  # queries per step if visibility is evaluated cell by cell
+ROWS_PER_STEP = 256  # queries per step if visibility is evaluated cell by cell
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredCall:
-    """One attention call that probes measure.
+    """An attention call that probes measure, with its key bounds, logsumexp and other inputs of probes.
 
     Attributes:
         request: the call.
@@ -57,7 +57,7 @@ class MeasuredCall:
         return MeasuredCall(request, bounds, logsumexp, context, result, base)
 
     @property
-    def own_output(self) -> Tensor | None:
+    def unchanged_output(self) -> Tensor | None:
         """The weighted sum of the values, (batch, heads, queries, value_dim); None if it is unknown or was changed."""
         if self.result is None or self.request.dropout or self.result.head_factors is not None:
             return None
@@ -138,8 +138,8 @@ class MeasuredCall:
         shape = self.request.shape
         clamped = keys.clamp(0, max(shape.key_length - 1, 0))
         found = []
-        for first in range(0, shape.query_length, ROWS):
-            rows = slice(first, min(first + ROWS, shape.query_length))
+        for first in range(0, shape.query_length, ROWS_PER_STEP):
+            rows = slice(first, min(first + ROWS_PER_STEP, shape.query_length))
             shown = visible_cells(self.request, rows)  # (batch or 1, heads or 1, rows or 1, keys or 1)
             heads = shown.shape[1]
             shown = shown.expand(shape.batch, heads, rows.stop - rows.start, shape.key_length)

@@ -29,11 +29,11 @@ from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Need, Parts, Probe
-from multihead.probes.streaming import STREAMED, measure_in_tiles
+from multihead.probes.probe import Parts, Probe, ProbeInput
+from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
 from multihead.probes.tile import has_large_logsumexp, is_finite_and_small
 
-Wanted: TypeAlias = "str | Probe"
+ProbeOrName: TypeAlias = "str | Probe"
 POSITION_PARTS: frozenset[Part] = frozenset(
     {"mean_distance", "distance_spread", *(("offset_mass", offset) for offset in (0, -1, 1))}
 )
@@ -46,7 +46,7 @@ _PART_OF_STATISTIC: dict[str, Part] = {
 }
 """Name of a built-in statistic -> the part that it equals; without statistics that are computed from parts."""
 
-_INPUT_ERRORS: dict[Need, tuple[str, str]] = {
+_INPUT_ERRORS: dict[ProbeInput, tuple[str, str]] = {
     "special_keys": ("to know which keys are special", "Give special_keys."),
     "ids": ("the token of each key", "Give ids."),
     "sets": ("to know which keys belong to the set", "Give sets, or ids to tokens_mass."),
@@ -56,7 +56,7 @@ _INPUT_ERRORS: dict[Need, tuple[str, str]] = {
 }
 
 
-def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
+def resolve_probes(wanted: ProbeOrName | Iterable[ProbeOrName]) -> tuple[Probe, ...]:
     """Look up probes that are given by name, and remove duplicates.
 
     Raises:
@@ -89,7 +89,7 @@ def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
 
 def missing_inputs(
     probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
-) -> tuple[Need, ...]:
+) -> tuple[ProbeInput, ...]:
     """Return the inputs that a probe needs and a call lacks."""
     if not probe.needs:
         return ()
@@ -99,9 +99,9 @@ def missing_inputs(
     return tuple(need for need in _INPUT_ERRORS if need in probe.needs - given)
 
 
-def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[Need]:
-    """Return which inputs of probes a call has; "sets" is never included, because sets differ by name."""
-    inputs: dict[Need, bool] = {
+def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[ProbeInput]:
+    """Return the names of the inputs of probes that a call has, except "sets", because sets differ by name."""
+    inputs: dict[ProbeInput, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
         "output_weight": context.output_weight is not None,
@@ -118,13 +118,13 @@ def default_probes() -> tuple[Probe, ...]:
 
 
 @cache
-def _default_for_inputs(given: frozenset[Need]) -> tuple[Probe, ...]:
+def _default_for_inputs(given: frozenset[ProbeInput]) -> tuple[Probe, ...]:
     """Return the default probes that need only the inputs `given`."""
     return tuple(probe for probe in default_probes() if probe.needs <= given)
 
 
 def possible_probes(
-    wanted: Iterable[Wanted], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
+    wanted: Iterable[ProbeOrName], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
     """Return the probes for which a call has all inputs."""
     return tuple(
@@ -147,7 +147,7 @@ def check_inputs_given(
 
 
 def choose_probes(
-    wanted: Wanted | Iterable[Wanted] | None,
+    wanted: ProbeOrName | Iterable[ProbeOrName] | None,
     request: AttentionRequest,
     context: ProbeContext,
     *,
@@ -181,15 +181,15 @@ class FirstPass(NamedTuple):
     Attributes:
         logsumexp: (batch, heads, queries), nats.
         parts: the measured parts; empty if the scores are so large that parts must be measured in float64.
-        usual: True only if every query sees a key and no NaN, and every logsumexp is small.
+        all_rows_regular: True only if every query is known to see a key and no NaN, and every logsumexp is small.
     """
 
     logsumexp: Tensor
     parts: Parts
-    usual: bool
+    all_rows_regular: bool
 
 
-def first_pass(
+def run_first_pass(
     request: AttentionRequest,
     probes: Iterable[Probe] = (),
     context: ProbeContext = NO_CONTEXT,
@@ -214,13 +214,13 @@ def first_pass(
     bounds = bounds_of(request)
     if not from_native.supports_call(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
         return None
-    logsumexp, parts = from_native.first_pass(request, bounds, parts_of_probes(probes), context)
+    logsumexp, parts = from_native.run_first_pass(request, bounds, parts_of_probes(probes), context)
     if not parts or is_finite_and_small(logsumexp):
-        return FirstPass(logsumexp, parts, usual=bool(parts))
-    return FirstPass(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, usual=False)
+        return FirstPass(logsumexp, parts, all_rows_regular=bool(parts))
+    return FirstPass(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, all_rows_regular=False)
 
 
-def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
+def measure_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
     """Measure the default probes that need only q and k, for calls that the native kernel can run without a plan.
 
     Takes the arguments of `functional.statistics` before they are checked.
@@ -233,11 +233,11 @@ def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> di
     if first is None:
         return None
     logsumexp, parts = first
-    usual = is_finite_and_small(logsumexp)
-    if not usual and has_large_logsumexp(logsumexp):
+    all_rows_regular = is_finite_and_small(logsumexp)
+    if not all_rows_regular and has_large_logsumexp(logsumexp):
         return None
     return {
-        probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)
+        probe.name: statistic_from_parts(probe, parts, logsumexp, all_rows_regular=all_rows_regular)
         for probe in _default_for_inputs(frozenset())
     }
 
@@ -249,20 +249,20 @@ def complete_statistics(
     context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts,
-    usual: bool = False,
+    all_rows_regular: bool = False,
     result: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics from the parts that a kernel measured, and measure the missing parts.
 
-    Arguments and results are as in `measure_statistics`; `usual` is as in `statistic_from_parts`.
+    Arguments and results are as in `measure_statistics`; `all_rows_regular` is as in `statistic_from_parts`.
     """
     ready: dict[str, Tensor] = {}
     for probe in probes:
         part = _PART_OF_STATISTIC.get(probe.name)
         if part is None:
             if probe.parts <= parts.keys():
-                ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, usual=usual)
+                ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, all_rows_regular=all_rows_regular)
         elif part in parts:
             ready[probe.name] = parts[part]
     if len(ready) == len(probes):
@@ -275,7 +275,7 @@ def complete_statistics(
 def measure_statistics(
     request: AttentionRequest,
     logsumexp: Tensor,
-    wanted: Iterable[Wanted],
+    wanted: Iterable[ProbeOrName],
     context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts = MappingProxyType({}),
@@ -316,7 +316,7 @@ def measure_statistics(
     return found
 
 
-def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = False) -> Tensor:
+def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, all_rows_regular: bool = False) -> Tensor:
     """Compute a statistic per query from the parts that the kernel measured: (batch, heads, queries).
 
     A statistic that equals one part is not copied, because the kernel has already set queries without keys or with NaN.
@@ -325,13 +325,13 @@ def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual
         probe: the statistic.
         parts: the measured parts.
         logsumexp: (batch, heads, queries).
-        usual: True if every query is known to see a key and no NaN.
+        all_rows_regular: True if every query is known to see a key and no NaN.
     """
     part = _PART_OF_STATISTIC.get(probe.name)
     if part is not None:
         return parts[part]
     value = _apply_probe(probe, parts)
-    if usual or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
+    if all_rows_regular or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
         return value
     return set_empty_and_bad_queries(value, logsumexp == -torch.inf, logsumexp.isnan())
 
@@ -456,7 +456,7 @@ def _measure_over_all_keys(
     if "contribution" in parts and weight is not None:
         numbers.append(weighted_values.projected_value_norms(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
-    walk = [part for part in parts if part in STREAMED]
+    walk = [part for part in parts if part in STREAMED_PARTS]
     found: dict[Part, Tensor] = {}
     weighed = None
     if walk:
@@ -506,15 +506,15 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
         found["sink_mass"] = sink_mass(measured.logsumexp_without_base, request.sinks)
     if "logsumexp" in parts:
         found["logsumexp"] = measured.logsumexp_without_base.to(logsumexp.dtype)
-    # As the kernel does for the parts that it measures.
+    # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: set_empty_and_bad_queries(value, empty, bad) for part, value in found.items()}
 
 
 def statistics_of_call(
-    call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NO_CONTEXT
+    call: AttentionCall, wanted: Iterable[ProbeOrName], context: ProbeContext = NO_CONTEXT
 ) -> dict[str, Tensor]:
-    """Return statistics of a call that has run, from the parts that its kernel measured, or measured here.
+    """Return statistics of a call that has run, from the parts that its kernel measured; measure the other parts.
 
     Arguments and results are as in `measure_statistics`.
     """

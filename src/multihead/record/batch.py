@@ -334,9 +334,9 @@ class RecordedBatch:
         with SLICING_LOCK:
             if self._statistics is None:
                 parts, logsumexp = shift_all_key_indices(self.parts, self.places), self.logsumexp.cpu()
-                usual = bool((logsumexp > -torch.inf).all())
+                regular = bool((logsumexp > -torch.inf).all())
                 self._statistics = {
-                    probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)
+                    probe.name: statistic_from_parts(probe, parts, logsumexp, all_rows_regular=regular)
                     for probe in self.probes
                     if probe.parts <= parts.keys()
                 }

@@ -22,7 +22,7 @@ from multihead.tensors.tracing import is_traced
 class RelativeBias:
     """A bias that adds `values[..., j - i + queries - 1]` to the score of query i and key j.
 
-    It is constant along each diagonal of the map, so it stores queries + keys - 1 numbers and not queries x keys.
+    The bias is constant along each diagonal of the map, so it stores queries + keys - 1 numbers and not queries x keys.
 
     Args:
         values: (batch or 1, heads or 1, queries + keys - 1), one per distance key - query, ascending; -inf hides the

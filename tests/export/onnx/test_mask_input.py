@@ -18,7 +18,7 @@ from multihead.export.onnx import to_model
 from multihead.export.onnx.context import ExportContext
 from multihead.export.onnx.graph import Graph
 from multihead.export.onnx.mask_input import choose_mask_inputs, sink_logits
-from multihead.export.onnx.spec import checked_spec
+from multihead.export.onnx.spec import check_spec
 from multihead.layer import MultiHeadAttention
 from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
@@ -31,7 +31,7 @@ def used(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: A
     """Return the mask inputs of the operator that are used."""
     layer = MultiHeadAttention(8, 2, **options).eval()
     free = {"batch": None, "queries": None, "keys": None}
-    found = choose_mask_inputs(ExportContext(Graph(), layer, checked_spec(layer, inputs, mask, start, opset, free)))
+    found = choose_mask_inputs(ExportContext(Graph(), layer, check_spec(layer, inputs, mask, start, opset, free)))
     return {name for name in ("is_causal", "table", "lengths", "queries_with_keys") if getattr(found, name)}
 
 
@@ -96,7 +96,7 @@ def test_a_key_of_0_is_a_sink_whose_logit_is_0() -> None:
     assert layer.sinks is not None
     torch.nn.init.constant_(layer.sinks, 1.0)
     context = ExportContext(
-        Graph(), layer, checked_spec(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
+        Graph(), layer, check_spec(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
     )
     assert torch.allclose(sink_logits(context), torch.tensor(1.0).exp().add(1).log().double())
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from multihead.compat.torch_nn.masks import (
     CallSizes,
-    VisibleKeys,
+    ConvertedMasks,
     convert_masks,
     nested_like,
     padding_of_nested,
@@ -211,7 +211,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        visible: VisibleKeys,
+        visible: ConvertedMasks,
         origin: CallOrigin,
         *,
         need_weights: bool,
@@ -235,7 +235,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        visible = VisibleKeys(Documents(lengths), None, 0)
+        visible = ConvertedMasks(Documents(lengths), None, 0)
         q, k, v = self._project(tokens, tokens, tokens)
         origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
         merged, _ = self._attend(q, k, v, visible, origin, need_weights=False, average=False)

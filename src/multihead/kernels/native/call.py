@@ -48,7 +48,7 @@ class QueryBlock(NamedTuple):
     visible: Tensor | None
 
     def slice_queries(self, tensor: Tensor) -> Tensor:
-        """Slice these queries from a tensor (batch, heads, queries, ...); return the tensor itself for all queries."""
+        """Slice the block's queries from a tensor (batch, heads, queries, ...), which is returned for all queries."""
         return tensor if self.queries is ALL_QUERIES else tensor[:, :, self.queries]
 
 
@@ -198,7 +198,7 @@ def backward(
             return found
         if not totals:
             bias = found[3] if request.bias is None or not bias_wanted else values_of(request.bias)
-            # Summed in float32: bfloat16 would lose small terms of the sum over blocks.
+            # The gradients are summed in float32: bfloat16 would lose small terms of the sum over blocks.
             whole = (request.q, request.k, request.v, bias, found[4])
             totals = tuple(torch.zeros_like(each, dtype=torch.float32) for each in whole)
         dq, dk, dv, dbias, dsinks = totals

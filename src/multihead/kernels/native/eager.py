@@ -151,7 +151,7 @@ class _DifferentiableOperator(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, output, logsumexp = ctx.saved_tensors  # fails if an input was modified after the forward
+        q, k, v, output, logsumexp = ctx.saved_tensors  # autograd raises if an input was modified
         band, query_start, scale, softcap = ctx.call
         shape = AttentionShape.of(q, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale

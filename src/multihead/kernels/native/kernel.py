@@ -176,7 +176,7 @@ class _DifferentiableKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, sinks, output, logsumexp, *_ = ctx.saved_tensors  # fails if an input was modified
+        q, k, v, bias, sinks, output, logsumexp, *_ = ctx.saved_tensors  # autograd raises if an input was modified
         request = replace(ctx.job.request, q=q, k=k, v=v, sinks=sinks)
         if request.bias is not None and bias is not None:
             request = replace(request, bias=with_values(request.bias, bias))

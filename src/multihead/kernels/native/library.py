@@ -153,7 +153,7 @@ def add_to_histograms(
     Args:
         values: ([batch,] heads, queries), float32.
         counted: the same shape, bool, True for the values to add.
-        first_bin: number of the first bin.
+        first_bin: the integer of the first bin, see above.
         totals: (heads,) float64, the sums.
         counts: (heads,) float64, the numbers of values added.
         bins: (heads, bins) int64, the number of values in each bin.

@@ -33,8 +33,7 @@ class PlanCache(Generic[PlanT]):
 
     def add(self, key: object, value: PlanT, bounds: KeyBounds) -> None:
         """Add a plan, counting the memory of its bounds."""
-        # Nothing is cached under a torch mode that makes special tensors (FakeTensorMode): later calls must not get
-        # them.
+        # Nothing is cached under a torch mode with tensors of its own (FakeTensorMode): later calls must not get those.
         if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor:
             return
         edges = (bounds.start, bounds.stop)

@@ -1,10 +1,10 @@
 """The key and value buffers of a cache, filled step by step: growing, with a fixed capacity, or with a window.
 
 Tokens are appended with PyTorch's operations. A native operator that writes the new keys into the buffers and attends
-in one call was tried. At 8 heads of 64 and 512 cached keys it saves 32 microseconds per decoding step, which then takes
-0.90 of the time in float32 and 0.92 in bfloat16; at 4,096 keys it takes 0.95 (AMD EPYC, AVX2, one thread). An operator
-that only writes saves 12 microseconds. With the combined operator, nothing is written before the attention runs, and a
-call that needs a plan, a listener or another kernel would need a second implementation of writing.
+in one call was tried. At 8 heads of 64 and 512 cached keys this operator saves 32 microseconds per decoding step, which
+then takes 0.90 of the time in float32 and 0.92 in bfloat16; at 4,096 keys it takes 0.95 (AMD EPYC, AVX2, one thread).
+An operator that only writes saves 12 microseconds. With the combined operator, nothing is written before the attention
+runs, and a call that needs a plan, a listener or another kernel would need a second implementation of writing.
 
 A cache with a window keeps its keys in order in a buffer of about two windows; when the buffer is full, the keys of the
 last window move to a new buffer. Masks keep referring to positions, views that were returned stay valid, and each key
