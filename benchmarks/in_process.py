@@ -40,7 +40,11 @@ def in_new_process(function: Callable[..., T], *arguments: object, instruction_s
     """
     forced: dict[str, str] = {}
     if instruction_set is not None:
-        forced = {library.ENVIRONMENT: instruction_set, "HF_HUB_OFFLINE": "1", **TORCH_LIMITS.get(instruction_set, {})}
+        forced = {
+            library.INSTRUCTION_SET_VARIABLE: instruction_set,
+            "HF_HUB_OFFLINE": "1",
+            **TORCH_LIMITS.get(instruction_set, {}),
+        }
     with _environment(forced), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(function, *arguments).result()
 

@@ -26,7 +26,7 @@ from benchmarks.peak_memory import peak
 from benchmarks.simulated_ranks import Heads, Machine, Simulated, simulate
 from multihead import masks
 from multihead.parallel import context_parallel
-from multihead.parallel.layout import Kind, Layout
+from multihead.parallel.layout import Layout, LayoutName
 
 LENGTH, WIDTH, HEADS, RANKS = 32_768, 256, 4, 4
 TOLERANCE = 1e-4  # between float32 outputs, and gradients of x, of about 1
@@ -147,7 +147,7 @@ class Scene:
 
     name: str
     mask: masks.Mask
-    kind: Kind
+    kind: LayoutName
     gathered: bool = False
 
 

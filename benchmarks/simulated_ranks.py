@@ -17,7 +17,7 @@ from torch import Tensor
 from multihead.kernels.plan.bounds import key_bounds
 from multihead.masks import Mask
 from multihead.masks.base import KeyBounds
-from multihead.parallel.layout import Kind, Layout
+from multihead.parallel.layout import Layout, LayoutName
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Simulated:
 
 
 def simulate(
-    mask: Mask, length: int, ranks: int, kind: Kind, machine: Machine, heads: Heads, *, gathered: bool = False
+    mask: Mask, length: int, ranks: int, kind: LayoutName, machine: Machine, heads: Heads, *, gathered: bool = False
 ) -> Simulated:
     """Simulate one training step of a layer.
 

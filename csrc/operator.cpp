@@ -532,8 +532,8 @@ void Arguments::set_bounds() {
 // Set the bounds of each query from those of a band.
 void Arguments::set_band() {
   // Sums of larger numbers could overflow; see `masks/counts.py`.
-  constexpr int64_t FURTHEST = int64_t(1) << 40;
-  if (query_start > FURTHEST || before > FURTHEST || after > FURTHEST)
+  constexpr int64_t MAX_POSITION = int64_t(1) << 40;
+  if (query_start > MAX_POSITION || before > MAX_POSITION || after > MAX_POSITION)
     fail("before is %lld, after %lld and query_start %lld. Give numbers up to 2^40.", printed(before), printed(after),
          printed(query_start));
   if (query_start < 0) {

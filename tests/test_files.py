@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 
 from multihead.errors import InputError
-from multihead.files import check_writable, open_atomically, readable_text, write_atomically
+from multihead.files import check_writable, open_atomically, read_text_file, write_atomically
 
 
 def test_a_text_is_read_as_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "text.txt"
     file.write_text("头 🎉\n", encoding="utf-8")
-    assert readable_text(str(file)) == "头 🎉\n"
+    assert read_text_file(str(file)) == "头 🎉\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
-    assert readable_text("-") == "from a pipe"
+    assert read_text_file("-") == "from a pipe"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_is_not_text_is_rejected(tmp_path: Path, make: Callable[[Path], obj
     file = tmp_path / "text.txt"
     make(file)
     with pytest.raises(InputError, match=f"^{re.escape(sentence.format(file=str(file)))}$"):
-        readable_text(str(file))
+        read_text_file(str(file))
 
 
 def test_a_file_is_written_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ class TestWhatCannotBeWritten:
     def test_what_no_file_can_be_called(self, name: str, tmp_path: Path) -> None:
         file = str(tmp_path / name)
         sentence = f"{file!r} cannot be the name of a file. Choose another name."
-        for act in (write_atomically, lambda file, _: check_writable([file]), lambda file, _: readable_text(file)):
+        for act in (write_atomically, lambda file, _: check_writable([file]), lambda file, _: read_text_file(file)):
             assert refusal(lambda act=act: act(file, "new")) == sentence  # type: ignore[misc]
         assert list(tmp_path.iterdir()) == []
 

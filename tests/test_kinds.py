@@ -13,10 +13,10 @@ from torch import Tensor
 import multihead as mh
 from multihead import kinds, masks, probes
 from multihead.errors import ArgumentError
-from multihead.kinds import KINDS, MIXED, Kind, percent
+from multihead.kinds import KINDS, MIXED, Kind, format_percent
 from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated, measure_repeated
-from multihead.probes.catalogue import REPEATED
+from multihead.probes.catalogue import REPEAT_PROBES
 from multihead.viewer.payload import RecordedRun, describe_sample, table_rows_of_heads
 from tests.viewer.page import Page
 
@@ -227,7 +227,7 @@ def test_two_kinds_of_one_name_are_refused() -> None:
 
 
 def test_percentages_have_a_decimal_below_ten() -> None:
-    assert [percent(share) for share in (0, 0.0132, 0.0994, 0.0996, 0.5, 1)] == [
+    assert [format_percent(share) for share in (0, 0.0132, 0.0994, 0.0996, 0.5, 1)] == [
         f"{text}\u00a0%" for text in ("0.0", "1.3", "9.9", "10", "50", "100")
     ]
 
@@ -235,7 +235,7 @@ def test_percentages_have_a_decimal_below_ten() -> None:
 def test_the_built_in_kinds_are_those_that_the_pages_list() -> None:
     places = ("previous", "next", "self", "first", "separator", "duplicate", "induction", "local", "broad")
     assert [kind.name for kind in KINDS if kind.texts == "given"] == list(places)
-    assert {kind.name: kind.probe.name for kind in KINDS if kind.texts == "repeats" and kind.probe} == REPEATED
+    assert {kind.name: kind.probe.name for kind in KINDS if kind.texts == "repeats" and kind.probe} == REPEAT_PROBES
     for page, lang in (("observing.md", "en"), ("observing.zh.md", "zh")):
         text = (DOCS / page).read_text(encoding="utf-8")
         assert all(f"| `{name}` |" in text for name in places)

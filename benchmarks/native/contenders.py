@@ -18,7 +18,7 @@ from benchmarks.native.definition import Defined, defined, defined_gradients
 from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, sum_weights_per_key
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT, sum_weights_per_key
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.positions import TilePositions
 
@@ -193,7 +193,7 @@ def statistics(kind: str, length: int, dim: int, dtype: str, *, rising: bool = F
     mask = masks.Window(256) if kind == "window" else _mask_of(kind)[0]
     request = request_of(q, k, v, mask)
     bounds = bounds_of(request)
-    watched = replace(request, wanted=ONE_PASS - {SPECIAL_KEYS})  # these need the special keys as an input
+    watched = replace(request, wanted=ONE_PASS - {SPECIAL_KEYS_WEIGHT})  # these need the special keys as an input
     right = defined(q, k, v, mask)
 
     def check(attended: Any) -> float:

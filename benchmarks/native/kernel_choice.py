@@ -23,7 +23,13 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import sdpa
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, MeasuredSpeed, benchmark_class_of
+from multihead.kernels.choose import (
+    MEASURED_SPEEDS,
+    REQUEST_CLASSES,
+    TRAINING_SUFFIX,
+    MeasuredSpeed,
+    benchmark_class_of,
+)
 from multihead.kernels.native import kernel as native_kernel
 from multihead.kernels.native import library
 from multihead.kernels.plan.bounds import bounds_of
@@ -54,7 +60,7 @@ def main(sets: tuple[str, ...], budget: float, write: bool) -> None:  # noqa: FB
         if name not in running:
             raise click.UsageError(f"{name!r} cannot run here. Give one of {', '.join(running) or '(none)'}.")
     jobs = list(product(sets or running, DTYPES))
-    table = list(MEASURED)
+    table = list(MEASURED_SPEEDS)
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(jobs))
         for set_name, dtype in jobs:
@@ -119,7 +125,11 @@ def requests(name: str, dtype: str, *, trains: bool) -> list[AttentionRequest]:
 def ratios_of(dtype: str, budget: float) -> dict[str, float]:
     """Measure every class, forward alone and in training."""
     torch.manual_seed(0)
-    return {name + training: ratio_of(name, dtype, training, budget) for name in CLASSES for training in ("", TRAINING)}
+    return {
+        name + training: ratio_of(name, dtype, training, budget)
+        for name in REQUEST_CLASSES
+        for training in ("", TRAINING_SUFFIX)
+    }
 
 
 def ratio_of(name: str, dtype: str, training: str, budget: float) -> float:

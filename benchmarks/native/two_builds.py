@@ -111,7 +111,7 @@ def _built(source: Path, folder: Path, target: str, sets: Iterable[str]) -> Path
     click.echo(f"building {target} in {folder.relative_to(ROOT)}", err=True)
     _output([_tool("cmake"), "-G", "Ninja", "-S", str(source), "-B", str(folder), *options])
     _output([_tool("cmake"), "--build", str(folder), "--target", target])
-    return folder / (library.NAME if target == "multihead_native" else target)
+    return folder / (library.LIBRARY_NAME if target == "multihead_native" else target)
 
 
 def _tool(name: str) -> str:

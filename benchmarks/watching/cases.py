@@ -139,7 +139,10 @@ def _kernels(*, native: bool) -> Iterator[None]:
             raise NotMeasuredError(reason)
         yield
         return
-    with patch.object(library, "_library_or_reason", lambda: "it is hidden"), patch.object(eager, "_operator", None):
+    with (
+        patch.object(library, "_library_or_reason", lambda: "it is hidden"),
+        patch.object(eager, "_eager_operator", None),
+    ):
         yield
 
 

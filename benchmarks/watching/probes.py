@@ -32,7 +32,7 @@ from multihead import masks
 from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
@@ -109,7 +109,7 @@ def _share(
     on_the_way = frozenset[Part]()
     if kernel.refusal(request, bounds) is None:
         # The special keys are known only after the call.
-        on_the_way = frozenset[Part]().union(*(probe.parts for probe in probes)) & (ONE_PASS - {SPECIAL_KEYS})
+        on_the_way = frozenset[Part]().union(*(probe.parts for probe in probes)) & (ONE_PASS - {SPECIAL_KEYS_WEIGHT})
     left = [probe for probe in probes if not probe.parts <= on_the_way]
     watched = replace(request, wanted=on_the_way)
 
@@ -117,7 +117,7 @@ def _share(
         return scaled_dot_product_attention(request.q, request.k, request.v, is_causal=True, enable_gqa=True)
 
     def measure() -> object:
-        return measure_statistics(request, attended.logsumexp, left, context, attended=attended)
+        return measure_statistics(request, attended.logsumexp, left, context, result=attended)
 
     ratios = []
     for _ in range(pairs + 1):
@@ -154,7 +154,7 @@ def _child(length: int, name: str, *, absent: bool) -> None:
         measure_statistics(small, torch.zeros(small.q.shape[:3]), probes, small_context)  # loads libraries
         rise = peak(
             lambda: measure_statistics(
-                request, logsumexp, probes, context, attended=AttentionResult(torch.empty_like(request.q), logsumexp)
+                request, logsumexp, probes, context, result=AttentionResult(torch.empty_like(request.q), logsumexp)
             )
         )
     held = (request.q.numel() + request.k.numel()) * request.q.element_size()

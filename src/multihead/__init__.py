@@ -42,6 +42,7 @@ _MODULES = {  # public name -> the module that defines it
     "unpack": "multihead.layer.packing",
     "use": "multihead.models.use",
 }
+# Public packages, imported when they are first used.
 _PACKAGES = ("compat", "errors", "export", "kinds", "masks", "parallel", "probes", "scores")
 
 __all__ = [

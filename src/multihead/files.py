@@ -24,16 +24,17 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-MOST_NAME = 100
+MAX_NAME_BYTES = 100
 """Maximum number of bytes of a file's name in the name of its temporary file; most systems allow 255 in all."""
 
-_PART = re.compile(r"[a-z0-9_]{8}\.part")
-_READING = os.O_RDONLY | getattr(os, "O_BINARY", 0)
-_SEEKING = threading.Lock()
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TEMPORARY_SUFFIX = re.compile(r"[a-z0-9_]{8}\.part")
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)
+_SEEK_LOCK = threading.Lock()
+# Error codes of a full disk or quota, or a file that is too large.
+_DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def readable_text(file: str) -> str:
+def read_text_file(file: str) -> str:
     """Read a UTF-8 text file, or standard input for "-".
 
     Raises:
@@ -41,7 +42,7 @@ def readable_text(file: str) -> str:
     """
     check_file_name(file)
     try:
-        return _standard_input() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return _read_standard_input() if file == "-" else Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"There is no file {file!r}.", "Check its name.") from None
     except IsADirectoryError:
@@ -54,7 +55,7 @@ def readable_text(file: str) -> str:
         raise _file_error(file, error, "read") from None
 
 
-def _standard_input() -> str:
+def _read_standard_input() -> str:
     """Read all of standard input as UTF-8, independent of the terminal's encoding."""
     if sys.stdin is None:  # the process was started with standard input closed
         raise InputError("Standard input is closed, so no text can be read from it.", "Give the name of a file.")
@@ -167,7 +168,7 @@ def _path_to_replace(target: str) -> tuple[Path | None, os.stat_result | None]:
         return Path(os.path.realpath(target)), None
     path = Path(os.path.realpath(target))
     plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
-    # A link in /proc can point to a file that has been unlinked.
+    # A symbolic link in /proc can point to a file that has been removed.
     if not plain or _standard_stream_of(info) is not None or not path.exists():
         return None, info
     return path, info
@@ -219,7 +220,7 @@ def _create_temporary(path: Path) -> tuple[Path, int]:
     while True:
         temporary = path.with_name(f"{_temporary_prefix(path)}{secrets.token_hex(4)}.part")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-        # Before it was locked, another process may have removed the temporary file as a leftover.
+        # Another process may have removed the temporary file as a leftover before this process locked it.
         if _try_lock(handle) is not False and temporary.exists():
             return temporary, handle
         os.close(handle)
@@ -229,7 +230,11 @@ def _remove_leftovers(path: Path) -> None:
     """Remove temporary files of killed processes: files that no process has locked."""
     prefix = _temporary_prefix(path)
     with suppress(OSError), os.scandir(path.parent) as entries:
-        parts = [each for each in entries if each.name.startswith(prefix) and _PART.fullmatch(each.name, len(prefix))]
+        parts = [
+            each
+            for each in entries
+            if each.name.startswith(prefix) and _TEMPORARY_SUFFIX.fullmatch(each.name, len(prefix))
+        ]
         for entry in [each for each in parts if each.is_file(follow_symlinks=False)]:
             with suppress(OSError):
                 handle = os.open(entry.path, os.O_WRONLY)
@@ -244,7 +249,7 @@ def _remove_leftovers(path: Path) -> None:
 
 def _temporary_prefix(target: Path) -> str:
     """Return the prefix of the name of a temporary file for `target`, truncated to a valid length."""
-    return f".{target.name.encode('utf-8', 'surrogateescape')[:MOST_NAME].decode('utf-8', 'ignore')}."
+    return f".{target.name.encode('utf-8', 'surrogateescape')[:MAX_NAME_BYTES].decode('utf-8', 'ignore')}."
 
 
 def _try_lock(handle: int) -> bool | None:
@@ -262,7 +267,7 @@ def _try_lock(handle: int) -> bool | None:
 
 def _file_error(name: str, error: OSError, verb: str) -> InputError:
     """Build the error that explains why a file cannot be read or written."""
-    if error.errno in _FULL:
+    if error.errno in _DISK_FULL_CODES:
         return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Free some space, or write elsewhere.")
     return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Check its name and permissions.")
 
@@ -284,19 +289,19 @@ class RandomAccessFile:
 
     def __init__(self, file: Path, *, keep_open: bool = False) -> None:
         self.file = file
-        self._held: int | None = os.open(file, _READING)
-        info = os.fstat(self._held)
-        self._time = info.st_mtime_ns if keep_open else None
-        self._known = self._status_to_compare(info)
-        close = weakref.finalize(self, os.close, self._held)
+        self._open_handle: int | None = os.open(file, _READ_FLAGS)
+        info = os.fstat(self._open_handle)
+        self._time_to_compare = info.st_mtime_ns if keep_open else None
+        self._known_status = self._status_to_compare(info)
+        close = weakref.finalize(self, os.close, self._open_handle)
         if not keep_open:
             close()
-            self._held = None
+            self._open_handle = None
 
     @property
     def size(self) -> int:
         """Size of the file, bytes."""
-        return self._known[2]
+        return self._known_status[2]
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from an offset in the file.
@@ -309,13 +314,13 @@ class RandomAccessFile:
             InputError: the file was truncated, replaced, removed or written to.
         """
         try:
-            handle = os.open(self.file, _READING) if self._held is None else self._held
+            handle = os.open(self.file, _READ_FLAGS) if self._open_handle is None else self._open_handle
             try:
                 count = _read_at(handle, offset, buffer)
-                # Checked after reading, so that a change during the read is noticed too.
-                same = self._status_to_compare(os.fstat(handle)) == self._known
+                # The file is checked after reading, so that a change during the read is detected too.
+                same = self._status_to_compare(os.fstat(handle)) == self._known_status
             finally:
-                if self._held is None:
+                if self._open_handle is None:
                     os.close(handle)
         except OSError as error:
             raise self._change_error() from error
@@ -333,7 +338,7 @@ class RandomAccessFile:
         """
         try:
             with self.file.open("r+b") as file:
-                if self._status_to_compare(os.fstat(file.fileno())) != self._known:
+                if self._status_to_compare(os.fstat(file.fileno())) != self._known_status:
                     raise self._change_error()
                 for offset, buffer in buffers.items():
                     file.seek(offset)
@@ -347,7 +352,7 @@ class RandomAccessFile:
 
     def _status_to_compare(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
         """Return the fields of a file's status that show whether another process has changed the file."""
-        return info.st_dev, info.st_ino, info.st_size, None if self._time is None else info.st_mtime_ns
+        return info.st_dev, info.st_ino, info.st_size, None if self._time_to_compare is None else info.st_mtime_ns
 
     def _change_error(self) -> InputError:
         return InputError(f"{str(self.file)!r} was changed, truncated or removed while it was read.", "Open it again.")
@@ -360,7 +365,7 @@ def _read_at(handle: int, offset: int, into: memoryview) -> int:
         if hasattr(os, "preadv"):
             count = os.preadv(handle, [into[done:]], offset + done)
         else:  # Windows
-            with _SEEKING:
+            with _SEEK_LOCK:
                 os.lseek(handle, offset + done, os.SEEK_SET)
                 content = os.read(handle, min(len(into) - done, 1 << 24))
             count = len(content)

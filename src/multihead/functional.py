@@ -46,7 +46,7 @@ from multihead.probes import tile as tiles
 from multihead.probes.statistics import NO_CONTEXT
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.terms import check_sinks_fit, check_softcap
-from multihead.tensors.shapes import FURTHEST, AttentionShape, resolve_query_start
+from multihead.tensors.shapes import MAX_POSITION, AttentionShape, resolve_query_start
 from multihead.tensors.tracing import is_traced, is_transformed
 
 _FULL = Full()
@@ -202,8 +202,8 @@ def attention_weights(
     check_slice("keys", keys)
     options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     request, dims = _request_of_arguments(attention_weights, unknown, q, k, None, options)
-    first = measuring.first_pass(request) if logsumexp is None else None
-    known = _known_or_computed_logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
+    first = measuring.run_first_pass(request) if logsumexp is None else None
+    known = _check_or_compute_logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
     tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
     return tile if dims is None else dims.restore(tile)
 
@@ -258,7 +258,7 @@ def statistics(
     """
     options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     if probes is None and logsumexp is None and v is None and context is NO_CONTEXT and not unknown:
-        found = measuring.measured_without_plan(q, k, options)
+        found = measuring.measure_without_plan(q, k, options)
         if found is not None:
             return found
     reject_split_sequence("statistics", "Compute them from all tokens, outside of context_parallel.")
@@ -271,7 +271,7 @@ def statistics(
     request, dims = _request_of_arguments(statistics, unknown, q, k, v, options)
     has_values = v is not None
     chosen = measuring.choose_probes(probes, request, context, has_values=has_values)
-    known = None if logsumexp is None else _known_or_computed_logsumexp(request, logsumexp, dims)
+    known = None if logsumexp is None else _check_or_compute_logsumexp(request, logsumexp, dims)
     found = measure_request(request, chosen, context, logsumexp=known, has_values=has_values)
     return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
 
@@ -284,14 +284,14 @@ def measure_request(
     logsumexp: Tensor | None = None,
     has_values: bool = False,
 ) -> dict[str, Tensor]:
-    """Measure a checked request with probes whose inputs are all known: (batch, heads, queries) each."""
-    first = None if logsumexp is not None else measuring.first_pass(request, probes, context, has_values=has_values)
+    """Compute probes, whose inputs are all given, of a checked request: name -> (batch, heads, queries)."""
+    first = None if logsumexp is not None else measuring.run_first_pass(request, probes, context, has_values=has_values)
     if first is None:
-        known = _known_or_computed_logsumexp(request, None, None) if logsumexp is None else logsumexp
-        first = measuring.FirstPass(known, {}, usual=False)
-    known, parts, usual = first
+        known = _check_or_compute_logsumexp(request, None, None) if logsumexp is None else logsumexp
+        first = measuring.FirstPass(known, {}, all_rows_regular=False)
+    known, parts, all_rows_regular = first
     return measuring.complete_statistics(
-        request, known, probes, context, parts=parts, usual=usual, has_values=has_values
+        request, known, probes, context, parts=parts, all_rows_regular=all_rows_regular, has_values=has_values
     )
 
 
@@ -392,7 +392,7 @@ def request_of(
         origin: see `AttentionRequest`.
         scales: see `AttentionRequest`.
     """
-    shape = AttentionShape.of(q, k, v) if scales is None else _shape_of_int8(q, k, v)
+    shape = AttentionShape.of(q, k, v) if scales is None else _shape_of_int8_call(q, k, v)
     if not isinstance(mask, Mask):
         check_is_mask(mask)
     if dropout != 0.0 or type(dropout) is not float:
@@ -401,7 +401,7 @@ def request_of(
         scale = shape.head_dim**-0.5
     else:
         check_scale(scale)
-    sequence = sequence_split.active
+    sequence = sequence_split.active_split
     whole = shape if sequence is None else sequence.whole_shape(shape)
     if bias is not None:
         check_bias_fits(bias, whole)
@@ -414,7 +414,7 @@ def request_of(
         mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, more_keys_later))
     if query_start is None and (not mask.uses_positions or queries == keys):
         start: int | Tensor = 0
-    elif type(query_start) is int and 0 <= query_start <= FURTHEST:
+    elif type(query_start) is int and 0 <= query_start <= MAX_POSITION:
         start = query_start
     else:
         start = resolve_query_start(
@@ -429,7 +429,7 @@ def request_of(
     return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, wanted, origin, scales)
 
 
-def _shape_of_int8(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
+def _shape_of_int8_call(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
     """Return the shape of a call whose k and v are int8, with the dtype of q."""
     return AttentionShape.of(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
 
@@ -442,9 +442,9 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
         kernel: the name of the kernel to run; None chooses one.
         published: whether active changes of heads apply to the call, and listeners receive it.
     """
-    sequence = sequence_split.active
+    sequence = sequence_split.active_split
     if sequence is not None:
-        if head_changes.active:
+        if head_changes.active_changes:
             head_changes.reject_split_call(request)
         return sequence.attend(request, kernel=kernel)
     heard = published and bool(listeners()) and not is_traced()  # a traced tensor has no values for listeners
@@ -464,7 +464,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
             attended = chosen.attend(cleaned, bounds)
             if bad_rows is not None:
                 attended = make_rows_nan(attended, bad_rows)
-    if published and head_changes.active:
+    if published and head_changes.active_changes:
         output, factors = head_changes.change_output(request, attended.output)
         attended = replace(attended, output=output, head_factors=factors)
     if heard:
@@ -472,8 +472,8 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     return attended
 
 
-def _known_or_computed_logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims | None) -> Tensor:
-    """Check the caller's logsumexp, or compute it without informing listeners if None: (batch, heads, queries)."""
+def _check_or_compute_logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims | None) -> Tensor:
+    """Check the caller's logsumexp (batch, heads, queries); if it is None, compute it without informing listeners."""
     shape = request.shape
     if known is None:
         with torch.no_grad():

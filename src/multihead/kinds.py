@@ -39,18 +39,18 @@ Words = Mapping[str, str]
 LOCAL_REACH = 3
 """Number of tokens before and after the query that a "local" head reads."""
 
-_GLYPH = re.compile(r"[MmLlHhVvZzCcSsQqTtAa0-9 .,-]*", re.ASCII)
-_COLOUR = re.compile(r"#[0-9A-Fa-f]{6}", re.ASCII)
-_SENTENCE = {
+_GLYPH_PATTERN = re.compile(r"[MmLlHhVvZzCcSsQqTtAa0-9 .,-]*", re.ASCII)
+_COLOUR_PATTERN = re.compile(r"#[0-9A-Fa-f]{6}", re.ASCII)
+_SENTENCE_TEXTS = {
     "en": "is a head of the kind “{label}”: {share}, where chance is {chance}.",
     "zh": "属于“{label}”：{share}，随机水平为 {chance}。",
 }
-_BRIEF = {"en": "{label}, {share} (chance {chance})", "zh": "{label}，{share}（随机水平 {chance}）"}
-_ABOUT = {
+_BRIEF_TEXTS = {"en": "{label}, {share} (chance {chance})", "zh": "{label}，{share}（随机水平 {chance}）"}
+_DEFINITIONS = {
     "en": "{rules} (“{statistic}”).",
     "zh": "{rules}（“{statistic}”）。",
 }
-_RULES = {
+_THRESHOLD_TEXTS = {
     "above_chance": {"en": "At least {0} beyond chance", "zh": "比随机水平高出至少 {0}"},
     "at_least": {"en": "at least {0}", "zh": "不低于 {0}"},
     "of_largest": {"en": "at least {0} of what an even spread gives", "zh": "不低于均匀分布时的 {0}"},
@@ -111,8 +111,8 @@ class Kind:
     labels: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     about: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     bound: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
-    sentence: Words = field(default_factory=lambda: _SENTENCE, kw_only=True, repr=False, hash=False)
-    brief: Words = field(default_factory=lambda: _BRIEF, kw_only=True, repr=False, hash=False)
+    sentence: Words = field(default_factory=lambda: _SENTENCE_TEXTS, kw_only=True, repr=False, hash=False)
+    brief: Words = field(default_factory=lambda: _BRIEF_TEXTS, kw_only=True, repr=False, hash=False)
     glyph: str = field(default="M1 1h10v10h-10z", kw_only=True, repr=False)
     colour: tuple[str, str] = field(default=("#55565E", "#AEB1B7"), kw_only=True, repr=False)
     needs: str = field(default="", kw_only=True, repr=False)
@@ -137,9 +137,9 @@ class Kind:
             )
         if self.texts not in get_args(Texts):
             raise ArgumentError(f"The texts of {self.name} are {self.texts!r}.", 'Give "given" or "repeats".')
-        if not _GLYPH.fullmatch(self.glyph):
+        if not _GLYPH_PATTERN.fullmatch(self.glyph):
             raise ArgumentError(f"The glyph of {self.name} is {self.glyph!r}.", "Give the path of an SVG.")
-        if len(self.colour) != 2 or not all(_COLOUR.fullmatch(each) for each in self.colour):
+        if len(self.colour) != 2 or not all(_COLOUR_PATTERN.fullmatch(each) for each in self.colour):
             raise ArgumentError(
                 f"The colour of {self.name} is {self.colour!r}.", 'Give two, such as ("#C8501E", "#FF8A57").'
             )
@@ -155,22 +155,26 @@ class Kind:
 
     def definition(self, lang: str, *, bound: bool = False) -> str:
         """Return the definition of the kind in a language; with `bound`, the definition for a lower bound if there is one."""
-        rules = {name: self.written(value) for name in _RULES if (value := getattr(self, name)) is not None}
+        rules = {
+            name: self.format_value(value) for name in _THRESHOLD_TEXTS if (value := getattr(self, name)) is not None
+        }
         about = (bound and _in_language(self.bound, lang)) or _in_language(self.about, lang)
         if about or self.probe is None:
             return about.format(**rules, reach=LOCAL_REACH)
-        joined = ", ".join(_in_language(_RULES[name], lang).format(value) for name, value in rules.items())
-        return _in_language(_ABOUT, lang).format(rules=joined[:1].upper() + joined[1:], statistic=self.probe.label)
+        joined = ", ".join(_in_language(_THRESHOLD_TEXTS[name], lang).format(value) for name, value in rules.items())
+        return _in_language(_DEFINITIONS, lang).format(
+            rules=joined[:1].upper() + joined[1:], statistic=self.probe.label
+        )
 
-    def written(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """Format a value of the statistic with its unit, such as "91 %"."""
         if self.probe is None or self.of_largest is not None or self.probe.number_format == SHARE:
-            return percent(value)
+            return format_percent(value)
         return self.probe.text(value)
 
     def fill_sentence(self, texts: Words, lang: str, share: float, chance: float, **names: str) -> str:
         """Return `texts` (`sentence` or `brief`) in a language, with its placeholders filled in."""
-        values = {"share": self.written(share), "chance": self.written(chance), "label": self.label(lang)}
+        values = {"share": self.format_value(share), "chance": self.format_value(chance), "label": self.label(lang)}
         return _in_language(texts, lang).format(**values, **names)
 
 
@@ -195,10 +199,10 @@ def kinds_by_name(kinds: Sequence[Kind]) -> dict[str, Kind]:
     return {kind.name: kind for kind in (*kinds, MIXED)}
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     r"""Format a fraction as a percentage, with one decimal below 10 % and a no-break space before the sign.
 
-    >>> percent(0.673), percent(0.0132)
+    >>> format_percent(0.673), format_percent(0.0132)
     ('67\xa0%', '1.3\xa0%')
     """
     return f"{share * 100:.{1 if share < NO_DECIMAL_FROM else 0}f}\u00a0%"
@@ -215,7 +219,7 @@ def _near_keys_mass(parts: Parts) -> Tensor:
     return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
 
 
-NEAR = Probe(
+NEAR_MASS = Probe(
     "near_mass",
     _near_keys_mass,
     frozenset(_NEAR_PARTS),
@@ -223,7 +227,7 @@ NEAR = Probe(
     number_format=SHARE,
     about=f"Σ p_ij over the keys at most {LOCAL_REACH} tokens from the query",
 )
-"""The share of attention near the query. A record does not hold it: `analysis.visibility` computes or bounds it."""
+"""The share of attention near the query; records do not store it: `analysis.visibility` computes or bounds it."""
 
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -300,7 +304,7 @@ KINDS: tuple[Kind, ...] = (
         PROBES["first_mass"],
         hides=(
             "distance",
-        ),  # weight on the first token makes the mean distance large, which says nothing about other tokens
+        ),  # weight on the first token makes the mean distance large, whatever the weights on other tokens are
         rank=2,
         finding=40,
         labels={"en": "first token", "zh": "首词元"},
@@ -387,7 +391,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "local",
-        NEAR,
+        NEAR_MASS,
         needs="single texts, not sums, and masks whose classes are defined here",
         at_least=0.5,
         self_attention_only=True,
@@ -525,4 +529,4 @@ MIXED = Kind(
     glyph="M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z",
     colour=("#B9B5AA", "#4A515B"),
 )
-"""What a head without any kind is called."""
+"""The kind of heads that have none of `KINDS`."""

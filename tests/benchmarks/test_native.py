@@ -26,7 +26,13 @@ from benchmarks.native.definition import defined, defined_gradients
 from benchmarks.native.rows import Row
 from benchmarks.resume import read_rows
 from multihead import masks
-from multihead.kernels.choose import CLASSES, MEASURED, TRAINING, MeasuredSpeed, benchmark_class_of
+from multihead.kernels.choose import (
+    MEASURED_SPEEDS,
+    REQUEST_CLASSES,
+    TRAINING_SUFFIX,
+    MeasuredSpeed,
+    benchmark_class_of,
+)
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.positions import TilePositions
 from tests.kernel_names import needs_native
@@ -231,8 +237,8 @@ def test_a_case_runs_in_a_process_that_is_limited_to_its_instruction_set(monkeyp
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ
 
 
-@pytest.mark.parametrize("training", ["", TRAINING])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("training", ["", TRAINING_SUFFIX])
+@pytest.mark.parametrize("name", REQUEST_CLASSES)
 def test_the_sample_requests_of_a_class_belong_to_it(name: str, training: str) -> None:
     found = {
         benchmark_class_of(each, bounds_of(each))
@@ -247,8 +253,8 @@ def test_the_table_of_the_rules_is_written_as_it_is_read() -> None:
         MeasuredSpeed("scalar", "float32", "then", {"full": 2.0}),
         MeasuredSpeed("scalar", "bfloat16", "then", {"few": 0.5}),
     )
-    new = MeasuredSpeed("scalar", "float32", "now", {"full" + TRAINING: 0.25})
+    new = MeasuredSpeed("scalar", "float32", "now", {"full" + TRAINING_SUFFIX: 0.25})
     table = kernel_choice.updated([old, other], new)
     assert table == [other, new]
     assert [MeasuredSpeed(**row) for row in json.loads(kernel_choice.written(table))] == table
-    assert kernel_choice.TARGET.read_text(encoding="utf-8") == kernel_choice.written(MEASURED)
+    assert kernel_choice.TARGET.read_text(encoding="utf-8") == kernel_choice.written(MEASURED_SPEEDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import trying
-from multihead.interventions.sweep import _WithoutHeads
+from multihead.interventions.sweep import _OneHeadOffPerCopy
 from tests.word_models import save_word_models
 
 
@@ -27,13 +27,13 @@ def test_the_error_is_small_unless_another_head_is_switched_off(
     monkeypatch.setitem(trying.MOST_OVER_FLOOR, model, 1000.0)
     result = trying.measure(model)
     assert (len(result.clicks), result.heads, result.unmet()) == (4, 8, [])
-    right = _WithoutHeads.change
+    right = _OneHeadOffPerCopy.change
 
-    def wrong(self: _WithoutHeads, call: object, output: object) -> object:
+    def wrong(self: _OneHeadOffPerCopy, call: object, output: object) -> object:
         self.heads = (self.heads + 1) % 4
         return right(self, call, output)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_WithoutHeads, "change", wrong)
+    monkeypatch.setattr(_OneHeadOffPerCopy, "change", wrong)
     (said,) = trying.measure(model).unmet()
     assert said.startswith(f"{model}: the error is ")
 

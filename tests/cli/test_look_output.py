@@ -19,7 +19,7 @@ from multihead.cli.look_output import (
 )
 from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
-from multihead.probes.catalogue import REPEATED
+from multihead.probes.catalogue import REPEAT_PROBES
 from multihead.record.analysis.chance import Evidence
 from multihead.record.analysis.highlights import LayerProfile, kinds_of_heads
 from multihead.record.analysis.visibility import Visibility
@@ -151,4 +151,4 @@ def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_me
 def test_the_table_shows_the_default_statistics_that_every_head_has() -> None:
     assert set(COLUMNS) == set(DEFAULT) - {"largest_key", "sink_mass"}  # an index has no mean; few heads have sinks
     assert set(COLUMN_DROP_ORDER) == set(COLUMNS)
-    assert set(REPEATED_COLUMNS) == set(REPEATED)
+    assert set(REPEATED_COLUMNS) == set(REPEAT_PROBES)

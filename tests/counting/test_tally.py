@@ -15,8 +15,8 @@ from multihead import probes
 from multihead.counting.batches import Batch
 from multihead.counting.tally import Tally, census_probes, replace_attention
 from multihead.errors import ModelError, ProbeError
-from multihead.kernels.choose import PLANS
-from multihead.kernels.plan.bounds import BOUNDS
+from multihead.kernels.choose import PLAN_CACHE
+from multihead.kernels.plan.bounds import BOUNDS_CACHE
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.record.analysis.chance import error_of_mean
@@ -164,9 +164,9 @@ def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:
 
 
 def test_plans_of_a_batch_are_dropped_after_it_because_its_lengths_do_not_recur() -> None:
-    before = PLANS.nbytes, BOUNDS.nbytes
+    before = PLAN_CACHE.nbytes, BOUNDS_CACHE.nbytes
     tallied(bert(), texts_of((3, 14, 15, 9)))
-    assert (PLANS.nbytes, BOUNDS.nbytes) == before
+    assert (PLAN_CACHE.nbytes, BOUNDS_CACHE.nbytes) == before
 
 
 def test_layers_are_chosen_as_in_observe() -> None:

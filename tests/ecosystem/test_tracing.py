@@ -296,7 +296,7 @@ def test_a_mode_of_a_user_sees_the_operator_and_changes_no_number() -> None:
 @needs_native
 @pytest.mark.parametrize("bias", ["none", "cells", "distance"])
 def test_a_mode_of_a_user_has_a_mask_of_cells_written_down_block_by_block(bias: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", 1)  # blocks of 96 queries
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BLOCK_BYTES", 1)  # blocks of 96 queries
     q, k = torch.randn(2, 2, 2, 200, 8).requires_grad_().unbind()
     given = {
         "none": None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.errors import ModelError, MultiheadError
-from multihead.interventions.replacements import _another_text
+from multihead.interventions.replacements import _choose_other_texts
 from tests import oracle
 from tests.fuzz.draw import Draw, Mismatch, check_error
 from tests.fuzz.layers import CACHES, Texts, called
@@ -99,7 +99,7 @@ def replaced(chosen: Chosen, adds: list[Tensor], factor: float) -> list[Tensor]:
     if chosen.by == "scale":
         return [factor * each for each in adds]
     if chosen.by == "resample":
-        other = _another_text(len(adds), chosen.seed).tolist()
+        other = _choose_other_texts(len(adds), chosen.seed).tolist()
         return [adds[each] for each in other]
     means = []
     for place in range(max(map(len, adds))):

@@ -71,7 +71,7 @@ def test_after_an_exception_the_model_is_as_before(name: str, kind: type[BaseExc
     with pytest.raises(kind), mh.ablate(model, "L0 H1"):
         logits(model, inputs)
     handle.remove()
-    assert head_changes.active == ()
+    assert head_changes.active_changes == ()
     assert model.config._attn_implementation == implementation
     assert hooks(model) == hooked
     assert torch.equal(logits(model, inputs), before)
@@ -87,7 +87,7 @@ def test_an_intervention_is_active_once_and_may_be_entered_again() -> None:
     assert str(caught.value) == "This intervention is already active. Make another one with mh.ablate."
     with intervention:
         assert torch.equal(layer(x), once)
-    assert head_changes.active == ()
+    assert head_changes.active_changes == ()
 
 
 def test_another_model_and_a_copy_are_not_changed() -> None:
@@ -134,7 +134,7 @@ def test_a_trace_or_an_export_inside_is_an_error() -> None:
     assert str(caught.value) == TRACED
     with pytest.raises(Exception, match="is being traced"), mh.ablate(layer, "L0 H1"):
         torch.export.export(layer, (x,), strict=False)
-    assert head_changes.active == ()
+    assert head_changes.active_changes == ()
 
 
 @torch.no_grad()
@@ -194,7 +194,7 @@ def test_outputs_before_and_after_are_equal_to_the_bit(name: str) -> None:
         with mh.scale_heads(model, {"L0 H0": 1.0}), mh.ablate(model, "L0 H1"):
             run()
         assert all(map(torch.equal, run(), before))
-    assert head_changes.active == ()
+    assert head_changes.active_changes == ()
 
 
 def test_a_factor_of_one_changes_nothing() -> None:
@@ -212,13 +212,13 @@ def test_a_context_that_cannot_begin_leaves_the_model_as_it_was(monkeypatch: pyt
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for place in ("multihead.interventions.ablate.guard_caches", "multihead.interventions.followed.changing"):
+    for place in ("multihead.interventions.ablate.guard_caches", "multihead.interventions.followed.apply_change"):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             intervention = mh.ablate(model, "L0 H1")
             with pytest.raises(KeyboardInterrupt):
                 intervention.__enter__()
-        assert (head_changes.active, hooks(model)) == ((), hooked)
+        assert (head_changes.active_changes, hooks(model)) == ((), hooked)
         assert torch.equal(logits(model, inputs), before)
         with intervention:  # it may be entered after all
             assert not torch.equal(logits(model, inputs), before)

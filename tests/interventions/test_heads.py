@@ -235,7 +235,7 @@ def test_what_is_given_wrongly_is_one_sentence_before_anything_runs(name: str) -
     with pytest.raises(ArgumentError) as caught:
         make(model)
     assert str(caught.value) == sentence
-    assert (head_changes.active, hooks(model)) == ((), hooked)
+    assert (head_changes.active_changes, hooks(model)) == ((), hooked)
     assert torch.equal(model(x), before)
 
 
@@ -359,7 +359,7 @@ def test_what_does_not_fit_the_call_is_one_sentence_and_changes_nothing(name: st
     with pytest.raises(MultiheadError) as caught, make(model):
         run(model)
     assert str(caught.value) == sentence
-    assert (head_changes.active, hooks(model)) == ((), hooked)
+    assert (head_changes.active_changes, hooks(model)) == ((), hooked)
     assert torch.equal(model(x), before)
 
 
@@ -395,5 +395,5 @@ def test_a_family_outside_the_interface_is_an_error_that_changes_nothing() -> No
             "FunnelRelMultiheadAttention computes its weights itself, without transformers' AttentionInterface. Use a "
             "family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5."
         )
-        assert (head_changes.active, hooks(model)) == ((), hooked)
+        assert (head_changes.active_changes, hooks(model)) == ((), hooked)
     assert torch.equal(logits(model, inputs), before)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, InputError
-from multihead.interventions.replacements import _another_text
+from multihead.interventions.replacements import _choose_other_texts
 from tests.families import batch_of, family
 from tests.interventions.changed_layers import attend_by_hand, scaled, unchanged
 
@@ -169,11 +169,11 @@ def test_means_over_another_thing_are_an_error() -> None:
 
 @pytest.mark.parametrize("texts", [2, 3, 4, 17])
 def test_each_text_gets_another_one_and_each_is_given_once(texts: int) -> None:
-    drawn = [_another_text(texts, seed) for seed in range(20)]
+    drawn = [_choose_other_texts(texts, seed) for seed in range(20)]
     for other in drawn:
         assert sorted(other.tolist()) == list(range(texts))
         assert not bool((other == torch.arange(texts)).any())
-    assert torch.equal(_another_text(texts, 3), drawn[3])
+    assert torch.equal(_choose_other_texts(texts, 3), drawn[3])
     assert len({tuple(each.tolist()) for each in drawn}) > 1 or texts == 2
 
 
@@ -182,7 +182,7 @@ def test_another_texts_output_is_taken_at_the_same_position_without_padding(form
     layer, _ = layer_and_texts()
     texts = torch.randn(4, 3, 8, dtype=torch.float64)
     outputs = torch.stack([attend_by_hand(layer, text, unchanged, causal=True)[2][2] for text in texts])
-    other = _another_text(4, 5)
+    other = _choose_other_texts(4, 5)
 
     def expected(row: int) -> Tensor:
         def change(output: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def test_another_texts_output_is_taken_at_the_same_position_without_padding(form
     equal(output, torch.stack([expected(row) for row in range(4)]))
     with mh.ablate(layer, "L0 H2", by="resample", seed=6):
         assert not torch.equal(layer(**given), again)
-    assert _another_text(4, 6).tolist() != other.tolist()
+    assert _choose_other_texts(4, 6).tolist() != other.tolist()
 
 
 def test_only_the_chosen_tokens_and_texts_get_another_texts_output() -> None:

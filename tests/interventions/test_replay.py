@@ -104,7 +104,7 @@ def test_a_sweep_equals_a_run_per_head(
 ) -> None:
     model, inputs = double(name, monkeypatch), batch(name, padding="right")
     replay, before = read(model, inputs)
-    replay.works = replays
+    replay.is_exact = replays
     with torch.no_grad(), mh.observe(model, probes=()) as seen:
         outputs(model, inputs)
 

@@ -32,7 +32,7 @@ def test_a_call_cannot_be_changed_after_it_ran() -> None:
     call = AttentionCall(request, AttentionResult(torch.zeros(1), torch.zeros(1)))
     for value, name in (
         (request, "scale"),
-        (call.attended, "output"),
+        (call.result, "output"),
         (call, "request"),
         (WorkEstimate(1, 2), "cells"),
     ):
@@ -64,9 +64,7 @@ def test_a_listener_hears_every_call_while_it_listens_and_none_after() -> None:
         first = attention(Q, K, V)
         second = attention(Q, K, V, kernel="reference")
     attention(Q, K, V)
-    assert [call.attended.output is output for call, output in zip(ear.heard, (first, second), strict=True)] == [
-        True
-    ] * 2
+    assert [call.result.output is output for call, output in zip(ear.heard, (first, second), strict=True)] == [True] * 2
     assert ear.heard[0].request.k is K
 
 
@@ -119,4 +117,4 @@ def test_a_poisoned_row_is_heard_as_it_is_returned() -> None:
     with listen(ear):
         functional.attention(bad, K, V)
     assert ear.heard[0].request.q is bad
-    assert bool(ear.heard[0].attended.logsumexp[0, 1, 2].isnan())
+    assert bool(ear.heard[0].result.logsumexp[0, 1, 2].isnan())

@@ -15,9 +15,9 @@ from multihead.functional import request_of
 from multihead.kernels import choose as module
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.choose import (
-    CLASSES,
     KERNELS,
-    TRAINING,
+    REQUEST_CLASSES,
+    TRAINING_SUFFIX,
     MeasuredSpeed,
     benchmark_class_of,
     choose_kernel,
@@ -128,7 +128,7 @@ def said(request: AttentionRequest, set_name: str = "scalar") -> str | None:
 
 
 def lost(monkeypatch: pytest.MonkeyPatch, **ratios: float) -> None:
-    named = {name.replace("_training", TRAINING): ratio for name, ratio in ratios.items()}
+    named = {name.replace("_training", TRAINING_SUFFIX): ratio for name, ratio in ratios.items()}
     monkeypatch.setattr(
         module, "PYTORCH_SPEEDUPS", pytorch_speedups([MeasuredSpeed("scalar", "float32", "a machine", named)])
     )
@@ -146,7 +146,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", REQUEST_CLASSES)
 def test_every_class_has_a_request_that_is_in_it(name: str) -> None:
     request = REQUESTS[name]
     assert benchmark_class_of(request, bounds_of(request)) == name
@@ -155,7 +155,7 @@ def test_every_class_has_a_request_that_is_in_it(name: str) -> None:
 def test_a_request_is_training_where_a_gradient_is_followed() -> None:
     q, k, v = tensors()
     request = request_of(q, k, v.requires_grad_())
-    assert benchmark_class_of(request, bounds_of(request)) == "full" + TRAINING
+    assert benchmark_class_of(request, bounds_of(request)) == "full" + TRAINING_SUFFIX
     with torch.no_grad():
         assert benchmark_class_of(request, bounds_of(request)) == "full"
 
@@ -195,14 +195,14 @@ def test_what_pytorchs_kernel_refuses_never_loses(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_written_down_can_be_spoken_of() -> None:
-    known = {name + training for name in CLASSES for training in ("", TRAINING)}
-    for each in module.MEASURED:
+    known = {name + training for name in REQUEST_CLASSES for training in ("", TRAINING_SUFFIX)}
+    for each in module.MEASURED_SPEEDS:
         assert set(each.ratios) <= known
         assert getattr(torch, each.dtype) in DTYPES
         assert min(each.ratios.values()) > 0
-    assert len({(each.instruction_set, each.dtype) for each in module.MEASURED}) == len(module.MEASURED)
+    assert len({(each.instruction_set, each.dtype) for each in module.MEASURED_SPEEDS}) == len(module.MEASURED_SPEEDS)
     sets = [each.name for each in library.instruction_sets()]
-    assert not sets or {each.instruction_set for each in module.MEASURED} <= set(sets)
+    assert not sets or {each.instruction_set for each in module.MEASURED_SPEEDS} <= set(sets)
 
 
 def test_a_set_that_lost_nothing_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

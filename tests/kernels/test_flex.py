@@ -62,7 +62,7 @@ def refusal(request: AttentionRequest) -> str | None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A device that has all that the kernel needs."""
-    monkeypatch.setattr(flex, "_triton_is_missing", lambda: False)
+    monkeypatch.setattr(flex, "_is_triton_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return monkeypatch
 
@@ -108,7 +108,7 @@ def test_requests_it_cannot_compute_are_refused(
 def test_the_refusal_names_what_the_machine_lacks(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert refusal(on_cuda()) == "Triton needs a device of compute capability 7.0"
-    gpu.setattr(flex, "_triton_is_missing", lambda: True)
+    gpu.setattr(flex, "_is_triton_missing", lambda: True)
     assert refusal(on_cuda()) == "PyTorch compiles flex_attention with Triton, which is not installed"
 
 

@@ -116,11 +116,11 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
     with listen(Ear()):
         output, _ = attend_per_head(request, need_weights=False, average=True)
     (call,) = heard
-    assert call.attended.output is output
+    assert call.result.output is output
     assert call.request.wanted == {"entropy"}
     scores = (request.q @ request.k.mT * request.scale).detach()
     scores = scores.masked_fill(~request.mask.tile(TilePositions.of(QUERIES, KEYS)), -torch.inf)
-    torch.testing.assert_close(call.attended.logsumexp, scores.logsumexp(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(call.result.logsumexp, scores.logsumexp(-1), rtol=0, atol=1e-12)
 
 
 def still(request: AttentionRequest, **changed: Tensor) -> AttentionRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multihead.kernels.quantised import LARGEST, dequantise, quantise
+from multihead.kernels.quantised import MAX_INT8, dequantise, quantise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -15,7 +15,7 @@ def test_the_rounding_error_is_at_most_half_a_scale(dtype: torch.dtype) -> None:
     assert (integers.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (2, 3, 50, 1))
     error = (dequantise(integers, scale[..., 0], torch.float64) - rows.double()).abs()
     assert bool((error <= scale.double() * 0.5001).all())
-    assert torch.equal(integers.abs().amax(-1), torch.full((2, 3, 50), LARGEST, dtype=torch.int8))
+    assert torch.equal(integers.abs().amax(-1), torch.full((2, 3, 50), MAX_INT8, dtype=torch.int8))
 
 
 def test_rows_of_zeros_stay_zeros() -> None:

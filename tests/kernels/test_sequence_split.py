@@ -54,7 +54,7 @@ def test_calls_and_layers_are_computed_by_the_active_split() -> None:
         assert torch.equal(mh.attention(x, x, x, mask=mask), x + 1)
         layer(torch.zeros(1, 3, 4), mask=mask)
     assert [each.mask for each in split.requests] == [mask, mask]
-    assert sequence_split.active is None
+    assert sequence_split.active_split is None
 
 
 def test_masks_and_biases_are_checked_against_the_whole_sequence() -> None:
@@ -82,7 +82,7 @@ def test_the_split_ends_where_an_error_leaves_it() -> None:
 
     with pytest.raises(KeyError):
         fail()
-    assert sequence_split.active is None
+    assert sequence_split.active_split is None
 
 
 def test_nothing_is_rejected_outside_of_a_split() -> None:

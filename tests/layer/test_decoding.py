@@ -89,8 +89,8 @@ CACHES: dict[str, Callable[[], KeyValueCache]] = {
 def _small_buffers() -> Iterator[None]:
     """Buffers that are full every few tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "MIN_SLOTS", 2)
-        patch.setattr(buffers, "SPARE", 1)
+        patch.setattr(buffers, "INITIAL_SLOTS", 2)
+        patch.setattr(buffers, "SPARE_SLOTS", 1)
         yield
 
 
@@ -429,4 +429,4 @@ def test_in_int8_an_observed_layer_records_the_keys_that_it_read() -> None:
     assert call.request.scales is None
     assert call.request.k.dtype == torch.float32
     weights = mh.attention_weights(call.request.q, call.request.k)
-    torch.testing.assert_close((weights @ call.request.v), call.attended.output, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((weights @ call.request.v), call.result.output, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,9 @@ from torch import nn
 from multihead import KeyValueCache, MultiHeadAttention, QKNorm, Rotary, masks, scores
 from multihead.errors import ArgumentError, MultiheadError, ShapeError
 
-SPLIT = "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
+HOW_TO_SPLIT = (
+    "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
+)
 
 
 def narrowed(kept: dict[str, int], **options: Any) -> MultiHeadAttention:
@@ -72,7 +74,7 @@ def test_parameters_of_single_heads_are_rejected_where_it_is_unknown_which_heads
         layer(torch.randn(2, 5, 12, dtype=torch.float64))
     assert str(refusal.value) == (
         f"The projections return fewer heads than the layer's 6, and {name} needs to know which heads they are. "
-        f"Split the layer over processes with {SPLIT}, or construct a layer with fewer heads."
+        f"Split the layer over processes with {HOW_TO_SPLIT}, or construct a layer with fewer heads."
     )
 
 
@@ -100,7 +102,7 @@ def test_parameters_of_single_heads_are_rejected_where_it_is_unknown_which_heads
             ArgumentError,
             (
                 "q_proj returns heads 0 to 2 here and k_proj heads 0 to 5, which do not match. "
-                f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole."
+                f"Split the layer with {HOW_TO_SPLIT}; k_proj and v_proj may both stay whole."
             ),
         ),
         (
@@ -108,7 +110,7 @@ def test_parameters_of_single_heads_are_rejected_where_it_is_unknown_which_heads
             ArgumentError,
             (
                 "q_proj returns heads 0 to 2 here and v_proj head 0, which do not match. "
-                f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole."
+                f"Split the layer with {HOW_TO_SPLIT}; k_proj and v_proj may both stay whole."
             ),
         ),
     ],

@@ -60,7 +60,7 @@ def test_keys_are_rotated_from_the_first_position_unless_they_are_the_same_token
 
 def test_keys_of_a_cache_are_neither_normalised_nor_rotated_again() -> None:
     norms = QKNorm("rms").build(4, 2, 8)
-    q, k = normalise_qk(norms, Q, K, fresh=False)
+    q, k = normalise_qk(norms, Q, K, keys_are_new=False)
     assert k is K
     assert torch.equal(q, norms(Q, K)[0])
     call = call_of(within=False, start=4)

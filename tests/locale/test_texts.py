@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
-from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR
+from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR
 from multihead_lab.locale import STORE
 from multihead_lab.walk import CHAPTERS, walk
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
@@ -51,7 +51,7 @@ def test_both_languages_have_the_same_texts() -> None:
 
 
 def test_every_built_in_statistic_has_a_chinese_label_and_unit() -> None:
-    names = [*PROBES, *REPEATED, SEPARATOR.name, "punctuation_mass"]  # which examples observe
+    names = [*PROBES, *REPEAT_PROBES, SEPARATOR.name, "punctuation_mass"]  # which examples observe
     assert {key for key in CHINESE if key.startswith(LABELS[0])} == {LABELS[0] + name for name in names}
     assert all(key.removeprefix(LABELS[1]) in PROBES for key in CHINESE if key.startswith(LABELS[1]))
     units = {probe.unit for probe in PROBES.values()} - {"", "%"}

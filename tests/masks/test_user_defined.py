@@ -185,7 +185,7 @@ def test_a_record_whose_mask_is_not_defined_here_keeps_its_statistics(tmp_path: 
     with mh.observe(layer) as seen:
         layer(x, mask=Gone())
     seen.save(tmp_path / "run.safetensors")
-    masks.base._REGISTERED.pop("Gone")
+    masks.base._MASK_CLASSES.pop("Gone")
     opened = mh.Record.load(tmp_path / "run.safetensors")
     kept = seen.layers[0].sample().statistics["entropy"]
     assert torch.equal(opened.layers[0].sample().statistics["entropy"], kept)
@@ -215,9 +215,9 @@ def test_a_record_that_is_saved_again_without_the_class_keeps_the_mask(tmp_path:
     with mh.observe(layer) as seen:
         layer(x, mask=Kept(3, torch.arange(4)) & masks.Causal())
     seen.save(first := tmp_path / "first.safetensors")
-    masks.base._REGISTERED.pop("Kept")
+    masks.base._MASK_CLASSES.pop("Kept")
     mh.Record.load(first).save(second := tmp_path / "second.safetensors")
-    masks.base._REGISTERED["Kept"] = Kept
+    masks.base._MASK_CLASSES["Kept"] = Kept
     again = mh.Record.load(second).layers[0]
     assert torch.equal(again.weights(), seen.layers[0].weights())
 
@@ -239,7 +239,7 @@ def test_a_class_with_other_fields_than_the_record_is_another_mask(tmp_path: Pat
     class Newer(masks.Mask):
         step: int
 
-    masks.base._REGISTERED["Renamed"] = Newer
+    masks.base._MASK_CLASSES["Renamed"] = Newer
     opened = mh.Record.load(tmp_path / "run.safetensors")
     assert len(opened.table().rows) == 2
     with pytest.raises(MaskError, match=r"^The record uses the mask Renamed, which is not defined here\."):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.errors import ArgumentError, ModelError, ProbeError
-from multihead.kernels.call import active
+from multihead.kernels.call import active_listeners
 
 
 class Model(nn.Module):
@@ -126,7 +126,7 @@ def test_a_step_that_fails_is_not_counted_and_leaves_no_listener() -> None:
     watch = mh.Watch(model := model_of_seed())
     with pytest.raises(ZeroDivisionError), watch:
         raise ZeroDivisionError
-    assert (watch.step, watch.series.steps, active()) == (0, [], ())
+    assert (watch.step, watch.series.steps, active_listeners()) == (0, [], ())
     train(model, watch, 1)
     assert watch.series.steps == [0]
 

@@ -194,7 +194,7 @@ def chosen_strategies(group: Any, rank: int) -> dict[str, str]:
     ):
         q = torch.zeros(1, heads, 4, 8)
         with context_parallel(group):
-            split = sequence_split.active
+            split = sequence_split.active_split
             assert isinstance(split, sequence._SplitOverRanks)
             shape = sequence.AttentionShape.of(q, q, q)
             found[name] = split._choose_strategy(shape, sequence.plan_ring(mask, 16, split.layout, rank)).strategy
@@ -436,4 +436,4 @@ def left_by_an_error(group: Any, rank: int) -> bool:
         with context_parallel(group):
             raise KeyError
     except KeyError:
-        return sequence_split.active is None
+        return sequence_split.active_split is None

@@ -58,7 +58,7 @@ def refused(run: Callable[[], Tensor], made: list[Callable[[], Any]]) -> list[st
         with pytest.raises(ModelError) as caught, make():
             run()
         found.append(str(caught.value))
-        assert head_changes.active == ()
+        assert head_changes.active_changes == ()
         assert torch.equal(run(), before)
     return found
 

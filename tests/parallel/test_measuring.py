@@ -39,7 +39,7 @@ class Heard:
         self.found: list[dict[Part, Tensor]] = []
 
     def receive(self, call: AttentionCall) -> None:
-        self.found.append(call.attended.statistics)
+        self.found.append(call.result.statistics)
 
 
 def options(given: dict[str, Tensor], terms: str) -> dict[str, Any]:

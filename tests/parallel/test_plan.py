@@ -31,7 +31,7 @@ def test_the_pieces_show_every_visible_cell_once(name: str, layout: Layout) -> N
             theirs = layout.positions((rank - step.distance) % layout.ranks, LENGTH)
             keys = torch.cat([theirs[slice(*each)] for each in step.received] or [theirs[:0]])
             for piece in step.pieces:
-                rows, columns = own[piece.at], keys[piece.among]
+                rows, columns = own[piece.query_slice], keys[piece.key_slice]
                 assert (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1) == (*piece.rows, *piece.keys)
                 tile = piece.mask.tile(TilePositions.of(len(rows), len(columns))).expand(2, 4, -1, -1)
                 shown[:, :, rows[:, None], columns] += tile.long()
@@ -89,7 +89,10 @@ def test_in_every_step_balanced_ranks_compute_pieces_of_equal_size() -> None:
     of_rank = plans(masks.Causal(), 256, Layout("balanced", 4))
     for index in range(1, 7):
         cells = [
-            sum((piece.at.stop - piece.at.start) * (piece.among.stop - piece.among.start) for piece in pieces)
+            sum(
+                (piece.query_slice.stop - piece.query_slice.start) * (piece.key_slice.stop - piece.key_slice.start)
+                for piece in pieces
+            )
             for pieces in (plan.steps[index].pieces for plan in of_rank)
         ]
         assert max(cells) == min(cells)

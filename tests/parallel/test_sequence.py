@@ -146,5 +146,5 @@ def test_without_processes_the_error_names_what_starts_them() -> None:
 def test_a_call_without_a_context_is_unchanged() -> None:
     q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
     expected: Tensor = mh.attention(q, k, v, mask=masks.Causal())
-    assert sequence_split.active is None
+    assert sequence_split.active_split is None
     torch.testing.assert_close(mh.attention(q, k, v, mask=masks.Causal(), kernel="reference"), expected)

@@ -90,8 +90,8 @@ def compare(found: BlockSums, wanted: BlockSums, tolerance: float) -> None:
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make regions of this size go to PyTorch or to the native kernel, in strips of a few rows of blocks."""
     monkeypatch.setattr(module, "MIN_NATIVE_SCORES", request.param)
-    monkeypatch.setattr(module, "STRIP", 4000)
-    monkeypatch.setattr(module, "DENSE_STRIP", 4000)
+    monkeypatch.setattr(module, "STRIP_SCORES", 4000)
+    monkeypatch.setattr(module, "DENSE_STRIP_SCORES", 4000)
 
 
 @pytest.mark.usefixtures("small")
@@ -143,7 +143,7 @@ def test_an_empty_rectangle_has_no_blocks() -> None:
 
 
 def test_work_ends_between_strips_once_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STRIP", 4000)
+    monkeypatch.setattr(module, "STRIP_SCORES", 4000)
     request, logsumexp, _ = call(masks.Causal(), torch.float32)
     asked = []
 

@@ -9,14 +9,14 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionCall, AttentionResult
 from multihead.kernels.dense_tile import visible_cells
-from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.from_native import measurable_parts, measure
 from multihead.probes.lookups import weight_at_offset, weight_on_first_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import statistics_of_call
-from multihead.probes.streaming import STREAMED, measure_in_tiles
+from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
 from tests.kernel_names import needs_native
 from tests.oracle import pooled
 
@@ -28,8 +28,8 @@ MASKS = [
     masks.Window(30) | masks.Prefix(3),
     masks.Keep(torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(3)) < 0.3),
 ]
-GATHERED: set[Part] = {("offset_mass", 0), ("offset_mass", -1), ("offset_mass", 1), FIRST_KEY}
-PARTS: set[Part] = GATHERED | (STREAMED - {"duplicate_mass", "induction_mass"})
+GATHERED: set[Part] = {("offset_mass", 0), ("offset_mass", -1), ("offset_mass", 1), FIRST_KEY_WEIGHT}
+PARTS: set[Part] = GATHERED | (STREAMED_PARTS - {"duplicate_mass", "induction_mass"})
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
@@ -48,7 +48,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     tiled, on_special = measure_in_tiles(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
     assert on_special is not None
     tiled |= {part: weight_at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "offset_mass"}
-    tiled |= {FIRST_KEY: weight_on_first_keys(subject, 1), SPECIAL_KEYS: on_special[..., 0]}
+    tiled |= {FIRST_KEY_WEIGHT: weight_on_first_keys(subject, 1), SPECIAL_KEYS_WEIGHT: on_special[..., 0]}
     for part, value in tiled.items():
         # What a row that sees nothing comes to is decided later.
         left_out = torch.zeros_like(value, dtype=torch.bool)
@@ -61,7 +61,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
 
 def test_parts_that_the_kernel_would_measure_otherwise_are_not_available() -> None:
     context = ProbeContext(first_key=1, map_pool="max")
-    assert measurable_parts(context, {FIRST_KEY, "pooled_map", SPECIAL_KEYS, "received"}) == {"received"}
+    assert measurable_parts(context, {FIRST_KEY_WEIGHT, "pooled_map", SPECIAL_KEYS_WEIGHT, "received"}) == {"received"}
 
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
@@ -80,6 +80,6 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
 
 def test_the_first_key_of_the_context_replaces_that_of_the_kernel() -> None:
     q = torch.zeros(1, 1, 2, 4)
-    ready = AttentionResult(q, torch.full((1, 1, 2), 2.0).log(), {FIRST_KEY: torch.full((1, 1, 2), 0.5)})
+    ready = AttentionResult(q, torch.full((1, 1, 2), 2.0).log(), {FIRST_KEY_WEIGHT: torch.full((1, 1, 2), 0.5)})
     found = statistics_of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), ProbeContext(first_key=-1))
     assert found["first_mass"].tolist() == [[[0, 0]]]

@@ -158,10 +158,10 @@ def _sizes(case: Case) -> tuple[tuple[int, int, int, int], ...]:
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once as it is, and once with tiles of 7 queries and 64 keys and few tokens, so that sums cross many of them."""
     if request.param == "many tiles":
-        monkeypatch.setattr(streaming, "ROWS", 7)
-        monkeypatch.setattr(streaming, "WIDTH", 64)
-        monkeypatch.setattr(streaming, "CELLS", 1)
-        monkeypatch.setattr(repeats, "CELLS", 300)
+        monkeypatch.setattr(streaming, "TILE_QUERIES", 7)
+        monkeypatch.setattr(streaming, "TILE_KEYS", 64)
+        monkeypatch.setattr(streaming, "TILE_WEIGHTS", 1)
+        monkeypatch.setattr(repeats, "MAX_WEIGHTS", 300)
 
 
 @pytest.mark.usefixtures("_tiles")
@@ -277,7 +277,7 @@ def test_a_sink_that_takes_nearly_all_leaves_the_largest_key_its_name() -> None:
 
 def test_of_equal_weights_the_first_key_is_named_across_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "refusal", lambda request, bounds: "it is not there")
-    monkeypatch.setattr(streaming, "WIDTH", 64)
+    monkeypatch.setattr(streaming, "TILE_KEYS", 64)
     q = torch.zeros(1, 1, 2, 4)
     found = statistics(q, torch.zeros(1, 1, 200, 4), probes=("largest_key",))
     assert found["largest_key"].tolist() == [[[0, 0]]]

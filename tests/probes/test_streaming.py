@@ -30,7 +30,7 @@ def test_only_the_parts_that_are_needed_are_made() -> None:
 
 def test_tiles_that_the_bounds_hide_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of 5 tokens in tiles of 5 queries: each tile takes the keys of one document."""
-    monkeypatch.setattr(streaming, "ROWS", 5)
+    monkeypatch.setattr(streaming, "TILE_QUERIES", 5)
     looked_at = []
     tiles = streaming._tiles_of_rows
 
@@ -52,7 +52,7 @@ def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPa
     together = MeasuredCall.of(request, logsumexp, ProbeContext(map_size=4))
     parts = ("entropy", "largest_key", "received", "pooled_map")
     whole, _ = measure_in_tiles(together, parts)
-    monkeypatch.setattr(streaming, "CELLS", streaming.ROWS * streaming.WIDTH * 6)
+    monkeypatch.setattr(streaming, "TILE_WEIGHTS", streaming.TILE_QUERIES * streaming.TILE_KEYS * 6)
     assert [group.heads for group in streaming._groups_of_call(together)] == [slice(0, 6), slice(6, 8)] * 2
     grouped, _ = measure_in_tiles(together, parts)
     for part in parts:

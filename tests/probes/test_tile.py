@@ -15,7 +15,14 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_weights, attention_with_logsumexp, request_of, statistics
 from multihead.masks.positions import TilePositions
 from multihead.probes import tile as tiles
-from multihead.probes.tile import LARGE, RowLogsumexps, has_large_logsumexp, head_indices, is_finite_and_small, tile
+from multihead.probes.tile import (
+    LARGE_LOGSUMEXP,
+    RowLogsumexps,
+    has_large_logsumexp,
+    head_indices,
+    is_finite_and_small,
+    tile,
+)
 from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -177,7 +184,7 @@ def test_a_logsumexp_over_more_keys_than_these_is_used() -> None:
 def test_tiles_are_computed_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(30.0, queries=100, keys=130)
     expected, narrow = attention_weights(q, k), attention_weights(q, k, keys=slice(20, 110))
-    for name, value in (("CELLS", 500), ("ROWS", 8), ("WIDTH", 16)):
+    for name, value in (("MAX_SCORES", 500), ("MIN_ROWS", 8), ("MIN_BLOCK_KEYS", 16)):
         monkeypatch.setattr(tiles, name, value)
     torch.testing.assert_close(attention_weights(q, k), expected, rtol=0, atol=2.0**-22)
     torch.testing.assert_close(attention_weights(q, k, keys=slice(20, 110)), narrow, rtol=0, atol=2.0**-22)
@@ -203,8 +210,8 @@ def test_the_usual_logsumexp_is_that_of_rows_with_keys_without_nan_and_not_large
         (3.0, True, False),
         (-torch.inf, False, False),
         (torch.nan, False, False),
-        (LARGE + 1, False, True),
-        (-LARGE - 1, False, True),
+        (LARGE_LOGSUMEXP + 1, False, True),
+        (-LARGE_LOGSUMEXP - 1, False, True),
     ):
         logsumexp = torch.tensor([[[0.5, value, -2.0]]])
         assert (is_finite_and_small(logsumexp), has_large_logsumexp(logsumexp)) == (usual, large)

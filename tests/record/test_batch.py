@@ -78,11 +78,11 @@ def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> Non
     padding[1, :3] = False
     bias = torch.randn(1, HEADS, QUERIES, KEYS)
     call = call_of(masks.Causal() & masks.Keep(padding, "batch keys"), query_start=3, bias=bias)
-    whole = tile(call.request, call.attended.logsumexp)
+    whole = tile(call.request, call.result.logsumexp)
     part = slice_call(call, SampleSpan(1, (0, 6), (3, 9)))
     assert part.request.query_start == 0
     assert part.request.mask == masks.Causal()
-    torch.testing.assert_close(tile(part.request, part.attended.logsumexp)[0], whole[1, :, :, 3:])
+    torch.testing.assert_close(tile(part.request, part.result.logsumexp)[0], whole[1, :, :, 3:])
 
 
 class TestWhereSamplesStand:
@@ -124,10 +124,10 @@ class TestWhereSamplesStand:
 def test_a_whole_sample_keeps_the_statistics_its_kernel_gave() -> None:
     call = call_of(masks.Full())
     given_ = {"entropy": torch.rand(BATCH, HEADS, QUERIES)}
-    call = AttentionCall(call.request, replace(call.attended, statistics=given_))
+    call = AttentionCall(call.request, replace(call.result, statistics=given_))
     whole, part = slice_call(call, SampleSpan(1, (0, 6), (0, 9))), slice_call(call, SampleSpan(1, (0, 5), (0, 9)))
-    assert torch.equal(whole.attended.statistics["entropy"], given_["entropy"][1:])
-    assert part.attended.statistics == {}
+    assert torch.equal(whole.result.statistics["entropy"], given_["entropy"][1:])
+    assert part.result.statistics == {}
 
 
 def test_padding_between_real_queries_sees_nothing() -> None:
@@ -135,7 +135,7 @@ def test_padding_between_real_queries_sees_nothing() -> None:
     real = torch.tensor([True, True, False, True, False, True])
     found = hide_padding_queries(call, real)
     assert torch.equal(visible_cells(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
-    assert torch.equal(tile(found.request, found.attended.logsumexp)[0, :, ~real], torch.zeros(HEADS, 2, KEYS))
+    assert torch.equal(tile(found.request, found.result.logsumexp)[0, :, ~real], torch.zeros(HEADS, 2, KEYS))
     assert hide_padding_queries(call, torch.ones(QUERIES, dtype=torch.bool)) is call
 
 
@@ -262,14 +262,14 @@ def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() ->
     call = call_of(masks.Window(2, after=1), query_start=2)
     first, own = ("first_keys_mass", 1), ("offset_mass", 0)
     measured = dict.fromkeys(("entropy", first, own, "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
-    call = AttentionCall(call.request, replace(call.attended, statistics=measured))
+    call = AttentionCall(call.request, replace(call.result, statistics=measured))
     part = SampleSpan(1, (2, 5), (2, 8))
-    assert slice_call(call, part).attended.statistics.keys() == set()
-    assert slice_call(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
+    assert slice_call(call, part).result.statistics.keys() == set()
+    assert slice_call(call, replace(part, holds_all=True)).result.statistics.keys() == measured.keys() - {first}
     both = replace(part, holds_all=True, holds_first=True)
-    assert slice_call(call, both).attended.statistics.keys() == measured.keys()
+    assert slice_call(call, both).result.statistics.keys() == measured.keys()
     before = replace(both, keys=(6, 8))  # the first query stands before the first key
-    assert slice_call(call, before).attended.statistics.keys() == measured.keys() - {own}
+    assert slice_call(call, before).result.statistics.keys() == measured.keys() - {own}
 
 
 def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
@@ -378,7 +378,7 @@ def test_a_record_keeps_neither_the_layer_nor_the_tensors_of_a_call_in_memory(ke
 
         def receive(self, call: AttentionCall) -> None:
             request = call.request
-            held.extend(map(weakref.ref, (request.q, request.k, request.v, call.attended.output)))
+            held.extend(map(weakref.ref, (request.q, request.k, request.v, call.result.output)))
 
     held: list[Any] = []
     layer = mh.MultiHeadAttention(16, 4)

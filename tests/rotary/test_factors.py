@@ -171,7 +171,7 @@ def test_positions_of_a_rank_are_computed_without_the_table_of_the_whole_text() 
     tables = RotationTables((1.0, 0.01), 1.0, torch.float32, torch.device("cpu"), interleaved=False)
     positions = torch.cat([torch.arange(512), torch.arange(7680, 8192)])[None]
     found = tables.factors_at(positions)
-    assert tables._cached is None
+    assert tables._cached_range is None
     assert isinstance(found, RotationFactors)
     table = tables.factors_between(0, 8192)
     assert isinstance(table, RotationFactors)

@@ -52,7 +52,12 @@ def state(model: nn.Module) -> dict[str, Any]:
         for place in (*places, "_forward_hooks_always_called")
     }
     choice = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return {"hooks": hooks, "choice": choice, "listeners": call.listeners(), "uncompiled": list(tracing._uncompiled)}
+    return {
+        "hooks": hooks,
+        "choice": choice,
+        "listeners": call.listeners(),
+        "uncompiled": list(tracing._users_of_uncompiled),
+    }
 
 
 Line = tuple[str, int]

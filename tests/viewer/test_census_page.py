@@ -88,7 +88,7 @@ def test_the_first_screen_has_the_findings_and_the_heads_of_each_kind(
     heads = mine.kinds("pointed")
     assert found["number"] == len(heads)
     assert [(each["layer"], each["head"], each["share"]) for each in found["best"]] == [
-        (each.layer, each.head, pointed.written(each.share)) for each in heads[:3]
+        (each.layer, each.head, pointed.format_value(each.share)) for each in heads[:3]
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from multihead.locale.texts import statistic_label
 from multihead.probes import PROBES, Statistic
-from multihead.probes.catalogue import REPEATED, statistic
+from multihead.probes.catalogue import REPEAT_PROBES, statistic
 from multihead.viewer.columns import columns_not_recorded, describe_column, names_of_statistics
 
 
@@ -47,7 +47,7 @@ def test_separators_have_the_column_after_special_tokens() -> None:
 
 def test_statistics_that_were_not_recorded_are_listed_with_their_labels() -> None:
     left_out = "sink_mass", "induction_mass", "repeated_first"
-    missing = columns_not_recorded([name for name in (*PROBES, *REPEATED) if name not in left_out], "zh")
+    missing = columns_not_recorded([name for name in (*PROBES, *REPEAT_PROBES) if name not in left_out], "zh")
     assert missing == [
         {"id": "sink_mass", "label": statistic_label("sink_mass", "zh", "")},
         {"id": "induction_mass", "label": statistic_label("induction_mass", "zh", "")},

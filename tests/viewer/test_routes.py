@@ -491,7 +491,7 @@ def test_a_record_whose_mask_is_not_defined_shows_its_table_and_refuses_its_maps
             return (queries - keys) % 2 == 0
 
     watch(30, layers=1, mask=Elsewhere()).save(file := tmp_path / "run.safetensors")
-    masks.base._REGISTERED.pop("Elsewhere")
+    masks.base._MASK_CLASSES.pop("Elsewhere")
     with serving(RecordedRun("run", Record.load(file))) as served:
         assert len(served.get(SAMPLE).json["layers"]) == 1
         assert served.get(f"{SAMPLE}/table.csv").status == 200

@@ -16,7 +16,7 @@ from multihead.cli.model_options import check_no_surplus, device_options
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, write_tables
 from multihead.errors import InputError
-from multihead.files import check_writable, readable_text
+from multihead.files import check_writable, read_text_file
 from multihead.locale.escaping import visible
 from multihead.locale.texts import section
 from multihead.locale.texts import text as locale
@@ -135,9 +135,9 @@ def ablate(
     check_no_surplus(context.args)
     _check_options(len(files) + len(prompts), by, reference, scale)
     check_writable(table_files(json_file, csv_file))
-    texts = [(file, readable_text(file)) for file in files]
+    texts = [(file, read_text_file(file)) for file in files]
     texts += [(shorten(prompt, MAX_NAME_CHARACTERS, placeholder=" …"), prompt) for prompt in prompts]
-    others = [(file, readable_text(file)) for file in reference]
+    others = [(file, read_text_file(file)) for file in reference]
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
     from multihead.models.source import find_model
@@ -145,14 +145,14 @@ def ablate(
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
         found = find_model(model)
-        from multihead.interventions.heads import head_key
+        from multihead.interventions.heads import parse_head
         from multihead.models.loading import describe, encode, load
         from multihead.models.use import use
 
         def show_loading(stage: str) -> None:
             steps.show(locale(f"look.doing.{stage}", lang, model=visible(model)))
 
-        keys = [head_key(each) for each in heads.replace("，", ",").split(",")]
+        keys = [parse_head(each) for each in heads.replace("，", ",").split(",")]
         described = describe(found, stage=show_loading)
         encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
         encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]

@@ -321,7 +321,9 @@ def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: st
 def _kinds_table(found: Census, lang: str) -> Table:
     made = _empty_table(("kind", "heads", "chance", "largest shares"), lang)
     for kind, heads, chance in found.kind_counts():
-        best = "  ".join(f"L{each.layer} H{each.head} {kind.written(each.share)}" for each in heads[:MAX_PRINTED_HEADS])
+        best = "  ".join(
+            f"L{each.layer} H{each.head} {kind.format_value(each.share)}" for each in heads[:MAX_PRINTED_HEADS]
+        )
         made.add_row(visible(kind.label(lang)), str(len(heads)), chance, best)
     return made
 

@@ -119,7 +119,7 @@ def diagnose() -> Diagnosis:
         library=library.path_of_library(),
         absence_reason=library.reason_of_absence(),
         instruction_sets=library.instruction_sets(),
-        requested_set=os.environ.get(library.ENVIRONMENT) or None,
+        requested_set=os.environ.get(library.INSTRUCTION_SET_VARIABLE) or None,
         chosen_set=chosen,
         refusal_reason=refusal,
         missing_set_warning=library.missing_faster_instruction_set(),

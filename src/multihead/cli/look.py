@@ -24,7 +24,7 @@ from multihead.cli.model_options import check_no_surplus, model_options, parse_l
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, write_tables
 from multihead.errors.optional import require
-from multihead.files import check_writable, readable_text
+from multihead.files import check_writable, read_text_file
 from multihead.locale.escaping import visible
 from multihead.locale.texts import text as locale
 
@@ -206,4 +206,4 @@ def _text_or_audio(
         raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")
     if audio is not None:
         return "", read_audio(audio)
-    return prompt or "" if text_file is None else readable_text(text_file), None
+    return prompt or "" if text_file is None else read_text_file(text_file), None

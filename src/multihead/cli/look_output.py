@@ -107,7 +107,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
     """Print the strongest heads of each kind (such as induction heads) that is measured on repeated random tokens."""
     from rich.cells import cell_len
 
-    from multihead.kinds import KINDS, percent
+    from multihead.kinds import KINDS, format_percent
     from multihead.observation.textbook import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TIMES
 
     click.echo(
@@ -124,10 +124,12 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
             for head, kinds in enumerate(one.kinds)
             if kind in kinds
         )
-        named = ", ".join(f"L{layer} H{head} {percent(-share)}" for share, _, layer, head in heads[:MAX_LISTED_HEADS])
+        named = ", ".join(
+            f"L{layer} H{head} {format_percent(-share)}" for share, _, layer, head in heads[:MAX_LISTED_HEADS]
+        )
         if heads:
             more = ", …" if len(heads) > MAX_LISTED_HEADS else ""
-            chance = text("look.chance of", lang, chance=percent(max(level for _, level, _, _ in heads)))
+            chance = text("look.chance of", lang, chance=format_percent(max(level for _, level, _, _ in heads)))
             named = f"{named}{more}{section(lang, 'common')['join.sentences']}{chance}"
         if kind == "repeated_first" and heads:
             count = text("look.textbook.count", lang, number=len(heads), heads=sum(len(one.kinds) for one in profiles))
@@ -251,10 +253,10 @@ def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> st
 
 def _column_heading(shown: Statistic, lang: str) -> str:
     """Return the heading of a column in two lines: the short label and the unit, or the label split into two."""
-    from multihead.probes.catalogue import PROBES, REPEATED
+    from multihead.probes.catalogue import PROBES, REPEAT_PROBES
 
-    on_repeats = shown.name in REPEATED
-    shown = PROBES[REPEATED[shown.name]] if on_repeats else shown
+    on_repeats = shown.name in REPEAT_PROBES
+    shown = PROBES[REPEAT_PROBES[shown.name]] if on_repeats else shown
     label = short_statistic_label(shown.name, lang, shown.short_label) + ("*" if on_repeats else "")
     return f"{label}\n{unit_label(shown.unit, lang)}" if shown.unit else label.replace(" ", "\n", 1)
 

@@ -8,7 +8,7 @@ from multihead.cli.language import lang_option
 from multihead.cli.model_options import check_no_surplus, device_options, server_options
 from multihead.cli.progress import Steps
 from multihead.errors.optional import require
-from multihead.files import readable_text
+from multihead.files import read_text_file
 from multihead.locale.escaping import visible
 from multihead.locale.texts import text as locale
 
@@ -57,7 +57,7 @@ def try_(
     if prompt is not None and text_file is not None:
         raise click.UsageError("--prompt and --text both give the text to begin with. Leave out one of them.")
     require("jinja2", "starlette", "uvicorn", purpose="The page", extra="view")
-    text = prompt if text_file is None else readable_text(text_file)
+    text = prompt if text_file is None else read_text_file(text_file)
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
     from multihead.models.source import find_model

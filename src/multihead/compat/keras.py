@@ -14,8 +14,8 @@ from multihead.layer import MultiHeadAttention
 
 __all__ = ["from_keras"]
 
-_PARTS = ("query", "key", "value", "attention_output")
-_AXES = {
+_PROJECTION_NAMES = ("query", "key", "value", "attention_output")
+_WEIGHT_AXES = {
     "query": "(features, heads, key_dim)",
     "key": "(features, kv_heads, key_dim)",
     "value": "(features, kv_heads, value_dim)",
@@ -52,17 +52,17 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
     Linear(in_features=16, out_features=10, bias=False)
     """
     named = _arrays_by_name(weights)
-    kernels = {part: _tensor_of_variable(named, f"{part}/kernel") for part in _PARTS}
+    kernels = {part: _tensor_of_variable(named, f"{part}/kernel") for part in _PROJECTION_NAMES}
     for part, kernel in kernels.items():
         if kernel.dim() != 3:
-            raise ShapeError(f"{part}/kernel has shape {tuple(kernel.shape)}.", f"Give {_AXES[part]}.")
+            raise ShapeError(f"{part}/kernel has shape {tuple(kernel.shape)}.", f"Give {_WEIGHT_AXES[part]}.")
     query, key, value, output = kernels.values()
     heads, kv_heads = query.shape[1], key.shape[1]
     if query.shape[2] != key.shape[2] or value.shape[1] != kv_heads or output.shape[:2] != (heads, value.shape[2]):
         shapes = ", ".join(f"{part}/kernel {tuple(kernel.shape)}" for part, kernel in kernels.items())
         raise ShapeError(
             f"The kernels do not fit each other: {shapes}.",
-            f"Give {', '.join(f'{part}/kernel {axes}' for part, axes in _AXES.items())}.",
+            f"Give {', '.join(f'{part}/kernel {axes}' for part, axes in _WEIGHT_AXES.items())}.",
         )
     biased = "query/bias" in named
     layer = MultiHeadAttention(
@@ -80,7 +80,7 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
     )
     assert layer.out_proj is not None
     projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
-    for part, projection in zip(_PARTS, projections, strict=True):
+    for part, projection in zip(_PROJECTION_NAMES, projections, strict=True):
         kernel = kernels[part]
         columns = kernel.flatten(0, 1) if part == "attention_output" else kernel.flatten(1, 2)
         _copy_projection(projection, columns, _tensor_of_variable(named, f"{part}/bias") if biased else None, part)
@@ -96,10 +96,10 @@ def _arrays_by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any
             raise ArgumentError(
                 f"weights has {len(arrays)} arrays.", "Give layer.get_weights(): 8 arrays, or 4 without biases."
             )
-        return dict(zip((f"{part}/{kind}" for part in _PARTS for kind in kinds), arrays, strict=True))
+        return dict(zip((f"{part}/{kind}" for part in _PROJECTION_NAMES for kind in kinds), arrays, strict=True))
     named = {"/".join(path.split(":")[0].split("/")[-2:]): array for path, array in weights.items()}
-    kernels = [f"{part}/kernel" for part in _PARTS]
-    biases = [f"{part}/bias" for part in _PARTS]
+    kernels = [f"{part}/kernel" for part in _PROJECTION_NAMES]
+    biases = [f"{part}/bias" for part in _PROJECTION_NAMES]
     expected = kernels + biases if any(bias in named for bias in biases) else kernels
     missing, unknown = [name for name in expected if name not in named], sorted(set(named) - {*kernels, *biases})
     if missing or unknown:

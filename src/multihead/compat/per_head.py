@@ -21,7 +21,7 @@ from multihead.masks import Full, Mask
 __all__ = ["PerHeadAttention", "concat", "split"]
 
 _FULL = Full()
-_PARTS = ("Q", "K", "V")
+_MATRIX_NAMES = ("Q", "K", "V")
 
 
 class PerHeadAttention(nn.Module):
@@ -77,9 +77,9 @@ class PerHeadAttention(nn.Module):
         def random_matrix(rows: int, columns: int) -> Tensor:
             return nn.init.xavier_uniform_(torch.empty(rows, columns))
 
-        matrices = [[random_matrix(embed_dim, head_dim) for _ in range(num_heads)] for _ in _PARTS]
+        matrices = [[random_matrix(embed_dim, head_dim) for _ in range(num_heads)] for _ in _MATRIX_NAMES]
         W_O = random_matrix(num_heads * head_dim, embed_dim) if output_projection else None
-        biases: list[list[Tensor] | None] = [[torch.zeros(head_dim) for _ in range(num_heads)] for _ in _PARTS]
+        biases: list[list[Tensor] | None] = [[torch.zeros(head_dim) for _ in range(num_heads)] for _ in _MATRIX_NAMES]
         b_O = torch.zeros(embed_dim) if output_projection and bias else None
         self._set_parameters(matrices, W_O, biases if bias else [None] * 3, b_O)
 
@@ -295,9 +295,9 @@ def _check_matrices_fit(
 ) -> None:
     """Reject lists of matrices that do not fit each other."""
     if len({len(each) for each in matrices}) > 1 or not matrices[0]:
-        counts = ", ".join(f"{len(each)} W_{part}" for part, each in zip(_PARTS, matrices, strict=True))
+        counts = ", ".join(f"{len(each)} W_{part}" for part, each in zip(_MATRIX_NAMES, matrices, strict=True))
         raise ShapeError(f"There are {counts}.", "Give one W_Q, W_K and W_V per head.")
-    for part, each, bias in zip(_PARTS, matrices, biases, strict=True):
+    for part, each, bias in zip(_MATRIX_NAMES, matrices, biases, strict=True):
         shapes = [tuple(matrix.shape) for matrix in each]
         if len(set(shapes)) > 1 or len(shapes[0]) != 2 or 0 in shapes[0]:
             raise ShapeError(f"W_{part} has the shapes {shapes}.", "Give one (features, head_dim) for all heads.")

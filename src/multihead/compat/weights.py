@@ -59,7 +59,7 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     dropped = dropout(weights, request.dropout)
     with without_autocast(request.shape.device):
         output = dropped @ v.to(dropped.dtype)
-    if head_changes.active:
+    if head_changes.active_changes:
         output = head_changes.change_output(request, output)[0]
     return output.to(dtype), (dropped.mean(1) if average else dropped).to(dtype)
 
@@ -142,16 +142,16 @@ class _AttentionWeights(torch.autograd.Function):
         return result[:, 0] / heads if average else result
 
     @staticmethod
-    def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         q, k, bias = ctx.saved_tensors
-        request, heads, dtype = ctx.request, q.shape[1], d_weights.dtype
+        request, heads, dtype = ctx.request, q.shape[1], grad_weights.dtype
         dq, dk = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
         dbias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
         hidden = hidden_cells(request)
         with without_autocast(q.device):
             for some in _groups_of_heads(q, k):
                 weights = _softmax_of_heads(q, k, bias, hidden, request.scale, some)
-                d_some = d_weights[:, None] / heads if ctx.average else d_weights[:, some]
+                d_some = grad_weights[:, None] / heads if ctx.average else grad_weights[:, some]
                 # The derivative of the softmax: dp_ij / ds_ik = p_ij (1[j = k] - p_ik).
                 d_scores = weights * (d_some - (weights * d_some).sum(-1, keepdim=True))
                 dq[:, some] = d_scores @ k[:, some].to(dtype) * request.scale

@@ -349,7 +349,7 @@ class Census:
         profiles, found = self.profiles(), []
         for kind in self.all_kinds:
             if heads := heads_of_kinds(profiles, self.all_kinds, (kind.name,)):
-                levels = dict.fromkeys(kind.written(of(each.chance for each in heads)) for of in (min, max))
+                levels = dict.fromkeys(kind.format_value(of(each.chance for each in heads)) for of in (min, max))
                 found.append(KindCount(kind, heads, "–".join(levels)))
         return found
 

@@ -26,7 +26,7 @@ from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models.loading import LoadedModel, load
 from multihead.models.pretrained import pretrained_models
 from multihead.observation.layer_filter import LayerFilter
-from multihead.probes.statistics import Wanted
+from multihead.probes.statistics import ProbeOrName
 
 DEFAULT_TOKENS = 512
 """Default of the largest number of tokens of a text."""
@@ -43,7 +43,7 @@ def census(
     tokenizer: Any = None,
     column: str = "text",
     tokens: int | None = None,
-    probes: Wanted | Sequence[Wanted] | None = None,
+    probes: ProbeOrName | Sequence[ProbeOrName] | None = None,
     kinds: Sequence[Kind] = (),
     layers: Sequence[int | str] | int | str | None = None,
     examples: int = DEFAULT_EXAMPLES,

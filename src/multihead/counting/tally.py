@@ -40,10 +40,10 @@ from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
 from multihead.probes.catalogue import DEFAULT
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, resolve_probes
+from multihead.probes.statistics import ProbeOrName, resolve_probes
 
 
-def census_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...]:
+def census_probes(wanted: ProbeOrName | Sequence[ProbeOrName] | None) -> tuple[Probe, ...]:
     """Return the probes of a census, by default those of `multihead.probes.DEFAULT` except the largest key.
 
     Raises:

@@ -11,13 +11,13 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from multihead.errors import ArgumentError
 
-KEEP_OR_DROP = (
+KEEP_OR_DROP_ADVICE = (
     "mask=masks.Keep(t) if True may be seen, mask=masks.Drop(t) if True is hidden, bias=t if it is added to the scores"
 )
 REPLACEMENTS = {
     "is_causal": "mask=masks.Causal()",
     "causal": "mask=masks.Causal()",
-    "attn_mask": KEEP_OR_DROP,
+    "attn_mask": KEEP_OR_DROP_ADVICE,
     "attn_bias": "bias=t",
     "dropout_p": "dropout=",
     "sliding_window": "mask=masks.Causal() & masks.Window(size)",
@@ -127,7 +127,7 @@ def check_integer(name: str, value: object, *, least: int = 1) -> None:
 
 
 def reject_scripting(module: object) -> NoReturn:
-    """Raise an ArgumentError: torch.jit.script calls this as `__prepare_scriptable__` of a module."""
+    """Raise an ArgumentError; torch.jit.script calls this function as `__prepare_scriptable__` of a module."""
     kind = type(module)
     raise ArgumentError(
         f"torch.jit.script cannot compile {kind.__module__}.{kind.__qualname__}: its masks and the choice of its "

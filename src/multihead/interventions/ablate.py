@@ -17,25 +17,25 @@ from multihead.errors import ArgumentError, ModelError
 from multihead.errors.arguments import check_integer
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.heads import Head, HeadKey, attention_layers, resolve_heads
-from multihead.interventions.means import HeadMeans, Over, head_means
-from multihead.interventions.replacements import Mean, Replacement, Resampled, Scaled
-from multihead.kernels.head_changes import mark
+from multihead.interventions.means import HeadMeans, MeanOver, head_means
+from multihead.interventions.replacements import MeanOutput, Replacement, ResampledOutput, ScaledOutput
+from multihead.kernels.head_changes import mark_changed_output
 from multihead.models.guarded_cache import guard_caches
 
-By = Literal["zero", "mean", "resample"]
+AblationMethod = Literal["zero", "mean", "resample"]
 Positions: TypeAlias = "int | Sequence[int] | range | slice | None"
-_serials = count(1)
+_block_serials = count(1)  # gives each `with` block of this process another number
 
 
 def ablate(
     model: nn.Module,
     heads: Head | Iterable[Head],
     *,
-    by: By = "zero",
+    by: AblationMethod = "zero",
     positions: Positions = None,
     samples: Sequence[int] | None = None,
     reference: HeadMeans | Iterable[Any] | None = None,
-    mean_over: Over = "text",
+    mean_over: MeanOver = "text",
     seed: int = 0,
     allow_mixed: bool = False,
 ) -> Intervention:
@@ -90,11 +90,11 @@ def ablate(
         raise ArgumentError(f'reference was given with by="{by}".', 'Use by="mean", or leave it out.')
     if positions is None and samples is None and by != "resample":
         _check_some_heads_stay(model, keys)
-    replacement: Replacement = Scaled()
+    replacement: Replacement = ScaledOutput()
     if by == "resample":
-        replacement = Resampled(seed)
+        replacement = ResampledOutput(seed)
     elif by == "mean":
-        replacement = Mean(_means_of_reference(model, reference, mean_over))
+        replacement = MeanOutput(_means_of_reference(model, reference, mean_over))
     return Intervention(model, dict.fromkeys(keys, 0.0), replacement, positions, samples, allow_mixed=allow_mixed)
 
 
@@ -139,7 +139,7 @@ def scale_heads(
         (key,) = resolve_heads(model, head)
         if found.setdefault(key, float(factor)) != factor:
             raise ArgumentError(f"{key} has the factors {found[key]} and {factor}.", "Give it one.")
-    return Intervention(model, found, Scaled(), positions, samples, allow_mixed=allow_mixed)
+    return Intervention(model, found, ScaledOutput(), positions, samples, allow_mixed=allow_mixed)
 
 
 class Intervention:
@@ -163,26 +163,26 @@ class Intervention:
         allow_mixed: bool = False,
     ) -> None:
         self.model, self.heads, self.replacement, self.allow_mixed = model, heads, replacement, allow_mixed
-        self.positions = _checked_positions(positions)
-        self.samples = _checked_indices("samples", samples, "sample")
-        self._running: _Run | None = None
+        self.positions = _check_positions(positions)
+        self.samples = _check_indices("samples", samples, "sample")
+        self._active_run: _InterventionRun | None = None
 
     def __repr__(self) -> str:
         heads = (f"{key} {self.replacement.describe(factor)}" for key, factor in self.heads.items())
         return f"<Intervention: {', '.join(heads)}>"
 
     def __enter__(self) -> Intervention:
-        if self._running is not None:
+        if self._active_run is not None:
             raise ArgumentError("This intervention is already active.", "Make another one with mh.ablate.")
-        run = _Run(self)
+        run = _InterventionRun(self)
         run.start()
-        self._running = run
+        self._active_run = run
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        run, self._running = self._running, None
+        run, self._active_run = self._active_run, None
         if run is not None:
             run.stack.close()
             if kind is None:
@@ -190,38 +190,38 @@ class Intervention:
 
 
 @dataclass(frozen=True, eq=False)
-class _State:
+class _InterventionState:
     """The `HeadChange.state` of an intervention, equal for two that change the same heads in the same way.
 
-    "L17 H4" numbers a layer, and a head that a record found names it. Which layer has a number is known once it ran, in
-    either block: a cache is compared after it was filled.
+    A head has the number of its layer ("L17 H4") or its name (a head that a record found). The name of a numbered layer
+    is known once the layer has run in one of the two blocks, as it has when a cache is compared.
 
     Attributes:
         heads: head -> the factor of its output.
-        change: what else decides the output of these heads.
+        settings: the replacement, positions and samples of the intervention.
         layers: name of a layer that ran in the block -> its number; filled in while the block runs.
     """
 
     heads: Mapping[HeadKey, float]
-    change: tuple[object, ...]
+    settings: tuple[object, ...]
     layers: Mapping[str, int]
 
     @staticmethod
-    def of(intervention: Intervention, layers: Mapping[str, int]) -> _State:
+    def of(intervention: Intervention, layers: Mapping[str, int]) -> _InterventionState:
         """Return the state of a block of an intervention."""
-        change = intervention.replacement, repr(intervention.positions), intervention.samples
-        return _State(intervention.heads, change, layers)
+        settings = intervention.replacement, repr(intervention.positions), intervention.samples
+        return _InterventionState(intervention.heads, settings, layers)
 
     def __hash__(self) -> int:
-        return hash(self.change)
+        return hash(self.settings)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _State) or self.change != other.change:
+        if not isinstance(other, _InterventionState) or self.settings != other.settings:
             return False
         return self._heads_by_name(other) == other._heads_by_name(self)
 
-    def _heads_by_name(self, other: _State) -> dict[tuple[int | str, int | None], float]:
-        """Return the factors by the names of layers; a layer that ran in neither block keeps its number."""
+    def _heads_by_name(self, other: _InterventionState) -> dict[tuple[int | str, int | None], float]:
+        """Return (name of the layer, head) -> factor; a layer that ran in neither block keeps its number."""
         names = {number: name for layers in (other.layers, self.layers) for name, number in layers.items()}
         return {
             (key.layer if isinstance(key.layer, str) else names.get(key.layer, key.layer), key.head): factor
@@ -230,29 +230,30 @@ class _State:
 
 
 @dataclass(eq=False)
-class _Run:
-    """One block in which an intervention is active.
+class _InterventionRun:
+    """One `with` block in which an intervention is active.
 
     Attributes:
         intervention: the intervention.
         stack: the contexts to leave at the end.
-        serial: a number that no other block of this process has.
-        reached: the heads whose output was changed for at least one token.
+        serial: a number that identifies the block in this process.
+        reached_heads: the heads whose output was changed for at least one token.
         layers: name of a layer that ran -> its number.
     """
 
     intervention: Intervention
     stack: ExitStack = field(default_factory=ExitStack)
-    serial: int = field(default_factory=_serials.__next__)
-    reached: dict[HeadKey, Tensor | bool] = field(default_factory=dict)
+    serial: int = field(default_factory=_block_serials.__next__)
+    reached_heads: dict[HeadKey, Tensor | bool] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
-    _heads: dict[str, tuple[list[HeadKey], Tensor, Tensor] | None] = field(default_factory=dict)
+    # name of a layer -> the result of `_heads_of_layer`
+    _heads_of_layers: dict[str, tuple[list[HeadKey], Tensor, Tensor] | None] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Enter the contexts; leave them if one fails."""
+        """Enter the contexts that follow the model's calls and guard its caches; leave them if one fails."""
         with ExitStack() as stack:
             model = self.intervention.model
-            state = None if self.intervention.allow_mixed else _State.of(self.intervention, self.layers)
+            state = None if self.intervention.allow_mixed else _InterventionState.of(self.intervention, self.layers)
             self.inputs = stack.enter_context(follow_calls(model, self.change, state=state))
             stack.enter_context(guard_caches(model))
             self.stack = stack.pop_all()
@@ -260,16 +261,16 @@ class _Run:
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call, (batch, heads, queries, value_dim), as `HeadChange.change` does."""
         self.layers.setdefault(call.name, call.number)
-        if call.name not in self._heads:
-            self._heads[call.name] = self._heads_of_layer(call)
-        found = self._heads[call.name]
+        if call.name not in self._heads_of_layers:
+            self._heads_of_layers[call.name] = self._heads_of_layer(call)
+        found = self._heads_of_layers[call.name]
         if found is None:
             return output, None
         keys, heads, factors = found
         heads, factors = heads.to(output.device), factors.to(output.device, output.dtype)
         own = output.index_select(1, heads)
         new, scales = self.intervention.replacement.replace(call, own, heads, factors)
-        where = self._where(call)  # (batch, queries)
+        where = self._changed_queries(call)  # (batch, queries)
         if where is None:
             touched: Tensor | bool = output.numel() > 0
             of_query = scales[:, None]
@@ -278,19 +279,19 @@ class _Run:
             new = torch.where(where[:, None, :, None], new, own)
             of_query = torch.where(where[:, None], scales[:, None], 1)  # (batch, heads, queries)
         for key in keys:
-            self.reached[key] = touched | self.reached.get(key, False)
-        changed = mark(output.index_copy(1, heads, new), *self._marks(call))
+            self.reached_heads[key] = touched | self.reached_heads.get(key, False)
+        changed = mark_changed_output(output.index_copy(1, heads, new), *self._identifying_numbers(call))
         ones = output.new_ones(1 if where is None else len(output), output.shape[1], of_query.shape[-1])
         return changed, ones.index_copy(1, heads, of_query.expand(len(ones), -1, -1))
 
-    def _marks(self, call: FollowedCall) -> tuple[int, ...]:
-        """Return numbers that differ where a recomputed call would be changed in another way than in its forward."""
-        by_token = self._by_token
+    def _identifying_numbers(self, call: FollowedCall) -> tuple[int, ...]:
+        """Return numbers for `mark_changed_output`, equal for two calls only if both are changed in the same way."""
+        by_token = self._depends_on_tokens
         return self.serial, call.passes if by_token else 0, call.number
 
     @property
-    def _by_token(self) -> bool:
-        """Whether the change depends on which token each query is."""
+    def _depends_on_tokens(self) -> bool:
+        """Whether the change of an output depends on which token each query is."""
         intervention = self.intervention
         chosen = intervention.positions is not None or intervention.samples is not None
         return chosen or intervention.replacement.needs_tokens
@@ -321,7 +322,7 @@ class _Run:
             )
         return keys, torch.tensor(list(chosen)), torch.tensor(list(chosen.values()), dtype=torch.float64)
 
-    def _where(self, call: FollowedCall) -> Tensor | None:
+    def _changed_queries(self, call: FollowedCall) -> Tensor | None:
         """Return the queries whose output is changed, (batch, queries) bool; None for all."""
         positions, samples = self.intervention.positions, self.intervention.samples
         if positions is None and samples is None:
@@ -341,8 +342,8 @@ class _Run:
         return where
 
     def check_applied(self) -> None:
-        """Raise a ModelError if a named head was never reached."""
-        missed = [key for key in self.intervention.heads if not bool(self.reached.get(key, False))]
+        """Raise a ModelError if the output of a named head was never changed in the block."""
+        missed = [key for key in self.intervention.heads if not bool(self.reached_heads.get(key, False))]
         if not missed:
             return
         ran = ", ".join(f"L{number} {name}" for name, number in list(self.layers.items())[:4]) or "none"
@@ -354,8 +355,8 @@ class _Run:
         )
 
 
-def _means_of_reference(model: nn.Module, reference: HeadMeans | Iterable[Any] | None, over: Over) -> HeadMeans:
-    """Return the means to put in place of heads' outputs, computed from batches if necessary."""
+def _means_of_reference(model: nn.Module, reference: HeadMeans | Iterable[Any] | None, over: MeanOver) -> HeadMeans:
+    """Return the means that replace the outputs of heads; compute them if `reference` consists of batches."""
     if over not in ("text", "position"):
         raise ArgumentError(f"mean_over is {over!r}.", 'Give "text" or "position".')
     if reference is None:
@@ -388,17 +389,17 @@ def _check_some_heads_stay(model: nn.Module, keys: list[HeadKey]) -> None:
         raise ArgumentError("The heads are all heads of the model.", "Leave some on.")
 
 
-def _checked_positions(positions: Any) -> tuple[int, ...] | slice | None:
+def _check_positions(positions: Any) -> tuple[int, ...] | slice | None:
     """Return positions as sorted ints or a slice; reject negative ones, because the end of a text may be unknown."""
     if isinstance(positions, slice):
         numbers = [each for each in (positions.start, positions.stop, positions.step) if each is not None]
         if any(not isinstance(each, int) or each < 0 for each in numbers) or positions.step == 0:
             raise ArgumentError(f"positions is {positions!r}.", "Give a slice from 0, such as slice(1, None).")
         return positions
-    return _checked_indices("positions", positions, "token")
+    return _check_indices("positions", positions, "token")
 
 
-def _checked_indices(name: str, given: Any, item: str) -> tuple[int, ...] | None:
+def _check_indices(name: str, given: Any, item: str) -> tuple[int, ...] | None:
     """Return one or more indices of items, such as tokens, as sorted ints; None for all."""
     if given is None:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from multihead.interventions.tokens import QueryTokens, TokenFinder
 from multihead.kernels.call import AttentionRequest, CallOrigin
-from multihead.kernels.head_changes import changing
+from multihead.kernels.head_changes import apply_change
 from multihead.layer.sharding import rank_heads
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
@@ -49,7 +49,7 @@ class FollowedCall:
         return origin is not None and rank_heads(origin.layer, self.request.shape.head_dim) is not None
 
 
-Change: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None]]
+OutputChange: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None]]
 """Function that changes the output of a call; arguments and results are those of `HeadChange.change`."""
 
 
@@ -57,25 +57,26 @@ Change: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None
 class _CallFollower:
     """The `HeadChange` that passes each call of a model to a function."""
 
-    function: Change
+    function: OutputChange
     inputs: InputTracker
     names: dict[int, str]
     state: object = None
-    _newest: CallOrigin | None = None  # the origin of the newest call
+    _newest_origin: CallOrigin | None = None  # the origin of the newest call
 
     def __post_init__(self) -> None:
         self.namer, self.finder = LayerNamer(self.names, self.inputs), TokenFinder(self.inputs)
 
-    def concerns(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or a part of it, and runs in the thread whose inputs are known."""
+    def applies_to(self, module: nn.Module) -> bool:
+        """Whether a module is the model or a part of it, and runs in the thread whose model inputs are tracked."""
         return id(module) in self.names and (self.inputs.is_recording or is_in_backward_pass())
 
     def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Pass a call to the function, and return what the function returns."""
+        """Pass a call and its output to `function`, and return the result of `function`."""
         assert request.origin is not None
-        module, again = request.origin.layer, request.origin is self._newest
-        self._newest = request.origin
-        if again or is_in_backward_pass():  # `again`: with dropout, listeners receive a call of their own before
+        module, again = request.origin.layer, request.origin is self._newest_origin
+        self._newest_origin = request.origin
+        # `again`: with dropout, listeners have received a call with the same origin before.
+        if again or is_in_backward_pass():
             name = self.namer.name_recomputed_call(module)
         else:
             self.namer.begins_pass()
@@ -86,7 +87,7 @@ class _CallFollower:
 
 
 @contextmanager
-def follow_calls(model: nn.Module, function: Change, *, state: object = None) -> Iterator[InputTracker]:
+def follow_calls(model: nn.Module, function: OutputChange, *, state: object = None) -> Iterator[InputTracker]:
     """Pass the output of each attention call of a model to a function that may change it, while in this context.
 
     A Hugging Face model calls this library's attention in this context, and a compiled model runs eagerly.
@@ -101,5 +102,5 @@ def follow_calls(model: nn.Module, function: Change, *, state: object = None) ->
         stack.enter_context(huggingface.install(root))
         stack.enter_context(run_uncompiled())
         inputs = stack.enter_context(track_inputs(root))
-        stack.enter_context(changing(_CallFollower(function, inputs, module_names(root), state)))
+        stack.enter_context(apply_change(_CallFollower(function, inputs, module_names(root), state)))
         yield inputs

@@ -14,7 +14,7 @@ from multihead.models.pretrained import pretrained_models
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_layer", "h")
 _HEAD_NAME = re.compile(r"[Ll](\d+)(?:\s*[Hh](\d+))?")
-_EXAMPLES = 'Give for example "L17 H4", (17, 4), "L17" for a layer, a list of them, or what seen.find(...) returns.'
+_HEAD_ADVICE = 'Give for example "L17 H4", (17, 4), "L17" for a layer, a list of them, or what seen.find(...) returns.'
 
 
 @runtime_checkable
@@ -97,7 +97,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def _count_heads(module: Any) -> int | None:
-    """Return the number of query heads of an attention layer; None if no attribute tells it."""
+    """Return the number of query heads of an attention layer; None if no attribute of the module contains it."""
     q_proj, head_dim = getattr(module, "q_proj", None), getattr(module, "head_dim", None)
     if isinstance(q_proj, nn.Linear) and isinstance(head_dim, int) and q_proj.out_features % head_dim == 0:
         return q_proj.out_features // head_dim  # not always the number in the configuration
@@ -118,22 +118,22 @@ def resolve_heads(model: nn.Module, heads: Head | Iterable[Head]) -> list[HeadKe
     """
     single = isinstance(heads, str | NamedHead) or _is_pair(heads)
     if not single and (isinstance(heads, Mapping) or not isinstance(heads, Iterable)):
-        raise ArgumentError(f"The heads are {heads!r}.", _EXAMPLES)
+        raise ArgumentError(f"The heads are {heads!r}.", _HEAD_ADVICE)
     items: list[Any] = [heads] if single else list(heads)  # type: ignore[arg-type]
-    keys = list(dict.fromkeys(head_key(item) for item in items))
+    keys = list(dict.fromkeys(parse_head(item) for item in items))
     if not keys:
-        raise ArgumentError("No head is named.", _EXAMPLES)
+        raise ArgumentError("No head is named.", _HEAD_ADVICE)
     layers = attention_layers(model)
-    return list(dict.fromkeys(_existing_key(model, key, layers) for key in keys))
+    return list(dict.fromkeys(_check_key_exists(model, key, layers) for key in keys))
 
 
-def head_key(head: Head) -> HeadKey:
+def parse_head(head: Head) -> HeadKey:
     """Return the key of one head or layer.
 
     Raises:
         ArgumentError: it is not the name of a head.
 
-    >>> head_key("L17 H4"), head_key((2, 0)), head_key("L3")
+    >>> parse_head("L17 H4"), parse_head((2, 0)), parse_head("L3")
     (HeadKey(layer=17, head=4), HeadKey(layer=2, head=0), HeadKey(layer=3, head=None))
     """
     if isinstance(head, HeadKey):
@@ -148,7 +148,7 @@ def head_key(head: Head) -> HeadKey:
         return HeadKey(first, int(index))
     if isinstance(head, NamedHead):
         return HeadKey(head.name, head.head)
-    raise ArgumentError(f"{head!r} is not the name of a head.", _EXAMPLES)
+    raise ArgumentError(f"{head!r} is not the name of a head.", _HEAD_ADVICE)
 
 
 def _is_pair(value: object) -> bool:
@@ -159,7 +159,7 @@ def _is_pair(value: object) -> bool:
     return isinstance(first, int | str) and isinstance(second, int) and not isinstance(first, bool)
 
 
-def _existing_key(model: nn.Module, key: HeadKey, layers: list[AttentionLayer]) -> HeadKey:
+def _check_key_exists(model: nn.Module, key: HeadKey, layers: list[AttentionLayer]) -> HeadKey:
     """Return a key with the qualified name of its layer if it has a name; reject a head that no layer can have."""
     if isinstance(key.layer, str):
         module, sign, count = key.layer.partition("#")  # a further call of a layer is named "name#2"
@@ -167,12 +167,12 @@ def _existing_key(model: nn.Module, key: HeadKey, layers: list[AttentionLayer]) 
         if len(named) != 1:
             raise ArgumentError(
                 f"The model has {len(named) or 'no'} attention layers {key.layer!r}.",
-                f"Its layers are {_listed([each.name for each in layers])}.",
+                f"Its layers are {_join_names([each.name for each in layers])}.",
             )
         key, own = HeadKey(named[0].name + sign + count, key.head), named[0].num_heads
         most = own
     else:
-        # A module that runs several times is several layers.
+        # A module that runs several times counts as several layers.
         repeated = max((_num_hidden_layers(each) for each in pretrained_models(model).values()), default=0)
         if not 0 <= key.layer < max(len(layers), repeated):
             raise _missing_head_error(key, layers)
@@ -210,7 +210,7 @@ def _missing_head_error(key: HeadKey, layers: list[AttentionLayer]) -> ArgumentE
     )
 
 
-def _listed(names: list[str], most: int = 6) -> str:
+def _join_names(names: list[str], most: int = 6) -> str:
     """Return names separated by commas, the first few of them if there are many."""
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
 

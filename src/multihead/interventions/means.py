@@ -22,8 +22,8 @@ from multihead.files import write_atomically
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.kernels import sequence_split
 
-Over = Literal["text", "position"]
-_FORMAT = "head means 1"
+MeanOver = Literal["text", "position"]
+_FILE_FORMAT = "head means 1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,10 @@ class HeadMeans:
     """The mean output of each head, before the output projection.
 
     Attributes:
-        vectors: name of a layer -> (rows, heads, value_dim) float64. The rows are the first token of a text and all
-            others (`over="text"`), or the positions (`over="position"`).
+        vectors: name of a layer -> (rows, heads, value_dim) float64, one mean per row: of the first tokens of the texts
+            and of all other tokens (`over="text"`), or of each position (`over="position"`).
         counts: name of a layer -> (rows,) int64, number of tokens in each mean.
-        over: over what the means are taken.
+        over: "text" or "position", which tokens one row of the means includes.
 
     >>> means = HeadMeans({"layer": torch.zeros(2, 4, 8)}, {"layer": torch.tensor([3, 27])})
     >>> means
@@ -43,7 +43,7 @@ class HeadMeans:
 
     vectors: dict[str, Tensor]
     counts: dict[str, Tensor]
-    over: Over = "text"
+    over: MeanOver = "text"
 
     def __repr__(self) -> str:
         tokens = max((int(count.sum()) for count in self.counts.values()), default=0)
@@ -89,7 +89,7 @@ class HeadMeans:
 
         tensors = {f"vectors.{name}": value.contiguous() for name, value in self.vectors.items()}
         tensors |= {f"counts.{name}": value.contiguous() for name, value in self.counts.items()}
-        header = {"multihead": json.dumps({"format": _FORMAT, "over": self.over})}
+        header = {"multihead": json.dumps({"format": _FILE_FORMAT, "over": self.over})}
         write_atomically(str(file), save(tensors, header))
 
     @staticmethod
@@ -113,18 +113,17 @@ class HeadMeans:
             ) from None
         vectors = {name[8:]: each for name, each in tensors.items() if name.startswith("vectors.")}
         counts = {name[7:]: each for name, each in tensors.items() if name.startswith("counts.")}
-        fits = header.get("format") == _FORMAT and header.get("over") in ("text", "position")
+        fits = header.get("format") == _FILE_FORMAT and header.get("over") in ("text", "position")
         fits = fits and vectors.keys() == counts.keys()
         if not fits or any(each.dim() != 3 or len(each) != len(counts[name]) for name, each in vectors.items()):
             raise InputError(f"{str(file)!r} has no means of heads.", "Give a file that HeadMeans.save wrote.")
         return HeadMeans(vectors, counts, header["over"])
 
 
-def head_means(model: nn.Module, batches: Iterable[Any], *, over: Over = "text") -> HeadMeans:
+def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "text") -> HeadMeans:
     """Compute the mean output of every head of a model over texts, before the output projection.
 
-    Padding is left out. Running the model is up to its forward: no gradients are computed, and dropout is as the model
-    is set.
+    Padding is left out. No gradients are computed, and the model keeps its mode: in training mode it applies dropout.
 
     Args:
         model: a module with attention layers of this library, or a Hugging Face model.
@@ -147,12 +146,12 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: Over = "text")
     """
     if over not in ("text", "position"):
         raise ArgumentError(f"over is {over!r}.", 'Give "text" or "position".')
-    if sequence_split.active is not None:
+    if sequence_split.active_split is not None:
         raise ModelError(
             "The means of heads cannot be computed in context_parallel, where a rank has part of the tokens.",
             "Run the model on one process.",
         )
-    sums = _Sums(over)
+    sums = _OutputSums(over)
     count = 0
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(follow_calls(model, sums.add))
@@ -177,10 +176,10 @@ def run_batch(model: nn.Module, batch: Any) -> object:
 
 
 @dataclass(eq=False)
-class _Sums:
+class _OutputSums:
     """Sums of the heads' outputs, (rows, heads, value_dim) float64, and numbers of tokens, (rows,), by layer."""
 
-    over: Over
+    over: MeanOver
     totals: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
 

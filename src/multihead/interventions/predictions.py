@@ -1,7 +1,7 @@
 """What logits predict: the loss of each token, the likeliest next tokens, and how far two predictions differ.
 
 A language model has a logit for each position and token of its vocabulary: 8,192 tokens and a vocabulary of 49,152 take
-1.6 GB in float32. They are converted to float64 in blocks of positions, so the conversion needs no such tensor.
+1.6 GB in float32. The logits are converted to float64 in blocks of positions, so no float64 tensor of this size exists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["kl_divergence", "likeliest_tokens", "token_losses"]
 
-_BLOCK = 1 << 22  # logits that are converted at once: 32 MiB in float64
+_BLOCK_LOGITS = 1 << 22  # logits that are converted at once: 32 MiB in float64
 
 
 def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def likeliest_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
 def _in_blocks(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
     """Apply a function of (n, vocabulary) in float64 and (n, last dimension) of others to blocks of positions."""
     rows = [each.reshape(-1, each.shape[-1]) for each in (logits, *others)]
-    size = max(_BLOCK // logits.shape[-1], 1)
+    size = max(_BLOCK_LOGITS // logits.shape[-1], 1)
     blocks = zip(*(each.split(size) for each in rows), strict=True)
     return torch.cat([function(*(_to_float64(each) for each in block)) for block in blocks]).view(logits.shape[:-1])
 

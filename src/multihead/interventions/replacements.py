@@ -1,4 +1,4 @@
-"""What becomes of the output of a head that is changed: it is scaled, or replaced by a mean or by another text's."""
+"""Rules for the output of a changed head: scale it, or replace it by a mean output or by that on another text."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Replacement(Protocol):
         ...
 
     def describe(self, factor: float) -> str:
-        """Say what becomes of a head with this factor, such as "times 0"."""
+        """Describe the change of a head with this factor in a few words, such as "times 0"."""
         ...
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new output of some heads, and the factors of their own outputs.
+        """Return the new output of the changed heads, and the factors by which their own outputs were multiplied.
 
         Args:
             call: the call.
             own: (batch, heads, queries, value_dim), the heads' own output.
             heads: (heads,) int64, their indices in the layer.
-            factors: (heads,), the factors given for them, in the dtype of the output.
+            factors: (heads,), the factors that the caller gave for the heads, in the dtype of the output.
 
         Returns:
             (batch, heads, queries, value_dim); and (heads,), NaN where the output is another vector.
@@ -41,13 +41,13 @@ class Replacement(Protocol):
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """The own output times the factor of each head; the factor 0 gives 0, also for NaN and inf."""
+class ScaledOutput:
+    """A head's own output times the factor of the head; the factor 0 gives 0, also for NaN and inf."""
 
     needs_tokens = False
 
     def describe(self, factor: float) -> str:
-        """Return the factor, see `Replacement.describe`."""
+        """Return the factor as text, such as "times 0"."""
         return f"times {factor:g}"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,14 +57,14 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanOutput:
     """The mean output of each head over a reference."""
 
     means: HeadMeans
     needs_tokens = True
 
     def describe(self, _: float) -> str:
-        """Return the same for every head, see `Replacement.describe`."""
+        """Return a description of the change, the same for every head."""
         return "by its mean"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,14 +81,14 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Resampled:
+class ResampledOutput:
     """The output of the same head at the same position of another text of the batch, never of its own text."""
 
     seed: int = 0
     needs_tokens = True
 
     def describe(self, _: float) -> str:
-        """Return the same for every head, see `Replacement.describe`."""
+        """Return a description of the change, the same for every head."""
         return "by that of another text"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,8 +112,8 @@ class Resampled:
                 'by="resample" needs whole texts, and this call continues texts with a cache.',
                 'Run the model on whole texts, or use by="mean".',
             )
-        other = _another_text(len(lengths), self.seed).to(text.device)
-        # The row of each token in the flattened (batch * queries), by text and position.
+        other = _choose_other_texts(len(lengths), self.seed).to(text.device)
+        # The index of each token in the flattened (batch * queries), by text and position.
         table = torch.empty(len(lengths), int(lengths[0]), dtype=torch.int64, device=text.device)
         table[text, position] = real
         source = torch.arange(own.shape[0] * own.shape[2], device=text.device)
@@ -123,7 +123,7 @@ class Resampled:
         return new, torch.full_like(factors, torch.nan)
 
 
-def _another_text(texts: int, seed: int) -> Tensor:
+def _choose_other_texts(texts: int, seed: int) -> Tensor:
     """Return for each text the index of another, (texts,) int64: the next one on a random circle."""
     order = torch.randperm(texts, generator=torch.Generator().manual_seed(seed))
     other = torch.empty(texts, dtype=torch.int64)

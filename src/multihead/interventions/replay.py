@@ -1,8 +1,8 @@
 """Run a model again from one of its blocks on, with the stored outputs of the blocks before it.
 
 A block is an element of the list of layers of a transformer. The model's own forward pass runs, in which a block that
-is left out returns what it returned before; so embeddings, masks, norms and heads are those of the model. It holds only
-where blocks pass nothing but their outputs to each other, which `Replay.check` finds out.
+is left out returns its stored output; so embeddings, masks, norms and heads are those of the model. A replay is exact
+only if blocks pass nothing but their outputs to each other, which `Replay.check` tests.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch.utils._pytree import tree_map
 from multihead.interventions.heads import attention_layers
 from multihead.tensors.undo import Undo
 
-Forward = Callable[[], Tensor]
+ForwardPass = Callable[[], Tensor]
 """A forward pass of a model on one text or batch; it returns the tensor that is compared, such as the logits."""
 
 
 @dataclass(eq=False)
 class Replay:
-    """The blocks of a model, and what each returned in one forward pass.
+    """The blocks of a model, and the output of each block in one forward pass.
 
     Attributes:
         model: the model.
         blocks: the blocks in the order of the model's list of layers; [] where it has no such list.
         outputs: the output of each block; filled by `store`.
-        works: whether `check` found that a replay gives equal results.
+        is_exact: whether `check` found that a replay gives equal results.
     """
 
     model: nn.Module
     blocks: list[nn.Module] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
-    works: bool = False
+    is_exact: bool = False
 
     def __post_init__(self) -> None:
-        self._names = _names_of_blocks(self.model)
+        self._names = _find_block_names(self.model)
         modules = dict(self.model.named_modules())
         self.blocks = [modules[name] for name in self._names]
 
@@ -51,7 +51,7 @@ class Replay:
 
     @contextmanager
     def store(self) -> Iterator[None]:
-        """Store what the blocks return in the forward pass in this context.
+        """Store the outputs of the blocks in the forward pass that runs in this context.
 
         A Hugging Face model must run on this library's attention (`mh.use`), as it does while heads are off.
         """
@@ -79,19 +79,19 @@ class Replay:
         """
         with Undo() as undo:
             for index, block in enumerate(self.blocks[:first]):
-                # Of the outputs only that of the last block reaches a block that runs.
+                # Only the output of the last block that is left out is the input of a block that runs.
                 _replace_forward(undo, block, repeat_batch(self.outputs[index], copies if index == first - 1 else 1))
             yield
 
-    def check(self, forward: Forward, expected: Tensor) -> bool:
-        """Set and return `works`: whether unchanged replays from the middle and the last block give `expected`."""
+    def check(self, forward: ForwardPass, expected: Tensor) -> bool:
+        """Set and return `is_exact`: whether unchanged replays from the middle and the last block give `expected`."""
         count = len(self.blocks)
-        self.works = len(self.outputs) == count > 1 and all(
+        self.is_exact = len(self.outputs) == count > 1 and all(
             self._is_equal_from(first, forward, expected) for first in sorted({count // 2, count - 1})
         )
-        return self.works
+        return self.is_exact
 
-    def _is_equal_from(self, first: int, forward: Forward, expected: Tensor) -> bool:
+    def _is_equal_from(self, first: int, forward: ForwardPass, expected: Tensor) -> bool:
         try:
             with self.start_at(first):
                 return torch.equal(forward(), expected)
@@ -121,7 +121,7 @@ def _replace_forward(undo: Undo, block: nn.Module, output: Any) -> None:
     block.__dict__["forward"] = lambda *_args, **_kwargs: output
 
 
-def _names_of_blocks(model: nn.Module) -> list[str]:
+def _find_block_names(model: nn.Module) -> list[str]:
     """Return the qualified names of the elements of the list of layers that contains all attention layers, or []."""
     modules = dict(model.named_modules())
     lists: set[str] = set()

@@ -1,4 +1,4 @@
-"""Switch off every head of a model once, and measure what each was for on one text or batch.
+"""Switch off every head of a model once, and measure the effect of each on one text or batch.
 
 All heads of a layer are switched off in one forward pass, each in a copy of the batch, and the blocks before the layer
 are not run again.
@@ -21,8 +21,8 @@ from multihead.interventions.replay import Replay, repeat_batch
 Batch = Mapping[str, Tensor]
 
 
-class RanLayer(Protocol):
-    """A layer that ran, such as a layer of a record."""
+class ObservedLayer(Protocol):
+    """An attention layer that has run, such as a layer of a record."""
 
     @property
     def number(self) -> int:
@@ -34,18 +34,18 @@ class RanLayer(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Number of its query heads."""
+        """Number of query heads of the layer."""
 
 
 @dataclass(frozen=True)
 class LayerSweep:
-    """What the heads of one layer were for.
+    """The results of a sweep over the heads of one layer, of which each was switched off once.
 
     Attributes:
         layer: number of the layer.
-        measured: (heads, ...), what was measured with each head switched off.
-        seconds: time that this took.
-        floor_seconds: the part of it after the attention of the layer, which no sweep can save.
+        measured: (heads, ...), the result of `measure` with each head switched off.
+        seconds: time of all forward passes of the layer's sweep.
+        floor_seconds: the part of `seconds` after the attention of the layer, which every sweep takes.
     """
 
     layer: int
@@ -57,7 +57,7 @@ class LayerSweep:
 def sweep_layers(
     replay: Replay,
     batch: Batch,
-    layers: Sequence[RanLayer],
+    layers: Sequence[ObservedLayer],
     measure: Callable[[Batch, int], Tensor],
     *,
     most_copies: int,
@@ -81,44 +81,44 @@ def sweep_layers(
         seconds = floor = 0.0
         for heads in torch.arange(layer.num_heads).split(most_copies):
             begun = perf_counter()
-            without = _WithoutHeads(layer.name, heads, rows)
-            first = replay.block_of(layer.name) if replay.works else 0
+            without = _OneHeadOffPerCopy(layer.name, heads, rows)
+            first = replay.block_of(layer.name) if replay.is_exact else 0
             with (
                 torch.no_grad(),
                 follow_calls(replay.model, without.change),
                 replay.start_at(first, len(heads)),
             ):
                 found.append(measure(repeat_batch(dict(batch), len(heads)), len(heads)))
-            if without.reached is None:
+            if without.reached_at is None:
                 raise ModelError(
                     f"L{layer.number} was not reached.", "Run the same model on the same kind of inputs as before."
                 )
             ended = perf_counter()
-            seconds, floor = seconds + ended - begun, floor + ended - without.reached
+            seconds, floor = seconds + ended - begun, floor + ended - without.reached_at
         yield LayerSweep(layer.number, torch.cat(found), seconds, floor)
 
 
 @dataclass(eq=False)
-class _WithoutHeads:
-    """A change that switches off another head of a layer in each copy of a batch.
+class _OneHeadOffPerCopy:
+    """A change that switches off one head of a layer in each copy of a batch, another head in each copy.
 
     Attributes:
         layer: name of the layer.
         heads: (copies,) int64, the head of each copy.
         rows: number of rows of one copy.
-        reached: when the layer's attention was computed; None if it was not.
+        reached_at: time in seconds at which the layer's attention ran (`perf_counter`); None if it did not run.
     """
 
     layer: str
     heads: Tensor
     rows: int
-    reached: float | None = None
+    reached_at: float | None = None
 
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call, (copies * rows, heads, queries, value_dim), as `HeadChange.change` does."""
         if call.name != self.layer:
             return output, None
-        self.reached = perf_counter()
+        self.reached_at = perf_counter()
         rows = torch.arange(len(output), device=output.device)
         heads = self.heads.to(output.device).repeat_interleave(len(output) // len(self.heads))
         factors = output.new_ones(output.shape[:2]).index_put((rows, heads), output.new_zeros(()))

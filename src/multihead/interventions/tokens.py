@@ -1,4 +1,4 @@
-"""Find the text and the position in it of each query of an attention call."""
+"""Find, for each query of an attention call, its text and its position in the text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class QueryTokens(NamedTuple):
     position: Tensor
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """An attention call of a module.
 
     Attributes:
         request: the call.
-        name: qualified name of its module.
-        place: where its keys are, if a Hugging Face model makes it.
+        name: qualified name of the module.
+        place: offset and padding of the keys if a Hugging Face model makes the call, else None.
     """
 
     request: AttentionRequest
@@ -41,8 +41,8 @@ class _Call(NamedTuple):
     place: huggingface.KeyOffsetAndPadding | None
 
     @property
-    def crosses(self) -> bool | None:
-        """Whether it is cross-attention; None if unknown, as for a drop-in with other keys than queries."""
+    def is_cross_attention(self) -> bool | None:
+        """Whether the call is cross-attention; None if unknown, as for a drop-in with other keys than queries."""
         origin = self.request.origin
         assert origin is not None
         if is_cross_attention_call(origin, self.name):
@@ -54,21 +54,21 @@ class _Call(NamedTuple):
 class TokenFinder:
     """Finds the tokens that are the queries of a model's attention calls.
 
-    Cross-attention has no query positions of its own, so it has those of the self-attention before it.
+    The queries of a cross-attention have the positions of the queries of the self-attention before it.
     """
 
     inputs: InputTracker
-    _newest: _Call | None = None  # the newest self-attention in this forward pass
-    _pass: int = -1
+    _newest_self_attention: _ModuleCall | None = None  # the newest self-attention in this forward pass
+    _forward_pass: int = -1  # number of the forward pass of that self-attention
 
     def follow(self, request: AttentionRequest, name: str) -> None:
-        """Remember a self-attention call for the cross-attention after it; `name` is that of its module."""
+        """Store a self-attention call for the cross-attention after it; `name` is the name of the call's module."""
         assert request.origin is not None
-        if self.inputs.num_passes != self._pass:
-            self._pass, self._newest = self.inputs.num_passes, None
-        call = _Call(request, name, huggingface.call_key_positions.get())
-        if call.crosses is False:
-            self._newest = call
+        if self.inputs.num_passes != self._forward_pass:
+            self._forward_pass, self._newest_self_attention = self.inputs.num_passes, None
+        call = _ModuleCall(request, name, huggingface.call_key_positions.get())
+        if call.is_cross_attention is False:
+            self._newest_self_attention = call
 
     def find(self, request: AttentionRequest, name: str) -> QueryTokens:
         """Return the queries of a call; `name` is the qualified name of its module."""
@@ -82,21 +82,23 @@ class TokenFinder:
             starts = lengths.cumsum(0) - lengths
             position = torch.arange(queries, device=device) - starts[text]
             return QueryTokens(text[None], position[None])
-        call = _Call(request, name, huggingface.call_key_positions.get())
-        crosses = call.crosses
+        call = _ModuleCall(request, name, huggingface.call_key_positions.get())
+        crosses = call.is_cross_attention
         if crosses is False:
             position = self._positions_in_self_attention(call)
         else:
-            counted = torch.arange(queries, device=device).expand(batch, -1) if crosses else self._counted(request)
+            counted = (
+                torch.arange(queries, device=device).expand(batch, -1) if crosses else self._count_queries(request)
+            )
             position = self._positions_in_cross_attention(request, counted)
-        windows = 1 if request.continued is not None else self.inputs.rows_per_sample(name, batch)
+        windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
         return QueryTokens(text // windows, position)
 
     def _positions_in_cache(self, request: AttentionRequest) -> Tensor:
         """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
-        place, shape = request.continued, request.shape
+        place, shape = request.position_in_sequence, request.shape
         assert place is not None
         start = _first_position(request) + torch.as_tensor(place.key_start)
         if place.first_query is not None:  # cross-attention counts its queries
@@ -108,33 +110,33 @@ class TokenFinder:
         return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
 
     def _positions_in_cross_attention(self, request: AttentionRequest, counted: Tensor) -> Tensor:
-        """Return the positions of the queries of a cross-attention, `counted` if unknown: (batch, queries) int64."""
-        shape, newest = request.shape, self._newest
+        """Return the positions of the queries of a cross-attention, or `counted` if unknown: (batch, queries) int64."""
+        shape, newest = request.shape, self._newest_self_attention
         assert request.origin is not None
-        if request.continued is not None:
+        if request.position_in_sequence is not None:
             return self._positions_in_cache(request)
         if request.origin.unpadded_queries is not None:
             return _count_tokens(request.origin.unpadded_queries)
-        if newest is not None and _keeps_columns(newest.request):
+        if newest is not None and _keeps_batch_columns(newest.request):
             same = newest.request.shape
             if (same.batch, same.query_length) == (shape.batch, shape.query_length):
                 return self._positions_in_self_attention(newest)
         return counted
 
-    def _positions_in_self_attention(self, call: _Call) -> Tensor:
+    def _positions_in_self_attention(self, call: _ModuleCall) -> Tensor:
         """Return the positions of the queries of a self-attention: (batch, queries) int64."""
         request, place = call.request, call.place
-        if request.continued is not None:
+        if request.position_in_sequence is not None:
             return self._positions_in_cache(request)
         offset = 0 if place is None else place.key_offset
         if place is not None:
             tokens = self.inputs.tokens_until_query(call.name, request, offset)
             if tokens is not None:
                 return _count_tokens(tokens)[:, tokens.shape[1] - request.shape.query_length :]
-        return self._counted(request, offset)
+        return self._count_queries(request, offset)
 
     @staticmethod
-    def _counted(request: AttentionRequest, offset: int = 0) -> Tensor:
+    def _count_queries(request: AttentionRequest, offset: int = 0) -> Tensor:
         """Count the queries of a call, without padding where it is known: (batch, queries) int64."""
         shape, unpadded = request.shape, None if request.origin is None else request.origin.unpadded_queries
         if unpadded is not None:
@@ -155,8 +157,8 @@ def _first_position(request: AttentionRequest) -> Tensor:
     return torch.as_tensor(request.query_start) - added
 
 
-def _keeps_columns(request: AttentionRequest) -> bool:
-    """Whether each query is in its column of the batch; our own layers move padding to the right, or drop it."""
+def _keeps_batch_columns(request: AttentionRequest) -> bool:
+    """Whether query i is token i of its row in the model's batch; our own layers move padding right, or drop it."""
     origin = request.origin
     assert origin is not None
     moved = origin.unpadded_queries is not None and not isinstance(origin.layer, nn.MultiheadAttention)

@@ -4,9 +4,9 @@ PyTorch's fused kernel is chosen where it was measured to be faster than the nat
 `measured.json`, which `python -m benchmarks.native.kernel_choice` writes.
 
 `plan_call` finds the plan of the mask and the kernel in one cache. Its key consists of the mask, the sizes and a few
-flags, which determine both for a plain call on the CPU or CUDA. Calls with a bias, sinks, dropout, tensors in the mask,
-a tracer or another device are planned each time. So is a decoding step, whose sizes do not repeat. `strict()` and
-listeners are not part of the key; they are handled in each call.
+flags, which determine the plan and the kernel of a plain call on the CPU or CUDA. Calls with a bias, sinks, dropout,
+tensors in the mask, a tracer or another device are planned each time. Decoding steps are planned each time too, because
+their sizes do not repeat. `strict()` and listeners are not part of the key; they are handled in each call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from multihead.kernels.native import (
     library,
     operator,  # noqa: F401 - the import registers the operator for graphs
 )
-from multihead.kernels.plan.bounds import BOUNDS, CACHE_BYTES, PlanCache, bounds_of
+from multihead.kernels.plan.bounds import BOUNDS_CACHE, CACHE_BYTES, PlanCache, bounds_of
 from multihead.kernels.slow_paths import raise_if_strict
 from multihead.masks import Causal
 from multihead.masks.base import KeyBounds
@@ -65,7 +65,7 @@ class Kernel(Protocol):
         ...
 
 
-# The fastest first.
+# Name -> module of the kernel; the fastest kernel comes first.
 KERNELS: dict[str, Kernel] = {
     "native": cast(Kernel, kernel),
     "sdpa": cast(Kernel, sdpa),
@@ -88,13 +88,13 @@ class CallPlan(NamedTuple):
     kernel: Kernel
 
 
-PLANS: PlanCache[CallPlan] = PlanCache(CACHE_BYTES)
+PLAN_CACHE: PlanCache[CallPlan] = PlanCache(CACHE_BYTES)
 
 
 def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPlan:
     """Plan the mask of a request and choose its kernel, or return the cached plan of an equal call."""
     key = None if kernel is not None else _cache_key(request)
-    known = None if key is None else PLANS.entries.get(key)
+    known = None if key is None else PLAN_CACHE.entries.get(key)
     if known is not None:
         return known
     bounds = bounds_of(request)
@@ -103,14 +103,14 @@ def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPl
     if (
         key is not None and name != "reference"
     ):  # the reference kernel is not cached, because each of its calls must check `strict()`
-        PLANS.add(key, made, bounds)
+        PLAN_CACHE.add(key, made, bounds)
     return made
 
 
 @contextmanager
 def drop_plans_at_end() -> Iterator[None]:
     """Remove plans cached in this context when it ends, for a batch whose lengths do not recur."""
-    with PLANS.drop_added_at_end(), BOUNDS.drop_added_at_end():
+    with PLAN_CACHE.drop_added_at_end(), BOUNDS_CACHE.drop_added_at_end():
         yield
 
 
@@ -169,13 +169,13 @@ def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str |
     )
 
 
-# ---- where PyTorch's fused kernel is faster
+# ---- calls for which PyTorch's fused kernel was measured to be faster than the native kernel
 
-FEW_QUERIES, SHORT_KEYS = 8, 128  # upper limits of the classes "few" and "short"
-NOISE_MARGIN = 1.03  # a smaller advantage is within the noise of the measurement
+FEW_QUERIES, SHORT_KEYS = 8, 128  # most queries of the class "few", most keys of the class "short"
+NOISE_MARGIN = 1.03  # PyTorch's kernel counts as faster only if the times differ by more than this factor
 
-# Class of requests in the benchmark -> its description.
-CLASSES = {
+# Class of requests in `benchmarks.native.kernel_choice` -> description of the class.
+REQUEST_CLASSES = {
     "full": "full attention",
     "causal": "causal attention",
     "intervals": "masks that are one interval of keys per query",
@@ -185,7 +185,7 @@ CLASSES = {
     "short": f"at most {SHORT_KEYS} keys",
     "unequal": "a value dim other than the head dim",
 }
-TRAINING = ", training"
+TRAINING_SUFFIX = ", training"
 
 
 class MeasuredSpeed(NamedTuple):
@@ -196,7 +196,7 @@ class MeasuredSpeed(NamedTuple):
         dtype: dtype of q, k and v, such as "float32".
         where: date, CPU, threads and torch version of the measurement.
         ratios: class of requests -> time of PyTorch's kernel divided by the native kernel's time, of a forward pass; of
-            forward and backward for classes with the suffix TRAINING.
+            forward and backward for classes with the suffix TRAINING_SUFFIX.
     """
 
     instruction_set: str
@@ -219,31 +219,31 @@ def pytorch_speedups(measured: Iterable[MeasuredSpeed]) -> dict[tuple[str, torch
     return result
 
 
-_TABLE = files("multihead.kernels").joinpath("measured.json").read_text(encoding="utf-8")
-MEASURED = tuple(MeasuredSpeed(**row) for row in json.loads(_TABLE))
-PYTORCH_SPEEDUPS = pytorch_speedups(MEASURED)
+_MEASURED_JSON = files("multihead.kernels").joinpath("measured.json").read_text(encoding="utf-8")
+MEASURED_SPEEDS = tuple(MeasuredSpeed(**row) for row in json.loads(_MEASURED_JSON))
+PYTORCH_SPEEDUPS = pytorch_speedups(MEASURED_SPEEDS)
 _CAUSAL = Causal()
 
 
 def reason_native_is_slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
     """Return one sentence if PyTorch's kernel was measured to be faster for this class of request, else None."""
-    lost = PYTORCH_SPEEDUPS.get((set_name, request.shape.dtype))  # None where the native kernel won every class
+    lost = PYTORCH_SPEEDUPS.get((set_name, request.shape.dtype))  # None if the native kernel was faster in every class
     if lost is None:
         return None
     name = benchmark_class_of(request, bounds)
     if name not in lost or sdpa.refusal(request, bounds) is not None:
         return None
-    plain = name.removesuffix(TRAINING)
+    plain = name.removesuffix(TRAINING_SUFFIX)
     training = "" if plain == name else "training with "
     dtype = str(request.shape.dtype).removeprefix("torch.")
     return (
-        f"PyTorch's fused kernel was measured {lost[name]:.2f} times faster for {training}{CLASSES[plain]} in {dtype} "
-        f"with the instruction set {set_name}"
+        f"PyTorch's fused kernel was measured {lost[name]:.2f} times faster for {training}{REQUEST_CLASSES[plain]} in "
+        f"{dtype} with the instruction set {set_name}"
     )
 
 
 def benchmark_class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
-    """Return the benchmark class of a request, a key of `CLASSES` or one with the suffix TRAINING."""
+    """Return the benchmark class of a request, a key of `REQUEST_CLASSES` or one with the suffix TRAINING_SUFFIX."""
     shape, mask = request.shape, request.mask
     if shape.value_dim != shape.head_dim:
         name = "unequal"
@@ -261,4 +261,4 @@ def benchmark_class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
         name = "causal" if mask == _CAUSAL else "intervals"
     q, k, v = request.q, request.k, request.v
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return name + TRAINING if trains else name
+    return name + TRAINING_SUFFIX if trains else name

@@ -53,11 +53,11 @@ def scores(
     # One matrix product per key/value head: the rows of its query heads are concatenated, so k is never repeated.
     # A scale above 1 is applied after the product: q * scale could overflow to inf, and inf * 0 (the gradient of a
     # hidden cell) is NaN.
-    late = max(1.0, abs(request.scale))
-    product = (grouped.flatten(2, 3) * (request.scale / late)) @ k.mT  # (batch, kv_heads, group * queries, keys)
+    late_scale = max(1.0, abs(request.scale))
+    product = (grouped.flatten(2, 3) * (request.scale / late_scale)) @ k.mT  # (batch, kv_heads, group * queries, keys)
     cells = product.unflatten(2, grouped.shape[2:4]).flatten(1, 2)  # (batch, heads, queries, keys)
-    if late > 1:
-        cells = cells * late
+    if late_scale > 1:
+        cells = cells * late_scale
     if request.softcap is not None and hidden is not None:
         cells = cells.masked_fill(hidden, 0)  # the gradient of the softcap of a hidden NaN score would be NaN
     cells = apply_softcap(cells, request.softcap)
@@ -131,15 +131,15 @@ _FIRST_KEYS_OF_BOUNDS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary(
 
 def first_key_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return the smallest index of a key that some query sees, per sample: (batch or 1,), -1 if no query sees a key."""
-    # The cache is per KeyBounds, which do not depend on a bias.
+    # The cache is used only without a bias, because KeyBounds, its keys, do not depend on the bias.
     found = _FIRST_KEYS_OF_BOUNDS.get(bounds) if request.bias is None else None
     if found is None:
         none = request.shape.key_length
-        # Padded, so that amin works without queries.
+        # One value is padded before the first query, so that amin works on a call without queries.
         padded = torch.nn.functional.pad(first_key_of_queries(request, bounds), (1, 0), value=none)
         found = padded.amin(1)
         found = found.masked_fill(found == none, -1)
-        # Not cached in a trace or under FakeTensorMode: later calls must not get traced or fake tensors.
+        # The result is not cached in a trace or under FakeTensorMode: later calls must not get traced or fake tensors.
         if request.bias is None and not is_intercepted():
             _FIRST_KEYS_OF_BOUNDS[bounds] = found
     return found
@@ -148,8 +148,8 @@ def first_key_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor
 def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return the first key that each query sees in any head: (batch or 1, queries); the number of keys if it sees none.
 
-    This is the start of the query's interval in `bounds`, unless a bias of -inf hides that key, or the part of the mask
-    that is no interval does.
+    The first key is the start of the query's interval in `bounds`, unless a bias of -inf or `bounds.remainder` hides
+    it.
     """
     none = request.shape.key_length
     first = bounds.start.masked_fill(bounds.sees_nothing, none)
@@ -160,7 +160,7 @@ def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor
         _search_first_keys(request, bounds, slice(row, min(row + FIRST_TILE_QUERIES, queries)))
         for row in range(0, queries, FIRST_TILE_QUERIES)
     ]
-    # Not the call's batch size: bounds without a batch axis are shared by calls of other batch sizes.
+    # The results are not expanded to the batch size of the call: calls of other batch sizes share cached results.
     samples = max((each.shape[0] for each in found), default=1)
     return torch.cat([each.expand(samples, -1) for each in found], 1) if found else first
 

@@ -21,7 +21,8 @@ class Explanation:
         refusals: for each faster kernel, why it refuses.
         hidden_share: fraction of the score matrix that the mask's intervals hide, 0 to 1.
         skipped_share: fraction of the score matrix that the kernel does not compute, 0 to 1.
-        dense_remainder: whether the mask is not one interval of keys per query, so that it is also evaluated densely.
+        dense_remainder: whether the mask is not one interval of keys per query, so that the mask is also evaluated per
+            (query, key) pair.
         work: number of scores computed, and peak memory in bytes.
         waits: why the host waits for the device, in one sentence, or None.
         over_ranks: lines on the work and communication of this rank; empty if the sequence is not split over ranks.
@@ -62,7 +63,7 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
 
     `waits` is a sentence on why the host waits for the device outside the attention, or None.
     """
-    sequence = sequence_split.active
+    sequence = sequence_split.active_split
     if sequence is not None:
         return _explain_rank(sequence.estimate_rank_work(request, kernel=kernel), kernel)
     bounds = bounds_of(request)
@@ -81,7 +82,7 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
 
 
 def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
-    """Explain the calls of one rank: the kernel of the largest call, and the work of all calls."""
+    """Explain the attention calls of one rank of a split sequence: the kernel of the largest call, the work of all."""
     with use_split(None):
         parts = [explain_request(part, kernel=kernel) for part in work.requests]
     largest = max(parts, key=lambda part: part.work.cells, default=None)

@@ -3,9 +3,10 @@
 Without a GPU the tests cover its arithmetic, with the eager flex_attention on the CPU, and its blocks, with the
 compiled one on the CPU, which computes no logsumexp and no gradient; tests/kernels/test_cuda.py runs it on a GPU.
 
-The intervals of 128 queries each are rounded out to blocks of 128 keys. Full blocks need no mask, partial ones compare
-a key with the `[start, stop)` of its query and look up the remainder, and hidden ones are skipped; the lists are
-computed in closed form on the device, without waiting for a value, and kept for equal masks and sizes. Softcap, tensor
+The key intervals of each 128 queries are rounded out to blocks of 128 keys. Full blocks need no mask, partial ones
+compare a key with the `[start, stop)` of its query and look up `bounds.remainder`, and hidden ones are skipped; the
+lists of blocks are computed in closed form on the device, without waiting for a value, and kept for equal masks and
+sizes. Softcap, tensor
 biases and `RelativeBias` modify the scores, scale and grouped heads are those of flex_attention, and sinks are a factor
 of the output. flex_attention is compiled once per kind of call. What PyTorch cannot compile is computed by the
 reference kernel, with a warning. Second derivatives are computed by the reference kernel too. This kernel refuses
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
 HANDLES_NONFINITE = False
 BLOCK = 128  # queries and keys per block, the block size of flex_attention's own kernels
-MOST_KINDS = 1 << 16  # of calls that are compiled; PyTorch stops at 8
-DIMS = (16, 256)  # Triton multiplies no matrices narrower than 16; wider than 256 they exceed a GPU's shared memory
+MAX_COMPILED_KINDS = 1 << 16  # limit on the kinds of calls that are compiled; PyTorch's default limit is 8
+HEAD_DIM_RANGE = (16, 256)  # Triton multiplies no narrower matrices; wider ones exceed the shared memory of a GPU
 
-LARGEST = torch.finfo(torch.float32).max / 1.5  # score
+LARGEST_SCORE = torch.finfo(torch.float32).max / 1.5  # scores are clamped to it; the kernel multiplies them by log2(e)
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -70,8 +71,9 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     if 0 in (shape.batch, shape.query_length, shape.key_length):
         return "flex_attention needs at least one sample, query and key"
     for name, dim in (("head_dim", shape.head_dim), ("value_dim", shape.value_dim)):
-        if not DIMS[0] <= dim <= DIMS[1]:
-            return f"flex_attention's kernels support heads of {DIMS[0]} to {DIMS[1]} columns, and {name} is {dim}"
+        least, most = HEAD_DIM_RANGE
+        if not least <= dim <= most:
+            return f"flex_attention's kernels support heads of {least} to {most} columns, and {name} is {dim}"
     if request.bias is not None and values_of(request.bias).requires_grad and torch.is_grad_enabled():
         return "flex_attention accumulates the gradient of a bias one cell at a time, which is slow"
     return None
@@ -87,7 +89,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
 
     The output has the memory layout of q, so merging heads needs no copy if q was split from a projection.
     """
-    # The kernels need a last stride of 1.
+    # The kernels of flex_attention need tensors whose last stride is 1.
     q, k, v = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (request.q, request.k, request.v)
     )
@@ -230,7 +232,7 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
             return score
         bias = _value_at(values, b, h, i, j) if diagonal is None else _value_at(values, b, h, j - i + diagonal)
         # The kernel multiplies scores by log2(e): a bias of the lowest float would become -inf, which hides.
-        return torch.where(bias == -torch.inf, bias, (score + bias).clamp(-LARGEST, LARGEST))
+        return torch.where(bias == -torch.inf, bias, (score + bias).clamp(-LARGEST_SCORE, LARGEST_SCORE))
 
     return modified_score
 
@@ -258,7 +260,7 @@ def _call_flex_attention(
 ) -> tuple[Tensor, Tensor]:
     """Call flex_attention for the output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
 
-    PyTorch's kernel for few queries has no tile for more than a block of grouped queries: `by_rows` avoids it.
+    `by_rows` avoids PyTorch's kernel for few queries, which supports at most one block of grouped queries.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -278,19 +280,19 @@ def _call_flex_attention(
 
 @cache
 def _compiled_flex_attention() -> Callable[..., tuple[Tensor, Tensor]]:
-    # With fullgraph it raises instead of silently falling back to eager code that holds queries x keys.
+    # With fullgraph, torch.compile raises an error instead of silently running eager code that holds queries x keys.
     return torch.compile(_call_flex_attention, fullgraph=True)
 
 
 def _run_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Run the compiled flex_attention; each kind of call is compiled, however many there are."""
+    """Run the compiled flex_attention, and compile it for a new kind of call; see `MAX_COMPILED_KINDS`."""
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     try:
         return _compiled_flex_attention()(*tensors, **options)
     except FailOnRecompileLimitHit:
-        with config.patch(recompile_limit=MOST_KINDS, accumulated_recompile_limit=MOST_KINDS):
+        with config.patch(recompile_limit=MAX_COMPILED_KINDS, accumulated_recompile_limit=MAX_COMPILED_KINDS):
             return _compiled_flex_attention()(*tensors, **options)
 
 
@@ -309,19 +311,19 @@ def _output_and_logsumexp(
     return flex(
         *tensors,
         score_mod=score_mod(request),
-        block_mask=_known_block_mask(request, bounds, backward=backward),
+        block_mask=_cached_block_mask(request, bounds, backward=backward),
         scale=_float_as_text(request.scale),
         grouped=request.shape.group > 1,
         by_rows=request.shape.query_length * request.shape.group > BLOCK // 2,
     )
 
 
-# Key bounds (compared by identity) -> `backward` -> block mask. Masks whose remainder is dense are not kept.
+# Key bounds (compared by identity) -> `backward` -> block mask. Bounds with a dense remainder are not cached.
 _BLOCK_MASKS: WeakKeyDictionary[KeyBounds, dict[bool, BlockMask]] = WeakKeyDictionary()
 
 
-def _known_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool) -> BlockMask:
-    """Return the block mask of a request, computed once for bounds that are kept, as those of equal calls are."""
+def _cached_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool) -> BlockMask:
+    """Return the block mask of a request, computed once per key bounds, which equal calls share."""
     if bounds.remainder is not None or is_intercepted():
         return block_mask(request, bounds, backward=backward)
     known = _BLOCK_MASKS.setdefault(bounds, {})
@@ -378,7 +380,7 @@ class _CompiledFlex(torch.autograd.Function):
 def _compute_with_graph(
     request: AttentionRequest, bounds: KeyBounds, tensors: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Compute flex_attention of q, k and v with a graph of its own; return its leaves, and output and logsumexp."""
+    """Compute flex_attention in an autograd graph of its own; return its leaves (q, k, v), output and logsumexp."""
     with torch.enable_grad():
         leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
         inside = replace(request, q=leaves[0], k=leaves[1], v=leaves[2])
@@ -388,7 +390,7 @@ def _compute_with_graph(
 @constant_in_graphs
 def _missing_requirement(device: torch.device) -> str | None:
     """Return which requirement of the compiled flex_attention is missing, in one sentence, or None."""
-    if _triton_is_missing():
+    if _is_triton_missing():
         return "PyTorch compiles flex_attention with Triton, which is not installed"
     if torch.cuda.get_device_capability(device) < (7, 0):
         return "Triton needs a device of compute capability 7.0"
@@ -396,7 +398,7 @@ def _missing_requirement(device: torch.device) -> str | None:
 
 
 @cache
-def _triton_is_missing() -> bool:
+def _is_triton_missing() -> bool:
     return find_spec("triton") is None
 
 

@@ -1,8 +1,8 @@
 """Count the floating point operations of attention, for `torch.utils.flop_counter.FlopCounterMode`.
 
-FLOPs count the visible cells, read from the plan's values. Without values all cells count, as in PyTorch's own
-formulas. PyTorch has no formula for its fused CPU attention, which `sdpa` calls; importing multihead registers
-PyTorch's formula for other devices for it.
+FLOPs are counted over the visible (query, key) pairs, which are read from the values of the plan. If values cannot be
+read, all pairs count, as in PyTorch's own formulas. PyTorch has no formula for its fused CPU attention, which `sdpa`
+calls; importing multihead registers PyTorch's formula for other devices for it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def backward_flops(
     return 2 * _count_visible_cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-if library.reason_of_absence() is None:  # else the operators do not exist
+if library.reason_of_absence() is None:  # without the library the operators do not exist
     register_flop_formula(torch.ops.multihead.attention, get_raw=True)(forward_flops)
     register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)(backward_flops)
 
 
 # PyTorch has formulas for its fused kernels of other devices, but not for the CPU kernel that "sdpa" calls.
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
-_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
-for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward_flop)):
+_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
+_fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+for _operator, _formula in ((_fused_attention, sdpa_flop), (_fused_attention_backward, sdpa_backward_flop)):
     flop_registry.setdefault(_operator, _formula)
 
 

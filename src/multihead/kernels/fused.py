@@ -1,7 +1,7 @@
 """PyTorch's fused attention with its logsumexp: one kernel on the CPU, and three on CUDA, among which PyTorch chooses.
 
-On CUDA these are FlashAttention and cuDNN in half precision, and the memory-efficient kernel in float32. They get no
-mask here: a call is full or causal.
+The kernels on CUDA are FlashAttention and cuDNN in half precision, and the memory-efficient kernel in float32. They get
+no mask: a call on CUDA is full or causal.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from torch.nn.functional import pad
 
 from multihead.tensors.shapes import AttentionShape
 
-HALVES = (torch.float16, torch.bfloat16)
-WIDEST = 256  # columns of a head
-CUDNN = 3  # of `torch._fused_sdp_choice`
-ROWS = 32  # the memory-efficient kernel pads its logsumexp to a multiple
-# Only these functions return and take the logsumexp, and only this one says which kernel PyTorch would choose.
-_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
-_flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
-_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
-_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: SLF001
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
-_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward  # noqa: SLF001
-_choice = torch._fused_sdp_choice  # noqa: SLF001
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256  # largest head_dim that the fused kernels on CUDA support
+CUDNN_CHOICE = 3  # the result of `torch._fused_sdp_choice` if PyTorch would choose cuDNN
+LOGSUMEXP_MULTIPLE = 32  # the memory-efficient kernel pads the logsumexp to a multiple of this number of queries
+# PyTorch has no public functions that return and take the logsumexp, or return which kernel it would choose.
+_cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
+_cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
+_cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: SLF001
+_efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
+_efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward  # noqa: SLF001
+_choose_fused_kernel = torch._fused_sdp_choice  # noqa: SLF001
 
 
 def refusal_on_cuda(shape: AttentionShape) -> str | None:
     """Return why no fused kernel on CUDA computes tensors of these sizes, in one sentence, or None."""
     if shape.dtype == torch.float32 and shape.group > 1:
         return "PyTorch's fused CUDA kernel for float32 has no grouped heads"
-    if shape.dtype not in (*HALVES, torch.float32):
+    if shape.dtype not in (*HALF_DTYPES, torch.float32):
         return f"PyTorch has no fused CUDA kernel for {str(shape.dtype).split('.')[-1]}"
-    if max(shape.head_dim, shape.value_dim) > WIDEST:
-        return f"PyTorch's fused CUDA kernels support at most {WIDEST} columns a head"
+    if max(shape.head_dim, shape.value_dim) > MAX_HEAD_DIM:
+        return f"PyTorch's fused CUDA kernels support at most {MAX_HEAD_DIM} columns a head"
     if 0 in (shape.batch, shape.query_length, shape.key_length):
         return "PyTorch's fused CUDA kernels need at least one sample, query and key"
-    if _capability(shape.device) < (8, 0):
+    if _compute_capability(shape.device) < (8, 0):
         return "PyTorch's fused CUDA kernels need a device of compute capability 8.0"
     return None
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
@@ -55,12 +55,14 @@ def with_supported_layout(tensor: Tensor) -> Tensor:
     """Return a tensor (batch, heads, length, dim), copied if a fused kernel would misread its strides.
 
     The kernels assume a last stride of 1, also for tensors that they allocate with the strides of their inputs; with a
-    stride of 0 the order of their axes would be undefined. On CUDA they read 16 bytes at a time.
+    stride of 0 the order of their axes would be undefined. On CUDA the kernels read 16 aligned bytes at a time.
     """
     tensor = tensor.resolve_neg()
     strides = tensor.stride()
     if strides[-1] == 1 and 0 not in strides:
-        numbers = tensor.storage_offset() | strides[0] | strides[1] | strides[2]  # a multiple of 2^n if all are
+        numbers = (
+            tensor.storage_offset() | strides[0] | strides[1] | strides[2]
+        )  # a multiple of 2^n if offset and strides are
         if not tensor.is_cuda or numbers * tensor.itemsize % 16 == 0:
             return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -69,17 +71,19 @@ def with_supported_layout(tensor: Tensor) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (batch, heads, queries, dim) and the logsumexp (batch, heads, queries); a mask on the CPU."""
+    """Return output (batch, heads, queries, dim) and logsumexp (batch, heads, queries); `mask` is None on CUDA."""
     if not q.is_cuda:
-        found = _on_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        found = _cpu_attention(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     elif q.dtype == torch.float32:
-        output, logsumexp, *_ = _efficient(q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale)
+        output, logsumexp, *_ = _efficient_attention(
+            q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale
+        )
         found = output, logsumexp[..., : q.shape[2]]
     elif _chooses_cudnn(q, k, v, causal=causal, scale=scale):
-        output, logsumexp, *_ = _cudnn(q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale)
+        output, logsumexp, *_ = _cudnn_attention(q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale)
         found = output, logsumexp[..., 0]
     else:
-        found = _flash(q, k, v, is_causal=causal, scale=scale)[:2]
+        found = _flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
     return cast("tuple[Tensor, Tensor]", found)
 
 
@@ -95,29 +99,35 @@ def backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; the logsumexp may be that of more keys than those of the call."""
+    """Return the gradients of q, k and v; the logsumexp may include more keys than k has."""
     given = with_supported_layout(grad_output), q, k, v, output
     if not q.is_cuda:
         return cast(
             "tuple[Tensor, Tensor, Tensor]",
-            _on_cpu_backward(*given, logsumexp, 0.0, causal, attn_mask=mask, scale=scale),
+            _cpu_attention_backward(*given, logsumexp, 0.0, causal, attn_mask=mask, scale=scale),
         )
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not there
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of the dropout, unused here
     queries, keys = q.shape[2], k.shape[2]
     if q.dtype == torch.float32:
-        padded = pad(logsumexp, (0, -queries % ROWS), value=torch.inf)
+        padded = pad(logsumexp, (0, -queries % LOGSUMEXP_MULTIPLE), value=torch.inf)
         wanted = [True, True, True, False]
-        found = _efficient_backward(*given[:4], None, output, padded, seed, seed, 0.0, wanted, causal, scale=scale)
+        found = _efficient_attention_backward(
+            *given[:4], None, output, padded, seed, seed, 0.0, wanted, causal, scale=scale
+        )
     elif _chooses_cudnn(q, k, v, causal=causal, scale=scale):
         stats = logsumexp.contiguous()[..., None]
-        found = _cudnn_backward(*given, stats, seed, seed, None, None, None, queries, keys, 0.0, causal, scale=scale)
+        found = _cudnn_attention_backward(
+            *given, stats, seed, seed, None, None, None, queries, keys, 0.0, causal, scale=scale
+        )
     else:
         stats = logsumexp.contiguous()
-        found = _flash_backward(*given, stats, None, None, queries, keys, 0.0, causal, seed, seed, scale=scale)
+        found = _flash_attention_backward(
+            *given, stats, None, None, queries, keys, 0.0, causal, seed, seed, scale=scale
+        )
     return cast("tuple[Tensor, Tensor, Tensor]", tuple(found[:3]))
 
 
 def _chooses_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> bool:
     """Whether PyTorch would choose cuDNN for this call, as it does where that is faster."""
     grouped = q.shape[1] != k.shape[1]
-    return _choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped) == CUDNN
+    return _choose_fused_kernel(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped) == CUDNN_CHOICE

@@ -2,13 +2,12 @@
 
 Every kernel's output passes `change_output` before listeners receive it. Calls without an active change only read one
 global variable. The variable is no ContextVar, because backward passes, in which activation checkpointing recomputes a
-layer, run in other threads; forward passes in other threads are not changed. What a change is made of is decided in
-`interventions/`.
+layer, run in other threads; forward passes in other threads are not changed. `interventions/` defines the changes.
 
 A recomputed layer must be changed as in its forward pass. Each change saves an empty tensor for the backward pass whose
-shape says which change it is (`mark`). Non-reentrant checkpointing compares the shapes of all saved tensors, and raises
-a CheckpointError where a forward pass and its recomputation ran under different changes. Reentrant checkpointing
-compares nothing, so it is rejected in the forward pass, and its recomputations are never changed.
+shape identifies the change (`mark_changed_output`). Non-reentrant checkpointing compares the shapes of all saved
+tensors, and raises a CheckpointError where a forward pass and its recomputation ran under different changes. Reentrant
+checkpointing compares nothing, so it is rejected in the forward pass, and its recomputations are never changed.
 """
 
 from __future__ import annotations
@@ -32,51 +31,51 @@ class HeadChange(Protocol):
     """A change to the outputs of some heads of one model, while it is active.
 
     Attributes:
-        state: a value that equal changes share, which a key/value cache remembers; None for a change after which a
-            cache may be continued without it.
+        state: a value that equal changes share, which a key/value cache stores; None for a change after which a cache
+            may be continued without the change.
     """
 
     @property
     def state(self) -> object:
-        """See the class."""
+        """A value that equal changes share; None for a change after which a cache may be used without the change."""
         ...
 
-    def concerns(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or a part of it, and its calls in this thread are changed."""
+    def applies_to(self, module: nn.Module) -> bool:
+        """Whether a module is the changed model or a part of it, and its calls in this thread are changed."""
         ...
 
     def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call of the model, (batch, heads, queries, value_dim), before its projection.
 
         Returns:
-            the output, the given tensor if the call is not changed; and the factor of each head's own output,
+            the output, which is the given tensor if the call is not changed; and the factor of each head's own output,
             (1 or batch, heads, 1 or queries), NaN where another vector replaced it, or None if it is not changed.
         """
         ...
 
 
-active: tuple[HeadChange, ...] = ()
+active_changes: tuple[HeadChange, ...] = ()
 """The active changes, in the order in which they began."""
 
 
 @contextmanager
-def changing(change: HeadChange) -> Iterator[None]:
+def apply_change(change: HeadChange) -> Iterator[None]:
     """Apply a change in this context; contexts may end in any order."""
-    global active  # noqa: PLW0603
+    global active_changes  # noqa: PLW0603
 
     def end() -> None:
-        global active  # noqa: PLW0603
-        active = tuple(each for each in active if each is not change)
+        global active_changes  # noqa: PLW0603
+        active_changes = tuple(each for each in active_changes if each is not change)
 
     with Undo() as undo:
         undo.callback(end)
-        active = (*active, change)
+        active_changes = (*active_changes, change)
         yield
 
 
-def is_call_followed() -> bool:
-    """Whether a change or a listener needs to know which layer makes a call."""
-    return bool(active) or bool(listeners())
+def needs_call_origin() -> bool:
+    """Whether an active change or listener needs to know which layer makes a call (`CallOrigin`)."""
+    return bool(active_changes) or bool(listeners())
 
 
 def change_output(request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -109,9 +108,9 @@ def change_output(request: AttentionRequest, output: Tensor) -> tuple[Tensor, Te
     return output, None if factors is None else factors.expand(output.shape[:3])
 
 
-def states_of(module: nn.Module) -> frozenset[object] | None:
+def change_states_of(module: nn.Module) -> frozenset[object] | None:
     """Return the states of the active changes of the model that a module is part of; None if any cache may be used."""
-    states = frozenset(change.state for change in active if change.concerns(module))
+    states = frozenset(change.state for change in active_changes if change.applies_to(module))
     return None if None in states else states
 
 
@@ -135,14 +134,14 @@ def reject_split_call(request: AttentionRequest) -> None:
         )
 
 
-def mark(output: Tensor, *numbers: int) -> Tensor:
-    """Return a changed output that saves `numbers`, which identify the change, for the backward pass."""
+def mark_changed_output(output: Tensor, *numbers: int) -> Tensor:
+    """Save `numbers`, which identify a change, with the changed output for the backward pass; return the output."""
     if not (torch.is_grad_enabled() and output.requires_grad):
         return output
-    return _Mark.apply(output, numbers)  # type: ignore[no-any-return, no-untyped-call]
+    return _ChangeMark.apply(output, numbers)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Mark(torch.autograd.Function):
+class _ChangeMark(torch.autograd.Function):
     """Identity that saves an empty tensor, whose shape identifies a change."""
 
     generate_vmap_rule = True
@@ -168,17 +167,17 @@ class _Mark(torch.autograd.Function):
 def _changes_of_call(request: AttentionRequest) -> list[HeadChange]:
     """Return the active changes of the model whose layer makes a call."""
     origin = request.origin
-    return [] if origin is None else [change for change in active if change.concerns(origin.layer)]
+    return [] if origin is None else [change for change in active_changes if change.applies_to(origin.layer)]
 
 
-_REENTRANT = frozenset({CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__})
+_REENTRANT_CHECKPOINT_CODE = frozenset({CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__})
 
 
 def _runs_in_reentrant_checkpoint() -> bool:
-    """Whether this code is called by reentrant activation checkpointing, which torch does not tell otherwise."""
+    """Whether reentrant activation checkpointing runs this code; torch has no function that returns it."""
     frame = sys._getframe()  # noqa: SLF001 - the function that the standard library offers
     while frame is not None:
-        if frame.f_code in _REENTRANT:
+        if frame.f_code in _REENTRANT_CHECKPOINT_CODE:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -8,9 +8,9 @@ would get inf - inf. Otherwise keys with non-finite values are set to zero, and 
 a key are set to NaN afterwards. An inf that a query sees counts as NaN, because 0 * inf and inf - inf turn most such
 rows into NaN anyway.
 
-On CUDA values are not read, and replacing them would take longer than attention itself at short lengths. So it is done
-there where a mask can hide padding: with lengths, documents or tensors. A mask that depends on distances alone hides
-nothing from all queries, and a NaN is then a result of the model.
+On CUDA values are not read, and replacing them would take longer than attention itself at short lengths. So non-finite
+values are replaced on CUDA only where a mask can hide padding: with lengths, documents or tensors. A mask that depends
+on distances alone hides no key from all queries, and a NaN in a key is then a result of the model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
 
 
 def _has_nonfinite(tensor: Tensor) -> Tensor:
-    """Return which rows of (batch, heads, length, dim) hold NaN or inf, which reach a sum that cannot overflow."""
+    """Return which rows of (batch, heads, length, dim) hold NaN or inf, by their sums: (batch, heads, length) bool."""
     if tensor.dtype == torch.float64:
         return ~tensor.detach().isfinite().all(-1)
     wide = torch.float64 if tensor.dtype == torch.float32 else torch.float32
@@ -74,7 +74,7 @@ def _has_nonfinite(tensor: Tensor) -> Tensor:
 
 
 def _is_nan_or_positive_inf(numbers: Tensor) -> Tensor:
-    """Return where biases or sinks are NaN or inf, which makes the output NaN; -inf hides: bool, same shape."""
+    """Return where biases or sinks are NaN or inf, which make the output NaN (-inf hides a key): bool, same shape."""
     return numbers.isnan() | (numbers == torch.inf)
 
 
@@ -94,7 +94,7 @@ def may_overflow(request: AttentionRequest) -> bool:
 
 
 def make_rows_nan(attended: AttentionResult, rows: Tensor) -> AttentionResult:
-    """Add NaN to output and logsumexp of `rows`, (batch, heads, queries) bool; gradients are unchanged."""
+    """Set output and logsumexp to NaN in the queries `rows`, (batch, heads, queries) bool; gradients are unchanged."""
     nan = torch.zeros_like(attended.logsumexp).masked_fill(rows, torch.nan)
     return replace(
         attended,

@@ -1,10 +1,10 @@
 """The per-query and per-key statistics ("parts") that kernels measure, and from which probes are computed.
 
-A probe is computed from parts: sums over a row, looked-up weights, weighted columns. This module defines all parts.
-Kernels measure some of them, `probes/streaming.py` and `probes/lookups.py` the others, and each probe names those that
-it needs. Further inputs of a probe (`probes/context.py`: token ids, sets of tokens, an output projection) and its shape
-follow from its parts. Several probes share one pass over the attention weights, and a user-defined probe is as cheap as
-a built-in one.
+A part is a sum over a row of attention weights, one looked-up weight, or a weighted column. This module defines all
+parts. Kernels measure some parts, `probes/streaming.py` and `probes/lookups.py` the others, and each probe names the
+parts that it needs. Further inputs of a probe (`probes/context.py`: token ids, sets of tokens, an output projection)
+and its shape follow from its parts. Several probes share one pass over the attention weights, and a user-defined probe
+is as cheap as a built-in one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from multihead.errors import ArgumentError
 
 Part: TypeAlias = "str | tuple[str, int | str]"
-"""A key of `PARTS`, or (key of `PART_FAMILIES`, argument), such as ("offset_mass", -1)."""
+"""The name of a part (a statistic): a key of `PARTS`, or (key of `PART_FAMILIES`, argument): ("offset_mass", -1)."""
 
 PARTS: dict[str, str] = {
     "entropy": "-Σ_j p_ij ln p_ij, nats",
@@ -32,14 +32,15 @@ PARTS: dict[str, str] = {
     "received": "Σ_i p_ij, (batch, heads, keys)",
     "pooled_map": "the map in blocks, (batch, heads, row blocks, column blocks); NaN where no cell is visible",
 }
-"""Name -> definition. The shape is (batch, heads, queries) unless stated; 0 where a query sees no key."""
+"""Name of a part -> definition. The shape is (batch, heads, queries) unless stated; 0 where a query sees no key."""
 
 PART_FAMILIES: dict[str, tuple[type, str]] = {
     "offset_mass": (int, "p_ij at j = position_i + offset"),
     "first_keys_mass": (int, "Σ p_ij over the first keys of the sample, this many"),
     "tokens_mass": (str, "Σ p_ij over the keys of a set"),
 }
-"""Name -> type of its argument (an offset, a count, the name of a set) and definition; (batch, heads, queries)."""
+"""Name of a family of parts -> type of its argument (offset, count, name of a set), definition of a part
+(batch, heads, queries)."""
 
 
 def check_part(part: object) -> None:

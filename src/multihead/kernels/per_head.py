@@ -21,8 +21,8 @@ from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import is_traced
 
-# Weights computed together, over samples and heads: 1 MiB of float32. Matrix products are as fast as larger ones, and
-# the softmax is 5 times faster than over all weights at once.
+# Number of weights computed at once, over samples and heads: 1 MiB of float32. Matrix products of this size are as fast
+# as larger ones, and the softmax is 5 times faster than over all weights of a call.
 TILE_WEIGHTS = 1 << 18
 # Up to this many keys this code is within 5 % of the fused kernel (measured in a whole layer), and returns the weights
 # at almost no cost; computing the weights next to the fused kernel would cost another third of the layer.
@@ -32,8 +32,8 @@ MAX_KEYS = 1024
 def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bool:
     """Whether a CPU call in float32 or float64 is computed by this module.
 
-    Calls with dropout are, so that a seed drops the same weights as in torch.nn. Without dropout a kernel is faster for
-    gradients, masks that hide keys and many keys, and the native kernel if no weights are needed.
+    Calls with dropout always are, so that a seed drops the same weights as in torch.nn. Without dropout a kernel is
+    faster for gradients, masks that hide keys and many keys, and the native kernel if no weights are needed.
     """
     shape = request.shape
     if is_traced() or shape.device.type != "cpu" or not shape.cells:
@@ -72,7 +72,7 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
             output, weights = _AttentionPerHead.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             output, weights = _forward_per_head(*arguments)
-        output, factors = head_changes.change_output(request, output) if head_changes.active else (output, None)
+        output, factors = head_changes.change_output(request, output) if head_changes.active_changes else (output, None)
         if listeners():
             attended = AttentionResult(output, _logsumexp_per_head(request), head_factors=factors)
             publish(AttentionCall(request, attended))
@@ -91,7 +91,7 @@ class _AttentionPerHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor | None, of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bias, keep = ctx.saved_tensors
         request, heads = ctx.request, q.shape[1]
         dq, dk, dv = (torch.zeros_like(tensor, memory_format=torch.preserve_format) for tensor in (q, k, v))
@@ -101,8 +101,8 @@ class _AttentionPerHead(torch.autograd.Function):
             weights = _weights_of_tile(request, hidden, tile)  # (samples, heads, queries, keys), before dropout
             factor = None if keep is None else _dropout_factor(request, keep[tile])
             of_dropped = torch.zeros_like(weights) if grad_output is None else grad_output[tile] @ v[tile].mT
-            if of_weights is not None:
-                of_dropped += of_weights[tile[0]][:, None] / heads if ctx.average else of_weights[tile]
+            if grad_weights is not None:
+                of_dropped += grad_weights[tile[0]][:, None] / heads if ctx.average else grad_weights[tile]
             if grad_output is not None:
                 dropped = weights if factor is None else weights * factor
                 dv[tile] = dropped.mT @ grad_output[tile]

@@ -1,12 +1,12 @@
 """Keys and values in int8, with one float32 scale per token and head: half the bytes of bfloat16.
 
 A cache in int8 has one scale per token and head, because a token is quantised when it arrives and never again. A
-request carries the integers and `scales`. A kernel that cannot read int8 gets the request with converted keys and
-values (`expanded()`), as listeners do. The native kernel multiplies integers with integers: the query is rounded to 16
-bits, an error 256 times smaller than that of the keys, so one instruction multiplies 32 pairs without converting the
-keys. The weights of 64 keys are rounded to 16 bits too, where the instruction set multiplies pairs (AVX-512): with a
-head_dim of 64 the conversion of values to floats took more time than reading them. Compared with an unquantised cache
-the perplexity of SmolLM2 on 1,024 tokens changes by -0.17 % (`python -m benchmarks.int8_cache`).
+request carries the integers and `scales`. A kernel that cannot read int8 gets the request with dequantised keys and
+values (`with_dequantised_keys`), as listeners do. The native kernel multiplies integers with integers: the query is
+rounded to 16 bits, an error 256 times smaller than that of the keys, so one instruction multiplies 32 pairs without
+converting the keys. The weights of 64 keys are rounded to 16 bits too, where the instruction set multiplies pairs
+(AVX-512): with a head_dim of 64 the conversion of values to floats took more time than reading them. Compared with an
+unquantised cache the perplexity of SmolLM2 on 1,024 tokens changes by -0.17 % (`python -m benchmarks.int8_cache`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST = 127  # symmetric range: -128 is unused
+MAX_INT8 = 127  # integers are in [-127, 127]; -128 is unused
 
 
 class Scales(NamedTuple):
     """Dequantisation factors of int8 keys and values: element = scale of the row * integer.
 
     Attributes:
-        k: (batch, kv_heads, keys), float32, contiguous in the last dimension; NaN for a key that is not finite.
-        v: (batch, kv_heads, keys), as k.
+        k: the scales of the keys, (batch, kv_heads, keys), float32, contiguous in the last dimension; NaN for a key
+            with NaN or infinity.
+        v: the scales of the values, (batch, kv_heads, keys), like those of the keys.
     """
 
     k: Tensor
@@ -43,9 +44,9 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
             [0.0000]]))
     """
     rows = rows.float()
-    scale = rows.abs().amax(-1, keepdim=True) / LARGEST
+    scale = rows.abs().amax(-1, keepdim=True) / MAX_INT8
     # A row of zeros gives 0 / 0 = NaN, and a row with inf or NaN gives NaN: their integers become 0.
-    integers = (rows / scale).round_().nan_to_num_(0, 0, 0).clamp_(-LARGEST, LARGEST).to(torch.int8)
+    integers = (rows / scale).round_().nan_to_num_(0, 0, 0).clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
     return integers, scale + scale * 0  # infinity becomes NaN
 
 

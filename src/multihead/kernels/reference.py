@@ -3,12 +3,12 @@
 A second derivative through the native and the fused kernel is computed by the reference kernel, with a warning. Those
 kernels have no second derivative, and without this fallback their gradients would silently count as constants. Calls
 inside `torch.func` transforms, whose tensors have no memory to read, use the reference kernel too. `strict()` turns
-both into an error.
+both fallbacks into errors.
 
 The weights are computed in float32 (float64 for float64). This kernel also supports what the others refuse: float64
 with dropout, softcap or a bias with gradient, and tensors on an accelerator. Without gradients and dropout it computes
-blocks of 256 queries, over the keys they see. Otherwise it holds a whole queries x keys matrix, which no other kernel
-does.
+blocks of 256 queries over the keys that these queries see. Otherwise it holds a whole queries x keys matrix, which no
+other kernel does.
 """
 
 from __future__ import annotations

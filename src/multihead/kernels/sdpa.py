@@ -7,9 +7,9 @@ rectangles: with the logsumexp of the whole row, the weights of each rectangle a
 of the logsumexp is an attention whose values are the keys. Value dims that differ from head dims are padded with zeros,
 which change no score; sinks multiply the output by sigmoid(L - sink), where L is the logsumexp of the row.
 
-On CUDA a call is computed if its mask is one rectangle of all queries: full or causal attention, a decoding step. It is
-known from Python numbers, so that no call waits for a value of the device. Other masks take several calls there, and
-flex_attention is faster than them.
+On CUDA a call is computed if its mask is one rectangle of all queries: full or causal attention, a decoding step. This
+is decided from Python numbers, so that no call waits for a value of the device. Other masks would take several fused
+calls on CUDA, and flex_attention is faster than these.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def _refusal_on_cuda(request: AttentionRequest) -> str | None:
     bounds = _bounds_on_cpu(request)
     if bounds is None:
         return "the mask or query_start holds tensors, which are not read on CUDA"
-    pieces = () if bounds.remainder is not None else cover_with_rectangles(bounds)
-    whole = len(pieces) == 1 and pieces[0].sample is None and pieces[0].rows == (0, request.shape.query_length)
-    if not whole or pieces[0].kind == "partial":
+    rectangles = () if bounds.remainder is not None else cover_with_rectangles(bounds)
+    whole = (
+        len(rectangles) == 1 and rectangles[0].sample is None and rectangles[0].rows == (0, request.shape.query_length)
+    )
+    if not whole or rectangles[0].kind == "partial":
         return "PyTorch's fused CUDA kernels have no such mask"
     return None
 
@@ -118,10 +120,10 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the scores computed, and the memory of output, logsumexp and the largest mask."""
     shape = request.shape
-    pieces = _rectangles_of(request, bounds)
+    rectangles = _rectangles_of(request, bounds)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
-    cells = sum(_count_computed_cells(piece) * heads_samples[piece.sample is None] for piece in pieces)
-    masked = max((piece.cells for piece in pieces if piece.kind == "partial"), default=0)
+    cells = sum(_count_computed_cells(rectangle) * heads_samples[rectangle.sample is None] for rectangle in rectangles)
+    masked = max((rectangle.cells for rectangle in rectangles if rectangle.kind == "partial"), default=0)
     if bounds.remainder is not None or request.bias is not None:
         masked *= shape.batch * shape.num_heads
     rows = shape.batch * shape.num_heads * shape.query_length
@@ -129,15 +131,15 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     return WorkEstimate(cells, rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
 
 
-def _count_computed_cells(piece: Rectangle) -> int:
+def _count_computed_cells(rectangle: Rectangle) -> int:
     """Count the scores of a rectangle that the fused kernel computes: with is_causal it skips whole blocks.
 
     A block has 32, 64 or 256 queries by 512 keys; blocks up to the one with the last visible key are computed (PyTorch,
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
     """
-    if piece.kind != "causal":
-        return piece.cells
-    height, width = piece.rows[1] - piece.rows[0], piece.columns[1] - piece.columns[0]
+    if rectangle.kind != "causal":
+        return rectangle.cells
+    height, width = rectangle.rows[1] - rectangle.rows[0], rectangle.columns[1] - rectangle.columns[0]
     block = 256 if height >= 768 else 64 if height >= 192 else 32
     stops = (min(first + block, height) for first in range(0, height, block))
     return sum(
@@ -148,34 +150,38 @@ def _count_computed_cells(piece: Rectangle) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _RectangleCover:
-    """A request and the rectangles that cover it; methods slice its tensors and mask to a rectangle."""
+    """A request and the rectangles that cover its visible keys; methods slice tensors and mask to a rectangle."""
 
     request: AttentionRequest
     bounds: KeyBounds
-    pieces: tuple[Rectangle, ...]
+    rectangles: tuple[Rectangle, ...]
 
-    def sample_slice(self, piece: Rectangle) -> slice:
-        return slice(None) if piece.sample is None else slice(piece.sample, piece.sample + 1)
+    def sample_slice(self, rectangle: Rectangle) -> slice:
+        return slice(None) if rectangle.sample is None else slice(rectangle.sample, rectangle.sample + 1)
 
-    def slice_tensors(self, piece: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.is_whole(piece):
+    def slice_tensors(self, rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.is_whole(rectangle):
             return q, k, v
-        samples, rows, columns = self.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
+        samples, rows, columns = self.sample_slice(rectangle), slice(*rectangle.rows), slice(*rectangle.columns)
         return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
 
-    def is_whole(self, piece: Rectangle) -> bool:
+    def is_whole(self, rectangle: Rectangle) -> bool:
         """Whether a rectangle consists of all queries and keys of all samples."""
         shape = self.request.shape
-        return (piece.sample, piece.rows, piece.columns) == (None, (0, shape.query_length), (0, shape.key_length))
+        return (rectangle.sample, rectangle.rows, rectangle.columns) == (
+            None,
+            (0, shape.query_length),
+            (0, shape.key_length),
+        )
 
-    def needs_mask(self, piece: Rectangle) -> bool:
+    def needs_mask(self, rectangle: Rectangle) -> bool:
         """Whether a rectangle needs a dense additive mask."""
-        return piece.kind == "partial" or self.request.bias is not None
+        return rectangle.kind == "partial" or self.request.bias is not None
 
-    def additive_mask(self, piece: Rectangle) -> Tensor | None:
+    def additive_mask(self, rectangle: Rectangle) -> Tensor | None:
         """Return the additive mask of a rectangle: -inf where hidden, else the bias or 0; None where all are 0."""
-        request, rows, columns = self.request, slice(*piece.rows), slice(*piece.columns)
-        if not self.needs_mask(piece):
+        request, rows, columns = self.request, slice(*rectangle.rows), slice(*rectangle.columns)
+        if not self.needs_mask(rectangle):
             return None
         dtype = working_dtype(request.shape.dtype)
         hidden = ~visible_cells(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
@@ -184,8 +190,8 @@ class _RectangleCover:
         else:
             added = bias_tile(request.bias, request.shape, rows, columns).detach().to(dtype)
             added = added.masked_fill(hidden, -torch.inf)
-        added = added[self.sample_slice(piece)] if added.shape[0] > 1 else added
-        batch = request.shape.batch if piece.sample is None else 1
+        added = added[self.sample_slice(rectangle)] if added.shape[0] > 1 else added
+        batch = request.shape.batch if rectangle.sample is None else 1
         return added.expand(batch, request.shape.num_heads, -1, -1)
 
 
@@ -193,33 +199,36 @@ def _attend_rectangles(q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover) 
     """Compute output (batch, heads, queries, dim) and logsumexp (batch, heads, queries) from all rectangles."""
     shape = cover.request.shape
     size = (shape.batch, shape.query_length, shape.num_heads)
-    only = cover.pieces[0] if len(cover.pieces) == 1 else None
+    only = cover.rectangles[0] if len(cover.rectangles) == 1 else None
     if only is not None and only.sample is None and only.rows == (0, shape.query_length):
         return _attend_rectangle(q, k, v, cover, only)
     output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # in this layout, heads merge without a copy
     logsumexp = torch.full(size, -torch.inf, dtype=working_dtype(q.dtype), device=q.device).transpose(1, 2)
     written: tuple[int | None, int] = (None, 0)  # sample index, and one past the last row written in this sample
-    for piece in cover.pieces:
-        part, part_logsumexp = _attend_rectangle(q, k, v, cover, piece)
-        place = (cover.sample_slice(piece), slice(None), slice(*piece.rows))
-        if written[0] == piece.sample and piece.rows[0] < written[1]:
+    for rectangle in cover.rectangles:
+        part, part_logsumexp = _attend_rectangle(q, k, v, cover, rectangle)
+        place = (cover.sample_slice(rectangle), slice(None), slice(*rectangle.rows))
+        if written[0] == rectangle.sample and rectangle.rows[0] < written[1]:
             # Two rectangles over the same rows: weight each by exp(its logsumexp - the joint logsumexp).
             joined = torch.logaddexp(logsumexp[place], part_logsumexp)
             shares = (logsumexp[place] - joined).exp()[..., None], (part_logsumexp - joined).exp()[..., None]
             part = (output[place] * shares[0] + part * shares[1]).to(q.dtype)  # the product has the dtype of the shares
             part_logsumexp = joined
         output[place], logsumexp[place] = part, part_logsumexp
-        written = (piece.sample, piece.rows[1])
+        written = (rectangle.sample, rectangle.rows[1])
     return output, logsumexp
 
 
 def _attend_rectangle(
-    q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover, piece: Rectangle
+    q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover, rectangle: Rectangle
 ) -> tuple[Tensor, Tensor]:
     """Compute the output (samples, heads, rows, dim) and logsumexp (samples, heads, rows) of one rectangle."""
-    mask = cover.additive_mask(piece)
+    mask = cover.additive_mask(rectangle)
     output, logsumexp = fused.forward(
-        *cover.slice_tensors(piece, q, k, v), causal=piece.kind == "causal", mask=mask, scale=cover.request.scale
+        *cover.slice_tensors(rectangle, q, k, v),
+        causal=rectangle.kind == "causal",
+        mask=mask,
+        scale=cover.request.scale,
     )
     if mask is not None:
         # The fused kernel returns a logsumexp of 0.0 for a row without visible keys.
@@ -233,7 +242,11 @@ class _FusedRectangles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _RectangleCover) -> tuple[Tensor, Tensor]:
         output, logsumexp = _attend_rectangles(q, k, v, cover)
-        again = visibility_tensors(cover.request) if any(cover.needs_mask(piece) for piece in cover.pieces) else ()
+        again = (
+            visibility_tensors(cover.request)
+            if any(cover.needs_mask(rectangle) for rectangle in cover.rectangles)
+            else ()
+        )
         ctx.save_for_backward(q, k, v, output, logsumexp, *again)
         ctx.cover = replace(cover, request=without_qkv(cover.request))
         ctx.set_materialize_grads(False)
@@ -241,13 +254,13 @@ class _FusedRectangles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # fails if an input was modified after the forward
+        q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # autograd raises if an input was modified
         if torch.is_grad_enabled():
             # The code below is not differentiable: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added after this function
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, grad_output, grad_logsumexp)[:3], None)
         grad_logsumexp = None if grad_logsumexp is None else grad_logsumexp.resolve_neg()
-        # For a row without keys, P = exp(-inf - L) is 0 for any finite L, and NaN for L = -inf.
+        # In a row without visible keys, P = exp(-inf - L) is 0 for any finite L, and NaN for L = -inf.
         finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
         dq, dk, dv = (
             (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
@@ -255,8 +268,8 @@ class _FusedRectangles(torch.autograd.Function):
             else _sum_rectangle_gradients(grad_output, (q, k, v, output), finite, ctx.cover)
         )
         if grad_logsumexp is not None:
-            # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): so an attention call with v
-            # = k, and its gradient of v.
+            # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i and dk = scale * P^T (g q): P K is an attention call with
+            # v = k, and P^T (g q) is the gradient of its v.
             weighted_keys, _ = _attend_rectangles(q, k, k, ctx.cover)
             g = grad_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
             dq = dq.to(working_dtype(q.dtype)) + g * weighted_keys
@@ -276,13 +289,13 @@ def _sum_rectangle_gradients(
     The logsumexp L is that of all keys of a query, so P = exp(s - L) are its attention weights.
     """
     q, k, v, output = tensors
-    if len(cover.pieces) == 1 and cover.is_whole(cover.pieces[0]):
-        return _rectangle_gradients(grad_output, tensors, logsumexp, cover, cover.pieces[0])
+    if len(cover.rectangles) == 1 and cover.is_whole(cover.rectangles[0]):
+        return _rectangle_gradients(grad_output, tensors, logsumexp, cover, cover.rectangles[0])
     # Gradients are accumulated in this dtype: half precision would lose small contributions of many rectangles.
     dq, dk, dv = (torch.zeros_like(tensor, dtype=working_dtype(q.dtype)) for tensor in (q, k, v))
-    for piece in cover.pieces:
-        samples, rows, columns = cover.sample_slice(piece), slice(*piece.rows), slice(*piece.columns)
-        of_q, of_k, of_v = _rectangle_gradients(grad_output, (q, k, v, output), logsumexp, cover, piece)
+    for rectangle in cover.rectangles:
+        samples, rows, columns = cover.sample_slice(rectangle), slice(*rectangle.rows), slice(*rectangle.columns)
+        of_q, of_k, of_v = _rectangle_gradients(grad_output, (q, k, v, output), logsumexp, cover, rectangle)
         dq[samples, :, rows] += of_q
         dk[samples, :, columns] += of_k
         dv[samples, :, columns] += of_v
@@ -294,17 +307,17 @@ def _rectangle_gradients(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     logsumexp: Tensor,
     cover: _RectangleCover,
-    piece: Rectangle,
+    rectangle: Rectangle,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of one rectangle."""
     q, k, v, output = tensors
-    samples, rows = cover.sample_slice(piece), slice(*piece.rows)
+    samples, rows = cover.sample_slice(rectangle), slice(*rectangle.rows)
     return fused.backward(
         grad_output[samples, :, rows],
-        *cover.slice_tensors(piece, q, k, v),
+        *cover.slice_tensors(rectangle, q, k, v),
         output[samples, :, rows],
         logsumexp[samples, :, rows],
-        causal=piece.kind == "causal",
-        mask=cover.additive_mask(piece),
+        causal=rectangle.kind == "causal",
+        mask=cover.additive_mask(rectangle),
         scale=cover.request.scale,
     )

@@ -73,7 +73,7 @@ class SequenceSplit(Protocol):
 
 
 # No ContextVar: the backward pass may run in another thread, and compilers can check a global variable.
-active: SequenceSplit | None = None
+active_split: SequenceSplit | None = None
 """The split of the sequence in attention calls of this process; None if sequences are whole."""
 
 
@@ -82,15 +82,15 @@ def use_split(sequence: SequenceSplit | None) -> Iterator[None]:
     """Set the split of the sequence for calls in this context; None = whole sequences.
 
     >>> with use_split(None):
-    ...     print(active)
+    ...     print(active_split)
     None
     """
-    global active  # noqa: PLW0603
-    before, active = active, sequence
+    global active_split  # noqa: PLW0603
+    before, active_split = active_split, sequence
     try:
         yield
     finally:
-        active = before
+        active_split = before
 
 
 def reject_split_sequence(name: str, remedy: str) -> None:
@@ -98,5 +98,5 @@ def reject_split_sequence(name: str, remedy: str) -> None:
 
     `name` is the option, the subject of the error's first sentence; `remedy` is its second sentence.
     """
-    if active is not None:
+    if active_split is not None:
         raise ArgumentError(f"{name} cannot be used in context_parallel, where a rank has part of the tokens.", remedy)

@@ -38,13 +38,13 @@ def strict() -> Iterator[None]:
 
 
 @constant_in_graphs  # a compiler cannot trace a ContextVar; its value at trace time becomes a constant of the graph
-def raise_if_strict(finding: str, mend: str) -> None:
+def raise_if_strict(finding: str, remedy: str) -> None:
     """Raise a SlowPathError in a `strict()` context; elsewhere do nothing."""
     if _strict.get():
-        raise SlowPathError(finding, mend)
+        raise SlowPathError(finding, remedy)
 
 
-def warn_of_slow_path(finding: str, mend: str) -> None:
+def warn_of_slow_path(finding: str, remedy: str) -> None:
     """Raise a SlowPathError in a `strict()` context; elsewhere warn with a SlowPathWarning."""
-    raise_if_strict(finding, mend)
-    warnings.warn(f"{finding} {mend}", SlowPathWarning, stacklevel=2)
+    raise_if_strict(finding, remedy)
+    warnings.warn(f"{finding} {remedy}", SlowPathWarning, stacklevel=2)

@@ -21,7 +21,7 @@ from multihead.kernels.quantised import Scales
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.cache.cache import ProjectedMemory
-from multihead.layer.packing import NO_PADDING, Packing, Padding, Side, check_packed
+from multihead.layer.packing import NO_PADDING, Packing, Padding, PaddingSide, check_packed
 from multihead.layer.sharding import LocalLayer, ShardableLayer, local_heads
 from multihead.masks import Mask
 from multihead.masks.base import check_is_mask
@@ -64,8 +64,8 @@ class LayerCall:
         head_gates: (heads,), or broadcasting to (batch, heads, queries), or None.
         query_start: the caller's position of the first query, or None.
         local_layer: the layer, or its attributes sliced to the heads of this process.
-        by_module: whether the projections' modules must be called, because hooks or tracers need these calls.
-        batched: whether x was given with a batch.
+        needs_module_calls: whether the projections' modules must be called, because hooks or tracers need these calls.
+        has_batch_dim: whether x was given with a batch.
         is_self_attention: whether queries and keys are computed from the same tokens.
         cached_memory: the memory projected in an earlier call, or None.
         padding: the padding of x and memory.
@@ -80,14 +80,14 @@ class LayerCall:
     bias: Bias | None = None
     lengths: Sequence[int] | Tensor | None = None
     memory_lengths: Sequence[int] | Tensor | None = None
-    padding_side: Side = "right"
+    padding_side: PaddingSide = "right"
     packing: Packing | None = None
     cache: KeyValueCache | None = None
     head_gates: Tensor | None = None
     query_start: int | Tensor | str | None = None
     local_layer: ShardableLayer | LocalLayer = field(init=False)
-    by_module: bool = field(init=False)
-    batched: bool = field(default=True, init=False)
+    needs_module_calls: bool = field(init=False)
+    has_batch_dim: bool = field(default=True, init=False)
     is_self_attention: bool = field(default=True, init=False)
     cached_memory: ProjectedMemory | None = field(default=None, init=False)
     padding: Padding = field(default=NO_PADDING, init=False)
@@ -102,7 +102,7 @@ class LayerCall:
 
     def find_padding(self, x: Tensor, memory: Tensor) -> None:
         """Set `padding` from lengths or packing; x and memory are (batch, length, features)."""
-        local, sequence = self.local_layer, sequence_split.active
+        local, sequence = self.local_layer, sequence_split.active_split
         # If only differences of positions matter, all samples can be attended in one row of tokens, as documents.
         in_one_row = (
             self.is_self_attention
@@ -113,7 +113,7 @@ class LayerCall:
             and local.bias_k is None
             and (local.position_bias is None or getattr(local.position_bias, "of_distance", False))
             and self.mask.translation_invariant
-            and self.mask.defines_interval  # else the mask would be evaluated densely over all tokens
+            and self.mask.defines_interval  # other masks would be evaluated densely over all tokens
         )
         if self.packing is not None:
             self.padding = Padding.of_packed(self.packing, in_one_row=in_one_row)
@@ -125,11 +125,11 @@ class LayerCall:
 
     def slice_to_local_heads(self, layer: ShardableLayer, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Slice mask, bias, gates and parameters to this process's heads, and return sliced k, v (batch, keys, dim)."""
-        fresh = self.cached_memory is None  # a cached memory has only the keys of this process
-        local = local_heads(layer, q, k, v) if fresh else local_heads(layer, q)
+        keys_are_new = self.cached_memory is None  # a cached memory has only the keys of this process
+        local = local_heads(layer, q, k, v) if keys_are_new else local_heads(layer, q)
         if local is None:
             return k, v
-        if fresh:
+        if keys_are_new:
             k = local.slice_keys(k, layer.num_kv_heads, layer.head_dim)
             v = local.slice_keys(v, layer.num_kv_heads, layer.value_head_dim)
         self.local_layer = local.slice_parameters(layer)
@@ -138,7 +138,7 @@ class LayerCall:
         self.head_gates = None if self.head_gates is None else local.slice_gates(self.head_gates)
         return k, v
 
-    # ---- checks
+    # ---- checks of the arguments
 
     def check_inputs(self, widths: InputWidths) -> tuple[Tensor, Tensor, Tensor]:
         """Check x, memory and values, and return them with defaults filled in, (batch, length, features) each.
@@ -169,7 +169,7 @@ class LayerCall:
                     f"x has shape {tuple(x.shape)} and {name} has shape {tuple(tensor.shape)}.",
                     "Give all of them a batch, or none.",
                 )
-        self.batched, self.x = False, x[None]
+        self.has_batch_dim, self.x = False, x[None]
         self.memory = None if memory is None else self.x if memory is x else memory[None]
         self.values = None if values is None else self.memory if values is memory else values[None]
 

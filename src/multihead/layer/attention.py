@@ -1,8 +1,8 @@
 """The multi-head attention layer: project, split, normalise, rotate, cache, attend, gate, merge, output.
 
 A projection that nothing hooks into is computed by `F.linear` (`MultiHeadAttention._project`), without
-`nn.Module.__call__`, which takes about 3 microseconds per projection. That was most of the extra time of a decoding
-step compared with hand-written code. A projection of another class, hooks of any kind, a replaced `forward`,
+`nn.Module.__call__`, which takes about 3 microseconds per projection. These calls took most of the extra time of a
+decoding step compared with hand-written code. A projection of another class, hooks of any kind, a replaced `forward`,
 `compile()`, and every tracer or dispatch mode use `nn.Module.__call__`.
 """
 
@@ -33,13 +33,13 @@ from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin
 from multihead.kernels.explanation import Explanation, explain_request
-from multihead.kernels.head_changes import is_call_followed
+from multihead.kernels.head_changes import needs_call_origin
 from multihead.kernels.native import eager
 from multihead.kernels.quantised import dequantise
 from multihead.layer.arguments import InputWidths, LayerCall, check_bias_signature, check_is_cache, projection_dtype
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.heads import head_counts, head_dim_of
-from multihead.layer.packing import NO_PADDING, Packing, Side
+from multihead.layer.packing import NO_PADDING, Packing, PaddingSide
 from multihead.layer.qk_norm import QKNorm
 from multihead.layer.steps import (
     apply_gates,
@@ -58,8 +58,8 @@ from multihead.scores.terms import check_softcap
 from multihead.tensors.tracing import is_intercepted
 
 _FULL = Full()
-_NOTHING = nullcontext()
-_LINEAR = nn.Linear.forward
+_NO_CONTEXT = nullcontext()
+_LINEAR_FORWARD = nn.Linear.forward
 
 
 class MultiHeadAttention(nn.Module):
@@ -141,15 +141,13 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = _checked_size("embed_dim", embed_dim)
-        self.num_heads = _checked_size("num_heads", num_heads)
-        self.num_kv_heads = _checked_kv_heads(num_heads, num_kv_heads)
-        self.head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else _checked_size("head_dim", head_dim)
-        self.value_head_dim = _checked_size(
-            "value_head_dim", self.head_dim if value_head_dim is None else value_head_dim
-        )
-        self.key_dim = _checked_size("key_dim", embed_dim if key_dim is None else key_dim)
-        self.value_dim = _checked_size("value_dim", self.key_dim if value_dim is None else value_dim)
+        self.embed_dim = _check_size("embed_dim", embed_dim)
+        self.num_heads = _check_size("num_heads", num_heads)
+        self.num_kv_heads = _check_kv_heads(num_heads, num_kv_heads)
+        self.head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else _check_size("head_dim", head_dim)
+        self.value_head_dim = _check_size("value_head_dim", self.head_dim if value_head_dim is None else value_head_dim)
+        self.key_dim = _check_size("key_dim", embed_dim if key_dim is None else key_dim)
+        self.value_dim = _check_size("value_dim", self.key_dim if value_dim is None else value_dim)
         check_fraction("dropout", dropout)
         if merge not in ("concat", "mean"):
             raise ArgumentError(f"merge is {merge!r}.", 'Give "concat" or "mean".')
@@ -161,7 +159,7 @@ class MultiHeadAttention(nn.Module):
                 f"output_dim is {output_dim}, and without an output projection the merged heads are {merged_dim} wide.",
                 "Leave output_dim out, or keep output_projection=True.",
             )
-        self.output_dim = merged_dim if not output_projection else _checked_size("output_dim", output_dim or embed_dim)
+        self.output_dim = merged_dim if not output_projection else _check_size("output_dim", output_dim or embed_dim)
 
         def linear(width_in: int, width_out: int) -> nn.Linear:
             return nn.Linear(width_in, width_out, bias=bias, device=device, dtype=dtype)
@@ -227,7 +225,7 @@ class MultiHeadAttention(nn.Module):
         bias: Bias | None = None,
         lengths: Sequence[int] | Tensor | None = None,
         memory_lengths: Sequence[int] | Tensor | None = None,
-        padding_side: Side = "right",
+        padding_side: PaddingSide = "right",
         packing: Packing | None = None,
         cache: KeyValueCache | None = None,
         head_gates: Tensor | None = None,
@@ -281,7 +279,7 @@ class MultiHeadAttention(nn.Module):
         )
         if cache is not None:
             check_is_cache(cache)
-        with _NOTHING if cache is None else cache.rollback_on_error():
+        with _NO_CONTEXT if cache is None else cache.rollback_on_error():
             q, k, v, terms = self._prepare_attention(call)
             output = self._attend(call, q, k, v, terms)  # (batch, heads, queries, value_head_dim)
             if call.local_layer.head_gates is not None:
@@ -294,7 +292,7 @@ class MultiHeadAttention(nn.Module):
             merged = call.padding.right_padded_query_packing.pack(merged)  # (1, tokens, width): no padding is projected
         output = merged if self._modules.get("out_proj") is None else self._project(call, "out_proj", merged)
         output = call.padding.restore(output)  # (batch, queries, output_dim)
-        return output if call.batched else output[0]
+        return output if call.has_batch_dim else output[0]
 
     def _prepare_attention(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
         """Compute queries, keys and values of a call: project, split into heads, normalise, rotate, extend the cache.
@@ -312,7 +310,7 @@ class MultiHeadAttention(nn.Module):
         k = project(call, "k_proj", memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
         v = project(call, "v_proj", values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
         if padding is not NO_PADDING:
-            q, k, v = padding.unpack_projected(x, q, memory, k, v, fresh=cached is None)
+            q, k, v = padding.unpack_projected(x, q, memory, k, v, keys_are_new=cached is None)
         if not self._holds_all_heads(call, q, k, v):  # heads are split over processes
             k, v = call.slice_to_local_heads(self, q, k, v)
         local = call.local_layer
@@ -322,15 +320,15 @@ class MultiHeadAttention(nn.Module):
             k = _split_into_heads(k, local.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
             v = _split_into_heads(v, local.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
         if local.qk_norm is not None:
-            q, k = normalise_qk(local.qk_norm, q, k, fresh=cached is None)
-        # Otherwise the first query is at position 0, or at a position that `extend_cache` sets, which a rotation needs
-        # before.
+            q, k = normalise_qk(local.qk_norm, q, k, keys_are_new=cached is None)
+        # In other calls the first query is at position 0, or `extend_cache` sets its position, which is too late for a
+        # rotation.
         if (
             not call.is_self_attention
             or call.query_start is not None
             or (cache is not None and self.rotary is not None)
         ):
-            find_query_start(call, q, k, matters=self.rotary is not None or self.position_bias is not None)
+            find_query_start(call, q, k, layer_uses_positions=self.rotary is not None or self.position_bias is not None)
         if self.rotary is not None:
             q, k = rotate(self.rotary, call, q, k)
         if cache is not None:
@@ -354,8 +352,8 @@ class MultiHeadAttention(nn.Module):
             x, memory, values = call.check_inputs(widths)
         call.local_layer = self
         # A tracer, a global module hook and a replaced nn.Linear.forward work only if the modules are called.
-        call.by_module = is_intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR
-        if sequence_split.active is not None:
+        call.needs_module_calls = is_intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR_FORWARD
+        if sequence_split.active_split is not None:
             call.check_sequence_split(added_key=self.bias_k is not None)
         if packing is not None:
             call.check_packing(packing)
@@ -374,7 +372,7 @@ class MultiHeadAttention(nn.Module):
         An nn.Linear without hooks is computed by F.linear, because calling the module takes 3 microseconds more.
         """
         projection: Any = self._modules[name]  # half a microsecond faster than nn.Module.__getattr__
-        if call.by_module:
+        if call.needs_module_calls:
             return projection(x)  # type: ignore[no-any-return]
         state = projection.__dict__
         parameters = state["_parameters"]
@@ -441,11 +439,16 @@ class MultiHeadAttention(nn.Module):
     ) -> AttentionRequest:
         """Build the attention request of a call, with its origin if a listener or a change of heads needs it."""
         origin, cache, padding = None, call.cache, call.padding
-        if is_call_followed():
-            continued = None if cache is None else cache.last_call_position
+        if needs_call_origin():
+            position_in_sequence = None if cache is None else cache.last_call_position
             lengths, crosses = padding.packed_lengths, call.is_cross_attention
             origin = CallOrigin(
-                self, lengths, continued, crosses, fresh=cache is None, unpadded_queries=padding.unpadded_queries
+                self,
+                lengths,
+                position_in_sequence,
+                crosses,
+                qk_computed_for_call=cache is None,
+                unpadded_queries=padding.unpadded_queries,
             )
         more_keys_later, mask_fits = cache is not None, padding.documents is not None
         return request_of(
@@ -502,13 +505,13 @@ def _split_into_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
     return x.view(batch, length, num_heads, head_dim).transpose(1, 2)
 
 
-def _checked_size(name: str, value: int) -> int:
+def _check_size(name: str, value: int) -> int:
     check_integer(name, value)
     return value
 
 
-def _checked_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
-    count = _checked_size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+def _check_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+    count = _check_size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
     if num_heads % count:
         fitting = ", ".join(str(n) for n in head_counts(num_heads))
         raise ArgumentError(

@@ -14,7 +14,7 @@ from multihead.tensors.tracing import hide_from_jit_trace
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
 
 # At most this many head counts are listed in an error message.
-MOST_COUNTS_LISTED = 12
+MAX_LISTED_COUNTS = 12
 
 
 def head_counts(embed_dim: int) -> tuple[int, ...]:
@@ -139,6 +139,6 @@ def _check_at_least_one(name: str, value: int) -> None:
 def _list_nearest_head_counts(embed_dim: int, num_heads: int) -> str:
     """List the head counts that divide embed_dim, as text; only those nearest to num_heads if there are many."""
     counts = head_counts(embed_dim)
-    nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
+    nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MAX_LISTED_COUNTS]
     heads = format_head_counts(sorted(nearest))
     return heads if len(nearest) == len(counts) else f"{heads} (the nearest that fit)"

@@ -6,8 +6,8 @@ of positions only (`Causal`, `Window`). At 8 x 512 tokens the layer is then 4.0 
 be split into samples again.
 
 The padding of a self-attention is computed once for all layers (`Padding.of_call`), where its lengths are ints or a
-tensor in main memory, whose values are read. The results for the last eight such lengths are cached with the mask of
-their packed row, so that the plan of this mask is cached too.
+tensor in main memory, whose values are read. The `Padding` of the last eight lengths is cached with the mask of its
+packed row, so that the plan of this mask is cached too.
 
 Padding on the left only changes the indices at which tokens are read and restored. In the packed row each sample starts
 at index 0, with or without a cache.
@@ -30,7 +30,7 @@ from multihead.masks import Documents, Lengths, Mask
 from multihead.tensors.shapes import numbers_per_sample
 from multihead.tensors.tracing import can_read_values, is_intercepted, is_jit_traced, is_traced
 
-Side = Literal["right", "left"]
+PaddingSide = Literal["right", "left"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Packing:
     index: Tensor
     batch: int
     length: int
-    side: Side = "right"
+    side: PaddingSide = "right"
 
     @staticmethod
     def of(
@@ -67,7 +67,7 @@ class Packing:
         length: int,
         device: torch.device | str = "cpu",
         name: str = "lengths",
-        side: Side = "right",
+        side: PaddingSide = "right",
     ) -> Packing:
         """Compute the packing of a padded batch from its lengths.
 
@@ -91,7 +91,7 @@ class Packing:
 
     @property
     def mask(self) -> Documents:
-        """The mask of self-attention on packed tokens: each sample is a document."""
+        """The mask of self-attention on the packed tokens, in which each sample is a document."""
         return Documents(self.lengths)
 
     @property
@@ -124,7 +124,7 @@ class Packing:
         return replace(self, index=index, side="right")
 
 
-def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "right") -> tuple[Tensor, Packing]:
+def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: PaddingSide = "right") -> tuple[Tensor, Packing]:
     """Pack the tokens of a padded batch into one row, once for all layers.
 
     `MultiHeadAttention` takes the row with `packing=`: samples do not see each other, and no padding is computed.
@@ -229,7 +229,7 @@ class Padding(NamedTuple):
         memory_lengths: Sequence[int] | Tensor | None,
         *,
         in_one_row: bool,
-        side: Side = "right",
+        side: PaddingSide = "right",
     ) -> Padding:
         """Return the padding of x and memory, (batch, length, features) each, which may be the same tensor.
 
@@ -262,7 +262,9 @@ class Padding(NamedTuple):
         )
 
     @staticmethod
-    def of_split_sequence(sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: Side) -> Padding:
+    def of_split_sequence(
+        sequence: SequenceSplit, x: Tensor, lengths: Sequence[int] | Tensor, side: PaddingSide
+    ) -> Padding:
         """Return the padding if the sequence is split over ranks; x is (batch, tokens of this rank, features).
 
         The lengths, (batch,), are the numbers of tokens of each sample on all ranks.
@@ -311,19 +313,20 @@ class Padding(NamedTuple):
         return memory if self.key_packing is None else self.key_packing.pack(memory)
 
     def unpack_projected(
-        self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, fresh: bool
+        self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, keys_are_new: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Unpack q, k and v, (1, tokens, width), to a right-padded batch, unless attention uses packed tokens.
 
-        x and memory are the inputs of the projections. If k and v come from a cache (not `fresh`), only q is unpacked.
+        x and memory are the inputs of the projections. If k and v come from a cache (not `keys_are_new`), only q is
+        unpacked.
         Raises a ShapeError if a projection gathers tokens of other processes, whose padding is unknown here.
         """
         if self.query_packing is not None and q.shape[1] != x.shape[1]:
             raise _token_count_error("q_proj", x, q)
-        if fresh and self.key_packing is not None and k.shape[1] != memory.shape[1]:
+        if keys_are_new and self.key_packing is not None and k.shape[1] != memory.shape[1]:
             raise _token_count_error("k_proj", memory, k)
         q = q if self.right_padded_query_packing is None else self.right_padded_query_packing.unpack(q)
-        if not fresh or self.right_padded_key_packing is None:
+        if not keys_are_new or self.right_padded_key_packing is None:
             return q, k, v
         return q, self.right_padded_key_packing.unpack(k), self.right_padded_key_packing.unpack(v)
 
@@ -362,7 +365,7 @@ def _padding_of_lengths(
     batch: int,
     length: int,
     device: torch.device,
-    side: Side,
+    side: PaddingSide,
     in_one_row: bool,  # noqa: FBT001
 ) -> Padding:
     """Return the padding of a self-attention call, cached because all layers of a model have the same padding."""
@@ -371,7 +374,7 @@ def _padding_of_lengths(
     return _add_right_padded_packings(Padding(rows, rows, length, length, Documents(lengths) if in_one_row else None))
 
 
-def _packing_of_lengths(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
+def _packing_of_lengths(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: PaddingSide) -> Packing:
     return Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, name=name, side=side)
 
 

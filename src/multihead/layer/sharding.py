@@ -2,15 +2,15 @@
 
 With `parallelize_module` and PyTorch's `ColwiseParallel` for q_proj, k_proj and v_proj and `RowwiseParallel` for
 out_proj, a process computes the heads whose columns its q_proj returns; the DTensor weight determines which. Per-head
-parameters (sinks, gates, learned keys, norms, position biases) stay whole on every process. Each process uses the part
-that belongs to its heads, and the backward pass sums their gradients over the processes, so that every process holds
-the whole gradient. k_proj and v_proj may stay whole, as is needed with fewer key/value heads than processes. Per-head
+parameters (sinks, gates, learned keys, norms, position biases) stay whole on every process. Each process slices them to
+its heads, and the backward pass sums the gradients of the slices over the processes, so that every process holds the
+whole gradient. k_proj and v_proj may stay whole, as is needed with fewer key/value heads than processes. Per-head
 arguments of a call (bias, gates, mask) are passed for all heads. Options that need all heads at once (`merge="mean"`,
 `QKNorm(over="all")`) are rejected. `parallel.parallelize` applies these plans to all layers of a model, and checks them
-first. `observe` records the heads of its own process, numbered from 0, and which ones they are (`LayerRecord.split`),
-so that `Record.reduce` joins them. A projection to q, k and v together is split only where its columns are those of one
-head after the other (GPT-NeoX): for other column orders the columns would have to be reordered, and a checkpoint saved
-with one number of ranks would be wrong with another.
+first. `observe` records the heads of its own process, numbered from 0, and their numbers in the layer
+(`LayerRecord.split`), so that `Record.reduce` joins them. A projection to q, k and v together is split only where its
+columns are those of one head after the other (GPT-NeoX): for other column orders the columns would have to be
+reordered, and a checkpoint saved with one number of ranks would be wrong with another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from multihead.masks import Mask
 from multihead.scores import RelativeBias
 from multihead.scores.bias import Bias, values_of, with_values
 
-SPLIT = "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
+HOW_TO_SPLIT = (
+    "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
+)
 
 
 class ShardableLayer(Protocol):
@@ -237,7 +239,7 @@ class RankHeads(NamedTuple):
 
     @staticmethod
     def of_rank(rank: int, ranks: int, heads: int, kv_heads: int) -> RankHeads:
-        """Return the query heads of a rank, and their key/value heads."""
+        """Return the query heads of a rank, and the key/value heads that these query heads use."""
         own, per_group = heads // ranks, heads // kv_heads
         first, stop = rank * own, (rank + 1) * own
         return RankHeads((first, stop), heads, (first // per_group, -(-stop // per_group)), kv_heads)
@@ -379,7 +381,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
     if len(dims) > 1 or not placements[dims[0]].is_shard(0):
         raise ArgumentError(
             f"{name}.weight is placed as {tuple(placements)}, from which this process's heads cannot be determined.",
-            f"Split the layer with {SPLIT}.",
+            f"Split the layer with {HOW_TO_SPLIT}.",
         )
     return ShardGroup(mesh, dims[0])
 
@@ -387,7 +389,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
 def _reject_mismatched_heads(name: str, queries: range, keys: range) -> NoReturn:
     raise ArgumentError(
         f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not match.",
-        f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole.",
+        f"Split the layer with {HOW_TO_SPLIT}; k_proj and v_proj may both stay whole.",
     )
 
 
@@ -411,7 +413,7 @@ def _reject_per_head_parameters(layer: ShardableLayer) -> None:
             raise ArgumentError(
                 f"The projections return fewer heads than the layer's {layer.num_heads}, and {name} needs to know "
                 "which heads they are.",
-                f"Split the layer over processes with {SPLIT}, or construct a layer with fewer heads.",
+                f"Split the layer over processes with {HOW_TO_SPLIT}, or construct a layer with fewer heads.",
             )
 
 

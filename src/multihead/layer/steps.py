@@ -15,9 +15,9 @@ from multihead.rotary import Rotary
 from multihead.tensors.shapes import AttentionShape, resolve_query_start
 
 
-def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, matters: bool) -> None:
-    """Set `call.start`, the position of the first query, if the layer (`matters`) or the mask depends on it."""
-    matters = matters or call.mask.uses_positions
+def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, layer_uses_positions: bool) -> None:
+    """Set `call.start`, the position of the first query, if the layer or the mask depends on it."""
+    matters = layer_uses_positions or call.mask.uses_positions
     if call.cache is not None and call.query_start is None and (call.is_self_attention or matters):
         call.start = call.cache.query_start
     elif matters or call.query_start is not None:
@@ -35,7 +35,7 @@ def position_of_first_query(query_start: int | Tensor | str | None, q: Tensor, k
 
 def attention_map_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the numbers of queries and keys of the attention map, of all ranks if the sequence is split."""
-    sequence = sequence_split.active
+    sequence = sequence_split.active_split
     if sequence is None:
         return q.shape[2], k.shape[2]
     whole = sequence.whole_shape(AttentionShape.of(q, k, v))
@@ -43,10 +43,10 @@ def attention_map_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def normalise_qk(
-    norms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *, fresh: bool
+    norms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *, keys_are_new: bool
 ) -> tuple[Tensor, Tensor]:
-    """Normalise queries (batch, heads, queries, head_dim), and keys if they are `fresh`, not taken from a cache."""
-    return norms(q, k) if fresh else (norms(q, k[:, :, :0])[0], k)
+    """Normalise queries (batch, heads, queries, head_dim), and keys unless they come from a cache."""
+    return norms(q, k) if keys_are_new else (norms(q, k[:, :, :0])[0], k)
 
 
 def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
     """
     positions: int | Tensor | None = call.padding.positions  # (1, tokens) for packed samples
     same = positions is not None or (call.is_self_attention and call.cache is not None)
-    sequence = sequence_split.active
+    sequence = sequence_split.active_split
     if sequence is not None:
         positions, same = sequence.positions(q.shape[2], q.device), True
     if positions is None:

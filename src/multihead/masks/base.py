@@ -5,14 +5,14 @@ To define a mask, subclass `Mask` and define `visible`. All other members have a
 | method or attribute | default | define it |
 |---|---|---|
 | `visible(queries, keys)` | none | always: which keys each query may see |
-| `interval(queries, keys)` | None | where each query sees one interval of keys: others are skipped |
+| `interval(queries, keys)` | None | where each query sees one interval of keys: keys outside it are skipped |
 | `band` | None | where each query sees a fixed number of keys on each side of it: small calls take half the time |
 | `select_sample(index)` | the mask itself | where the mask holds a tensor with a row per sample |
-| `select_heads(select)` | `visible` of these heads | where the mask holds a tensor, and heads are split over ranks |
-| `uses_positions` | True | False where the query's own position changes nothing |
+| `select_heads(select)` | slices `visible` | where the mask holds a tensor, and heads are split over ranks |
+| `uses_positions` | True | False where the keys that a query sees do not depend on its position |
 | `translation_invariant` | False | True where only the distance from query to key matters: packed rows stay packed |
 | `sees_no_later_key` | False | True where no query sees a key after its own position |
-| `lookback` | None | a number of keys, where no query sees further back: a cache may drop older ones |
+| `lookback` | None | a number of keys, where no query sees further back: a cache may drop older keys |
 
 Classes are registered by name when they are defined; names of this package are reserved. If a name is not defined, the
 record still opens: its statistics can be read, and its maps raise an error with the name.
@@ -40,8 +40,8 @@ from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TileP
 from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import constant_in_graphs
 
-_REGISTERED: dict[str, type[Mask]] = {}
-_NUMBERS = frozenset({int, float, bool, str, type(None)})  # field types that are always hashable
+_MASK_CLASSES: dict[str, type[Mask]] = {}
+_HASHABLE_TYPES = frozenset({int, float, bool, str, type(None)})  # field types that are always hashable
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class KeyBounds:
 
     Attributes:
         start: (batch or 1, queries), int64, the first key that a query may see.
-        stop: (batch or 1, queries), int64, one past the last one; equal to start where no key is visible.
+        stop: (batch or 1, queries), int64, one past the last key that a query may see; equal to start if it sees none.
         remainder: the mask, or the part of it, that is not one interval per query; None if the intervals are the whole
             mask.
     """
@@ -84,10 +84,10 @@ class Band(NamedTuple):
     after: int = -1
 
 
-_Context: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
+_PytreeContext: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
 
 
-def _flatten_mask(mask: Mask) -> tuple[list[object], _Context]:
+def _flatten_mask(mask: Mask) -> tuple[list[object], _PytreeContext]:
     """Flatten a mask for torch's pytree: the fields with tensors or masks, and a context with the rest."""
     values = Mask.values(mask)
     inner = tuple(
@@ -98,12 +98,12 @@ def _flatten_mask(mask: Mask) -> tuple[list[object], _Context]:
     return [values[name] for name in inner], (inner, tuple(pair for pair in values.items() if pair[0] not in inner))
 
 
-def _flatten_mask_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _Context]:
+def _flatten_mask_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _PytreeContext]:
     children, context = _flatten_mask(mask)
     return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
 
 
-def _unflatten_mask(kind: type[Mask], children: Iterable[object], context: _Context) -> Mask:
+def _unflatten_mask(kind: type[Mask], children: Iterable[object], context: _PytreeContext) -> Mask:
     """Rebuild a mask from the result of `_flatten_mask`, without checking its arguments again."""
     mask = kind.__new__(kind)
     for name, value in (*zip(context[0], children, strict=True), *context[1]):
@@ -138,8 +138,8 @@ class Mask:
     """
 
     uses_positions: ClassVar[bool] = True  # whether a query's position among the keys changes what it sees
-    translation_invariant: ClassVar[bool] = False  # whether adding the same number to all positions changes nothing
-    hides_nothing: ClassVar[bool] = False
+    translation_invariant: ClassVar[bool] = False  # whether adding one number to all positions hides and shows no key
+    hides_nothing: ClassVar[bool] = False  # whether every query sees every key
     sees_no_later_key: ClassVar[bool] = False  # whether no query sees a key after its own position
     starts_at_first_key: ClassVar[bool] = False  # whether every query's interval starts at the first key
     has_key_axis: ClassVar[bool] = False  # whether the mask holds a tensor with a column per key
@@ -148,13 +148,13 @@ class Mask:
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
-        known = _REGISTERED.get(cls.__name__)
+        known = _MASK_CLASSES.get(cls.__name__)
         if known is not None and known.__module__ != cls.__module__ and _is_of_this_package(known):
             raise MaskError(
                 f"multihead.masks already defines a mask named {cls.__name__}.",
                 "Give the class another name: a saved record finds a mask by the name of its class.",
             )
-        _REGISTERED[cls.__name__] = cls
+        _MASK_CLASSES[cls.__name__] = cls
         # torch.export takes a mask as an argument. If masks were pytree constants, each new tensor in a mask would
         # recompile the graph.
         register_pytree_node(
@@ -163,7 +163,7 @@ class Mask:
         if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
             cls.band = None  # a class that defines its own visibility does not inherit a band
 
-    # ---- defined by subclasses
+    # ---- methods that subclasses define
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return which keys each query may see.
@@ -212,7 +212,7 @@ class Mask:
         """Return the mask of selected heads, for a layer whose heads are split over processes.
 
         Args:
-            select: a function that slices a tensor (batch or 1, heads, queries or 1, keys or 1) to these heads.
+            select: a function that slices a tensor (batch or 1, heads, queries or 1, keys or 1) to the selected heads.
 
         Raises:
             MaskError: the mask holds a tensor, and does not define this method.
@@ -229,7 +229,7 @@ class Mask:
             "Define it to return the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
         )
 
-    # ---- derived from them
+    # ---- methods derived from those of subclasses
 
     def tile(self, tile: TilePositions) -> Tensor:
         """Return which keys each query may see, for a tile of the attention map.
@@ -261,7 +261,7 @@ class Mask:
     def bounds(self, call: CallPositions) -> KeyBounds:
         """Return the key interval of each query, and the remainder of the mask.
 
-        If a query sees no key, start > stop is possible.
+        If a query sees no key, its start may be greater than its stop.
         """
         interval = self.interval(call.positions, call.keys)
         row = call.positions[:1]
@@ -356,7 +356,7 @@ class Mask:
                     return None
             elif isinstance(value, Tensor):
                 return None
-            elif type(value) not in _NUMBERS:
+            elif type(value) not in _HASHABLE_TYPES:
                 try:
                     hash(value)
                 except TypeError as error:
@@ -384,17 +384,17 @@ class Mask:
         return _combine_masks(Or, self, other)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and isinstance(other, Mask) and self._key() == other._key()
+        return type(self) is type(other) and isinstance(other, Mask) and self._equality_key() == other._equality_key()
 
     def __hash__(self) -> int:
-        return hash((type(self), self._key()))
+        return hash((type(self), self._equality_key()))
 
-    def _key(self) -> tuple[object, ...]:
+    def _equality_key(self) -> tuple[object, ...]:
         return tuple(("tensor", id(value)) if isinstance(value, Tensor) else value for value in self.values().values())
 
 
 class _CombinedMask(Mask):
-    """A combination of masks, `And` or `Or`; `parts` are the combined masks."""
+    """A combination of masks, `And` or `Or`; `parts` are the combined masks, and `sign` is "&" or "|" in the repr."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str]
@@ -454,7 +454,7 @@ class _CombinedMask(Mask):
         return self._combine_parts(known) if len(known) == len(parts) else None
 
     def _combine_parts(self, parts: Iterable[Mask]) -> Mask:
-        """Combine parts by & or |; return this mask if they are its own parts, because its band is cached."""
+        """Combine masks by & or |; return this mask if `parts` are its own parts, because its band is cached."""
         parts, kind = tuple(parts), type(self)
         if all(new is old for new, old in zip(parts, self.parts, strict=True)):
             return self
@@ -523,7 +523,7 @@ class Or(_CombinedMask):
         return reduce(torch.logical_or, (part.tile(tile) for part in self.parts))
 
     def bounds(self, call: CallPositions) -> KeyBounds:
-        """Join the parts' intervals; if there are gaps, return the hull as bounds and this mask as remainder."""
+        """Join the intervals of the masks; if there are gaps, return the range they span and this mask as remainder."""
         intervals = [part.bounds(call) for part in self.parts]
         whole = intervals[0]
         for part in intervals[1:]:
@@ -532,7 +532,7 @@ class Or(_CombinedMask):
             start = torch.where(left_empty, part.start, torch.where(right_empty, whole.start, lowest))
             stop = torch.where(left_empty, part.stop, torch.where(right_empty, whole.stop, highest))
             touching = left_empty | right_empty | (torch.maximum(whole.start, part.start) <= whole.stop.min(part.stop))
-            # If values cannot be read, the intervals are known to touch only if both start at the first key.
+            # If values cannot be read, two intervals are known to touch only if both start at the first key.
             joined = bool(touching.all()) if call.readable else self.starts_at_first_key
             clean = joined and whole.remainder is None and part.remainder is None
             whole = KeyBounds(start, stop, None if clean else self)
@@ -628,7 +628,7 @@ class OfHeads(Mask):
 class UnknownMask(Mask):
     """Placeholder in a loaded record for a mask of an undefined class: statistics can be read, maps cannot be computed.
 
-    The fields are kept, so that the record can be saved again.
+    `content` holds the fields of the mask, so that the record can be saved again.
     """
 
     name: str
@@ -685,7 +685,7 @@ def _is_of_this_package(kind: type[Mask]) -> bool:
 
 def find_mask_class(name: str) -> type[Mask] | None:
     """Return the mask class with a name stored in a record; None if there is no such class."""
-    return _REGISTERED.get(name)
+    return _MASK_CLASSES.get(name)
 
 
 def check_is_mask(mask: object) -> None:

@@ -15,7 +15,7 @@ from multihead.masks.positions import CallPositions, CallSize, TilePositions
 def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
     """Check that `interval` and the attributes of a mask agree with `visible`, in every cell of small calls.
 
-    Several positions of the first query are checked. This takes queries x keys memory.
+    The small calls differ in the position of their first query. The check takes queries x keys memory.
 
     Args:
         mask: the mask to check, usually user-defined.

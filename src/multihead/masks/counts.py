@@ -10,16 +10,19 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.positions import CallSize
-from multihead.tensors.shapes import FURTHEST
+from multihead.tensors.shapes import MAX_POSITION
 from multihead.tensors.tracing import can_read_values
 
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
 
-def checked_counts(
+def check_counts(
     given: object, name: str, form: str, *, dims: tuple[int, ...] = (1, 2), ragged: bool = False
 ) -> Ints | Tensor:
-    """Check the lengths of a new mask: non-negative integers with `dims` dimensions; return ints or a tensor."""
+    """Check the lengths of a new mask: non-negative integers with `dims` dimensions; return ints or a tensor.
+
+    `name` and `form` are the mask and the expected shape, for errors; `ragged` rows are padded with 0.
+    """
     if isinstance(given, Tensor):
         if given.is_floating_point() or given.dtype == torch.bool or given.dim() not in dims:
             raise MaskError(
@@ -41,8 +44,8 @@ def checked_counts(
     numbers = [number for row in rows for number in (row if isinstance(row, tuple) else (row,))]
     if min(numbers, default=0) < 0:
         raise MaskError(f"{name} holds a negative length, {min(numbers)}.", "Give lengths of 0 or more tokens.")
-    if max(numbers, default=0) > FURTHEST:
-        raise MaskError(f"{name} holds a length of {max(numbers)} tokens.", f"Give at most {FURTHEST} tokens.")
+    if max(numbers, default=0) > MAX_POSITION:
+        raise MaskError(f"{name} holds a length of {max(numbers)} tokens.", f"Give at most {MAX_POSITION} tokens.")
     return rows  # type: ignore[return-value]
 
 
@@ -85,7 +88,7 @@ def shape_of_counts(counts: object) -> tuple[int, ...]:
 
 
 def check_rows_per_sample(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
-    """Raise a MaskError unless counts of this shape have one row per sample, or one row for all samples."""
+    """Raise a MaskError unless counts of shape `shape` have one row per sample, or one row for all samples."""
     if shape[0] not in (1, size.batch):
         raise MaskError(
             f"{mask!r} has lengths for {shape[0]} samples, and the batch has {size.batch}.", "Give one row per sample."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import Band, Mask
-from multihead.tensors.shapes import FURTHEST
+from multihead.tensors.shapes import MAX_POSITION
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Window(Mask):
     @property
     def _keys_before_and_after(self) -> tuple[int, int]:
         """The numbers of keys that a query sees before and after its own key, clamped so that sums do not overflow."""
-        return min(self.size - 1, FURTHEST), min(self.after, FURTHEST)
+        return min(self.size - 1, MAX_POSITION), min(self.after, MAX_POSITION)
 
     @cached_property
     def band(self) -> Band:  # type: ignore[override]

@@ -15,9 +15,9 @@ from multihead.masks.base import Mask, Shifted
 from multihead.masks.counts import (
     Ints,
     as_tensor,
+    check_counts,
     check_counts_within_keys,
     check_rows_per_sample,
-    checked_counts,
     device_of_counts,
     repr_of_value,
     shape_of_counts,
@@ -32,7 +32,7 @@ class Documents(Mask):
 
     Args:
         lengths: numbers of tokens, ints or an integer tensor: (documents,) for all samples, or (batch, documents). A
-            document of length 0 holds no tokens. A query past the last document sees no key, and no query sees a key
+            document of length 0 holds no tokens. A query after the last document sees no key, and no query sees a key
             there.
 
     Raises:
@@ -50,7 +50,7 @@ class Documents(Mask):
     lengths: Ints | Tensor
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
-        counts = checked_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)
+        counts = check_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)
         object.__setattr__(self, "lengths", counts)
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class Documents(Mask):
         return documents.after_dropping_keys(first_key)
 
     def restrict_to_first_keys(self, count: int) -> None:
-        """Return None: documents may extend past the first `count` keys, and their queries would be lost."""
+        """Return None: documents may extend past the first `count` keys, and their later queries would be lost."""
 
     def without_documents(self) -> Full:
         return Full()

@@ -1,8 +1,8 @@
 """A mask preceded by leading keys that every query sees, such as the learned key of add_bias_kv.
 
-The option add_zero_attn of nn.MultiheadAttention adds no key here. A zero key has the score 0 and a zero value, which
-equals a sink whose logit is 0. The learned key of add_bias_kv is placed before all other keys, because most masks are
-then still intervals.
+The option add_zero_attn of nn.MultiheadAttention adds no leading key. A zero key has the score 0 and a zero value,
+which equals a sink whose logit is 0. The learned key of add_bias_kv is placed before all other keys, because most masks
+are then still intervals.
 """
 
 from __future__ import annotations

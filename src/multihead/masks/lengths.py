@@ -16,9 +16,9 @@ from multihead.masks.base import Band, Mask
 from multihead.masks.counts import (
     Ints,
     as_tensor,
+    check_counts,
     check_counts_within_keys,
     check_rows_per_sample,
-    checked_counts,
     counts_after_dropping,
     repr_of_value,
     shape_of_counts,
@@ -50,7 +50,7 @@ class Lengths(Mask):
     starts_at_first_key: ClassVar[bool] = True
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
-        object.__setattr__(self, "lengths", checked_counts(lengths, "Lengths", "(batch,) or (batch, queries)"))
+        object.__setattr__(self, "lengths", check_counts(lengths, "Lengths", "(batch,) or (batch, queries)"))
 
     def __repr__(self) -> str:
         return f"Lengths({repr_of_value(self.lengths)})"
@@ -132,7 +132,7 @@ class Prefix(Mask):
             check_integer("Prefix length", length, least=0)
             object.__setattr__(self, "length", length)
         else:
-            object.__setattr__(self, "length", checked_counts(length, "Prefix", "(batch,), or one int", dims=(1,)))
+            object.__setattr__(self, "length", check_counts(length, "Prefix", "(batch,), or one int", dims=(1,)))
 
     def __repr__(self) -> str:
         return f"Prefix({repr_of_value(self.length)})"

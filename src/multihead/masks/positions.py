@@ -74,11 +74,11 @@ class SampleSpan:
     """The queries and keys of one sample in a call with several samples.
 
     Attributes:
-        sample: index in the batch.
-        queries: first query and one past the last.
-        keys: first key and one past the last.
-        holds_all: whether its queries see no keys outside the span, so that statistics of the call can be sliced.
-        holds_first: whether the first key that its queries see is the key that the kernel used for `first_mass`.
+        sample: index of the sample in the batch.
+        queries: first query of the sample and one past the last.
+        keys: first key of the sample and one past the last.
+        holds_all: whether the queries see no keys outside the span, so that statistics of the call can be sliced.
+        holds_first: whether the first key that the queries see is the key that the kernel used for `first_mass`.
     """
 
     sample: int

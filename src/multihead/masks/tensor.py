@@ -88,7 +88,7 @@ class _TensorMask(Mask):
         keys: int = self.four_dimensional().shape[3] if differs else call.keys  # type: ignore[assignment]
         cells = self.kept().to(call.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
-        # Padded with 1, so that argmax finds an end even if no key is visible.
+        # The cells are padded with 1, so that argmax finds an end even if no key is visible.
         edged = torch.nn.functional.pad(cells.int(), (1, 1), value=1)
         first, stop = edged[..., 1:].argmax(-1), keys - edged[..., :-1].flip(-1).argmax(-1)
         whole = call.readable and bool((count == (stop - first).clamp(min=0)).all())

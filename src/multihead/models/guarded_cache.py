@@ -38,7 +38,7 @@ def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, 
     for each in _parts_of_cache((kwargs or {}).get("past_key_values")):
         if isinstance(each, _Guard):
             continue
-        states = head_changes.states_of(module)
+        states = head_changes.change_states_of(module)
         if each.get_seq_length() > 0:
             head_changes.check_same_states(frozenset(), states)
         else:
@@ -49,7 +49,7 @@ def _guard_returned_cache(module: nn.Module, _: object, output: object) -> None:
     """Forward hook that guards a cache that the model made itself."""
     for each in _parts_of_cache(getattr(output, "past_key_values", None)):
         if not isinstance(each, _Guard):
-            _guard(each, module, head_changes.states_of(module))
+            _guard(each, module, head_changes.change_states_of(module))
 
 
 def _parts_of_cache(given: Any) -> list[Any]:
@@ -73,8 +73,8 @@ class _Guard:
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Append keys and values if the same heads are switched off as before, or if the cache is empty."""
         model, whole = self.model_reference(), cast("Any", super())
-        if model is not None and (head_changes.active or self.states_when_filled):
-            states = head_changes.states_of(model)
+        if model is not None and (head_changes.active_changes or self.states_when_filled):
+            states = head_changes.change_states_of(model)
             if whole.get_seq_length() > 0:
                 head_changes.check_same_states(self.states_when_filled, states)
             else:

@@ -21,7 +21,7 @@ from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, CallOrigin
-from multihead.kernels.head_changes import is_call_followed
+from multihead.kernels.head_changes import needs_call_origin
 from multihead.kernels.native import eager
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import slice_to_rank
@@ -164,7 +164,7 @@ def transformers_attention(
         output, weights = attended[0], None
     else:
         if start is None:  # the mask does not need the position of the first query, but listeners do
-            start = 0 if not is_call_followed() or is_cross_attention(module) else max(keys - query.shape[2], 0)
+            start = 0 if not needs_call_origin() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
         output, logsumexp = _attend_and_publish(request, attention_mask) if attended is None else attended[:2]
@@ -239,7 +239,7 @@ def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None
     Returns:
         the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries).
     """
-    if not is_call_followed():
+    if not needs_call_origin():
         attended = attend(request)
         return attended.output, attended.logsumexp
     place = KeyOffsetAndPadding()
@@ -309,7 +309,7 @@ def transformers_mask(
     extent = MaskExtent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = mask_of_function(function, extent)
-    if sequence_split.active is not None:
+    if sequence_split.active_split is not None:
         _check_mask_of_rank(mask, padding)
     if mask is None:
         mask = Keep(make_dense_mask(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))

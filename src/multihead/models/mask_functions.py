@@ -21,7 +21,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
 from multihead.masks.positions import TilePositions
-from multihead.tensors.shapes import FURTHEST
+from multihead.tensors.shapes import MAX_POSITION
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -158,7 +158,7 @@ def _lookback_window(closure: dict[str, Any], extent: MaskExtent) -> Mask:
 
 def _later_keys_limit(extent: MaskExtent) -> int:
     """Return an upper bound on the number of keys after a query, including keys of other ranks."""
-    return extent.keys if sequence_split.active is None else FURTHEST
+    return extent.keys if sequence_split.active_split is None else MAX_POSITION
 
 
 def _two_sided_window_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from multihead.errors import ModelError
 from multihead.functional import attend
 from multihead.kernels.call import AttentionCall
-from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.observation.output_projection import output_weight
-from multihead.probes.context import MAP_SIZE, Pool, ProbeContext
+from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
@@ -51,7 +51,7 @@ class StatisticsMeasurer:
     probes: tuple[Probe, ...]
     special_ids: tuple[int, ...] = ()
     map_size: int = MAP_SIZE
-    map_pool: Pool = "mean"
+    map_pool: PoolOperation = "mean"
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -109,7 +109,7 @@ class StatisticsMeasurer:
             ids: the token ids of the texts.
             layer: module that made the call.
         """
-        request, shape, logsumexp = call.request, call.request.shape, call.attended.logsumexp.detach()
+        request, shape, logsumexp = call.request, call.request.shape, call.result.logsumexp.detach()
         read = ids.key_ids(request)
         if ids.cross_attention or read is None:
             raise ModelError(
@@ -126,14 +126,14 @@ class StatisticsMeasurer:
             )[None]
         distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
         context = self.probe_context(layer, shape, read, distinct=distinct)
-        probes, parts = possible_probes(self.probes, request, context), call.attended.statistics
+        probes, parts = possible_probes(self.probes, request, context), call.result.statistics
         if sample_spans.packed:
             missing = parts_of_probes(probes) - parts.keys()
             parts = {**parts, **_measure_packed_texts(call, sample_spans, text[0], missing, context)}
             if "position" in missing:
                 parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
         found = shift_all_key_indices(
-            complete_statistics(request, logsumexp, probes, context, parts=parts, attended=call.attended), sample_spans
+            complete_statistics(request, logsumexp, probes, context, parts=parts, result=call.result), sample_spans
         )
         sees = real & (logsumexp.cpu() != -torch.inf)
 
@@ -173,9 +173,9 @@ def _measure_packed_texts(
     """Measure the weights on the first keys and on the special keys of each query's own text in a packed row."""
     found: dict[Part, Tensor] = {}
     counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
-    if not counts and SPECIAL_KEYS not in missing:
+    if not counts and SPECIAL_KEYS_WEIGHT not in missing:
         return found
-    logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
+    logsumexp, device = call.result.logsumexp.detach(), call.request.shape.device
     measured = MeasuredCall.of(call.request, logsumexp, context)
     start = sample_spans.first_keys[0, 0]  # (tokens,)
 
@@ -187,14 +187,14 @@ def _measure_packed_texts(
         found[part] = torch.zeros_like(logsumexp)
         for place in range(min(count, int(text.bincount().max()))):
             found[part] += weight_on(start + place)  # 0 after the end of the text: not visible
-    if SPECIAL_KEYS in missing and context.special_keys is not None:
-        first = found.get(FIRST_KEY, call.attended.statistics.get(FIRST_KEY))
+    if SPECIAL_KEYS_WEIGHT in missing and context.special_keys is not None:
+        first = found.get(FIRST_KEY_WEIGHT, call.result.statistics.get(FIRST_KEY_WEIGHT))
         keys = token_indices_per_text(context.special_keys[0].cpu(), text)  # (most, tokens)
         if len(keys) <= MAX_LOOKED_UP_SPECIAL_KEYS:
             total = torch.zeros_like(logsumexp)
             for each in keys:
                 total += first if first is not None and torch.equal(each, start) else weight_on(each)
-            found[SPECIAL_KEYS] = total
+            found[SPECIAL_KEYS_WEIGHT] = total
     return found
 
 

@@ -23,9 +23,9 @@ from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, MakeSums, Recorder
 from multihead.probes.catalogue import PROBES
-from multihead.probes.context import MAP_SIZE, Pool
+from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, default_probes, resolve_probes
+from multihead.probes.statistics import ProbeOrName, default_probes, resolve_probes
 from multihead.record.running_summary import RunningSummary
 from multihead.tensors.tracing import run_uncompiled
 
@@ -36,11 +36,11 @@ def observe(
     *,
     layers: Sequence[int | str] | int | str | None = None,
     keep: Keep = "cpu",
-    probes: Wanted | Sequence[Wanted] | None = None,
+    probes: ProbeOrName | Sequence[ProbeOrName] | None = None,
     special_ids: Sequence[int] = (),
     tokenizer: Any = None,
     map_size: int = MAP_SIZE,
-    map_pool: Pool = "mean",
+    map_pool: PoolOperation = "mean",
     kinds: Sequence[Kind] = (),
 ) -> Iterator[Record]:
     """Record every attention head of a model while it runs.
@@ -107,11 +107,11 @@ def observe_with_sums(
     *,
     layers: Sequence[int | str] | int | str | None = None,
     keep: Keep = "summary",
-    probes: Wanted | Sequence[Wanted] | None = None,
+    probes: ProbeOrName | Sequence[ProbeOrName] | None = None,
     special_ids: Sequence[int] = (),
     tokenizer: Any = None,
     map_size: int = MAP_SIZE,
-    map_pool: Pool = "mean",
+    map_pool: PoolOperation = "mean",
     kinds: Sequence[Kind] = (),
     sums: MakeSums | None = None,
 ) -> Iterator[Record]:

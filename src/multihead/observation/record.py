@@ -635,7 +635,7 @@ class Record:
         layers = [copy(layer) for layer in self.layers]
         for layer in layers:
             layer.own_kinds = ()  # the functions of user-defined kinds may not be importable in another process
-        shown = {name: each.shown() for name, each in self.statistics.items()}
+        shown = {name: each.without_function() for name, each in self.statistics.items()}
         found = gather_objects(
             self._record_parts._replace(layers=layers, statistics=shown), Ranks.of_mesh(group), to=to
         )

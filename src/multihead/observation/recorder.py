@@ -38,7 +38,7 @@ from multihead.observation.patches import text_of_patches
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
-from multihead.probes.probe import Need, Parts, Probe
+from multihead.probes.probe import Parts, Probe, ProbeInput
 from multihead.probes.statistics import (
     drop_position_parts,
     measure_token_parts,
@@ -108,7 +108,7 @@ class _PreviousCall:
     def from_call(call: AttentionCall, offset: int | Tensor, *, cross_attention: bool) -> _PreviousCall:
         """Create the state after a call whose first key has the position `offset` in the sequence."""
         request, shape = call.request, call.request.shape
-        if request.continued is not None:
+        if request.position_in_sequence is not None:
             return _PreviousCall(shape.batch, 0, shape.key_length, None, cross_attention)
         start = 0 if isinstance(request.query_start, Tensor) else request.query_start
         stop = int(offset) + start + shape.query_length
@@ -166,7 +166,7 @@ class Recorder:
         request, caller = call.request, call.request.origin
         if caller is None or id(caller.layer) not in self.names:
             return
-        module, continued = caller.layer, caller.continued
+        module, continued = caller.layer, caller.position_in_sequence
         if self._namer.begins_pass():
             self._pass_continues, self._spans = False, None
             self._chance_levels.clear()
@@ -178,7 +178,7 @@ class Recorder:
         if continued is not None:
             offset, cross_attention = continued.key_start, continued.first_query is not None
         text = name, None if continued is None else continued.sequence
-        sequence = sequence_split.active
+        sequence = sequence_split.active_split
         previous = self._previous.get(text)
         if previous is not None and not (
             window or self._continues_call(call, previous, offset, cross_attention=cross_attention)
@@ -196,7 +196,7 @@ class Recorder:
             if continued is not None and continued.first_query is not None:
                 start = continued.first_query
             if isinstance(start, Tensor) or start != request.query_start:
-                call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.attended))
+                call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.result))
         state = _PreviousCall.from_call(call, offset, cross_attention=cross_attention)
         if previous is not None:
             state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
@@ -211,7 +211,7 @@ class Recorder:
             summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
-            split = _rank_part_of_layer(module, request, sequence_split.active) if grouped else None
+            split = _rank_part_of_layer(module, request, sequence_split.active_split) if grouped else None
             self._layers[name] = LayerRecord(
                 name, running_summary=summary, number=self._namer.numbers[name], split=split
             )
@@ -222,7 +222,7 @@ class Recorder:
     ) -> bool:
         """Whether a call continues the previous call of its layer, because it has the same keys and more."""
         request = call.request
-        if request.continued is not None:
+        if request.position_in_sequence is not None:
             return True
         if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return False
@@ -333,14 +333,14 @@ class Recorder:
 
     def _windows_per_sample(self, request: AttentionRequest, name: str) -> int:
         """Return how many consecutive rows of a call's batch are windows of one sample."""
-        one_each = request.packed_lengths is not None or request.continued is not None
+        one_each = request.packed_lengths is not None or request.position_in_sequence is not None
         return 1 if one_each else self.inputs.rows_per_sample(name, request.shape.batch)
 
     def _add_queries_of_rank(
         self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord
     ) -> None:
         """Add the queries of this rank for a sequence that is split over ranks; each call creates new samples."""
-        request, attended, name = call.request, call.attended, self.names[id(module)]
+        request, attended, name = call.request, call.result, self.names[id(module)]
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         length = sequence.whole_shape(request.shape).query_length
         bare = self._request_without_tensors(request, device)
@@ -450,7 +450,7 @@ class Recorder:
         Returns:
             statistic -> (heads, queries of this rank); for statistics per key (heads, keys), summed over these queries.
         """
-        request, attended = call.request, call.attended
+        request, attended = call.request, call.result
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
         of_span = slice_request(request, span, packed=False)
         first_key = first_key_of_samples(of_span, bounds_of(of_span))
@@ -480,9 +480,9 @@ class Recorder:
     def _find_samples(self, request: AttentionRequest, name: str) -> SampleSpans:
         """Find the spans of the samples in a call; reuse the spans of the previous call if they are equal."""
         keys, real, padding = huggingface.call_key_positions.get(), None, None
-        if request.continued is not None and request.continued.lengths is not None:
+        if request.position_in_sequence is not None and request.position_in_sequence.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
-            real = token < request.continued.lengths[:, None]
+            real = token < request.position_in_sequence.lengths[:, None]
         elif request.origin is not None and request.origin.unpadded_queries is not None:
             real = request.origin.unpadded_queries
             if request.origin.crosses is False and request.shape.key_length == request.shape.query_length:
@@ -503,7 +503,7 @@ class Recorder:
         self, request: AttentionRequest, name: str, sample_spans: SampleSpans, *, cross_attention: bool
     ) -> CallTokenIds:
         """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
-        shape, continued, packed = request.shape, request.continued, request.packed_lengths
+        shape, continued, packed = request.shape, request.position_in_sequence, request.packed_lengths
         image = None if cross_attention or packed is not None else self._image_of_layer(name)
         if image is not None and not image.length == shape.query_length == shape.key_length:
             image = None  # a layer that attends within windows, or an image of another size
@@ -541,10 +541,10 @@ class Recorder:
         Samples are measured separately if the kernel measured nothing, if a part needs other inputs, if a part cannot
         be sliced into samples, or if there is padding between the queries of a sample.
         """
-        measured, left_out = call.attended.statistics, sample_spans.unsliceable_parts
+        measured, left_out = call.result.statistics, sample_spans.unsliceable_parts
         if left_out is None:
             return None
-        known: set[Need] = {"values", "output_weight", "sets"}
+        known: set[ProbeInput] = {"values", "output_weight", "sets"}
         if call.request.sinks is not None:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
@@ -573,7 +573,7 @@ class Recorder:
         new_sample: Callable[[], SampleRecord],
     ) -> RecordedBatch:
         """Create the record of a batch from a call that is the first call of all its samples."""
-        request, logsumexp = call.request, call.attended.logsumexp.detach()
+        request, logsumexp = call.request, call.result.logsumexp.detach()
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         if request.shape.device.type != "cpu":
             parts = {part: value.cpu() for part, value in parts.items()}
@@ -583,7 +583,7 @@ class Recorder:
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):
-            fresh = request.origin is not None and request.origin.fresh
+            fresh = request.origin is not None and request.origin.qk_computed_for_call
             batch.q = KeptRows.keep(request.q, lambda: sample_spans.query_rows, device, layer=name, fresh=fresh)
             batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_rows, device, layer=name, fresh=fresh)
         # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
@@ -626,7 +626,7 @@ class Recorder:
             )
         target.append_call(
             Segment(request, key_start, is_window=is_window),
-            copy_contiguous(call.attended.logsumexp, device),
+            copy_contiguous(call.result.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
             None if sample.q is None else copy_contiguous(call.request.q, device),
         )

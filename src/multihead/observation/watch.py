@@ -18,7 +18,7 @@ from multihead.observation.observe import observe_with_sums
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, resolve_probes
+from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import html_of_table, number_with_noun
 from multihead.record.running_summary import RunningSummary
@@ -79,7 +79,7 @@ class Watch:
         model: nn.Module,
         *,
         every: int = 100,
-        probes: Wanted | Sequence[Wanted] | None = None,
+        probes: ProbeOrName | Sequence[ProbeOrName] | None = None,
         layers: Sequence[int | str] | int | str | None = None,
         per_head: bool = False,
         log: LogTarget | None = None,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, RankError
 from multihead.masks import Mask
-from multihead.parallel.layout import Layout, Range
+from multihead.parallel.layout import Layout, TokenRange
 from multihead.scores.bias import RelativeBias
 
 V = TypeVar("V")
@@ -110,7 +110,7 @@ def compare_calls(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> 
     with raise_as_rank_error(f"Comparing the call of rank {ranks.rank} with those of the {ranks.size - 1} others"):
         dist.all_gather(list(found.unbind()), own, group=ranks.group)
     digests, numbers = found.T.tolist()
-    if len(set(digests)) > 1:  # the same on all ranks, so that all of them gather the values
+    if len(set(digests)) > 1:  # all ranks have the same digests, so all of them gather the values
         raise _difference_error(gather_objects(given, ranks, to=None) or [])
     return int(numbers[0])
 
@@ -135,7 +135,7 @@ def comparable_value(value: object) -> object:
             if not stride and shown.shape[dim]:  # an expanded dimension repeats one row
                 shown = shown.narrow(dim, 0, 1)
         content = shown.cpu().resolve_neg().contiguous()
-        # Read at its address, because a numpy view would keep FSDP from resizing the storage.
+        # The tensor is read at its address, because a numpy view would keep FSDP from resizing the storage.
         checksum = zlib.crc32((c_char * content.nbytes).from_address(content.data_ptr()))
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} with checksum {checksum:08x}"
     if isinstance(value, Mask):
@@ -254,7 +254,7 @@ class Transfer:
             lengths: number of tokens in each received range; empty if nothing is received.
             from_: rank in the group from which tensors are received.
         """
-        self._ranks, self._sent = ranks, sent  # kept alive until they are sent
+        self._ranks, self._sent = ranks, sent  # the sent tensors must live until they are sent
         tokens = sum(lengths)
         buffers = [x.new_empty(tokens, *x.shape[:2], x.shape[3]) for x in like] if tokens else []
         self.received = tuple(each.permute(1, 2, 0, 3) for each in buffers)
@@ -274,7 +274,7 @@ class Transfer:
         return self.received
 
 
-def slice_token_major(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> tuple[Tensor, ...]:
+def slice_token_major(tensors: tuple[Tensor, ...], ranges: tuple[TokenRange, ...]) -> tuple[Tensor, ...]:
     """Slice ranges of tokens from (batch, heads, tokens, dim) tensors: one (tokens, batch, heads, dim) per range.
 
     The results are contiguous. A projection of one sample is not copied, because its memory already has this order.
@@ -282,7 +282,7 @@ def slice_token_major(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) ->
     return tuple(x.permute(2, 0, 1, 3)[slice(*each)].contiguous() for x in tensors for each in ranges)
 
 
-def slice_ranges(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
+def slice_ranges(x: Tensor, ranges: tuple[TokenRange, ...]) -> Tensor:
     """Slice ranges of tokens from (batch, heads, tokens, dim) and concatenate them; a view if they are adjacent."""
     if all(stop == first for (_, stop), (first, _) in pairwise(ranges)):
         return x[:, :, ranges[0][0] : ranges[-1][1]]

@@ -11,10 +11,10 @@ from multihead.layer import MultiHeadAttention
 from multihead.layer.sharding import RankHeads, ShardGroup, check_heads_divide, check_splittable
 from multihead.parallel.exchange import Ranks
 
-M = TypeVar("M", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def parallelize(module: M, mesh: Any) -> M:
+def parallelize(module: ModuleT, mesh: Any) -> ModuleT:
     """Split the heads of every attention layer in a module over ranks, in place.
 
     Supported are `MultiHeadAttention`, the layers of Hugging Face models with q_proj, k_proj, v_proj and o_proj, such

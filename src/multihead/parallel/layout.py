@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, ShapeError
 
-Kind = Literal["contiguous", "balanced"]
-Range = tuple[int, int]  # [first, stop)
+LayoutName = Literal["contiguous", "balanced"]
+TokenRange = tuple[int, int]  # first token, and one past the last
 
 
 class Layout(NamedTuple):
@@ -28,10 +28,10 @@ class Layout(NamedTuple):
     (((0, 2), (6, 8)), ((2, 4), (4, 6)))
     """
 
-    kind: Kind
+    kind: LayoutName
     ranks: int
 
-    def chunks(self, rank: int, length: int) -> tuple[Range, ...]:
+    def chunks(self, rank: int, length: int) -> tuple[TokenRange, ...]:
         """Return the ranges of positions, [first, stop) each, of a rank's tokens in a sequence of `length` tokens."""
         size = length // self.chunk_count
         indices = (rank,) if self.kind == "contiguous" else (rank, self.chunk_count - 1 - rank)
@@ -73,8 +73,8 @@ class Layout(NamedTuple):
             )
 
 
-def check_layout_name(layout: str) -> Kind:
+def check_layout_name(layout: str) -> LayoutName:
     """Return the name of a layout; an ArgumentError if it is neither "contiguous" nor "balanced"."""
-    if layout not in get_args(Kind):
+    if layout not in get_args(LayoutName):
         raise ArgumentError(f"layout is {layout!r}.", 'Give "contiguous" or "balanced".')
     return layout  # type: ignore[return-value]

@@ -13,32 +13,34 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
-from multihead.kernels.native.statistics import FIRST_KEY
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import measure_parts, set_empty_and_bad_queries
 
-_KEY, _LARGEST, _MEAN, _SPREAD = "largest_key", "largest_weight", "mean_distance", "distance_spread"
+_LARGEST_KEY, _LARGEST_WEIGHT = "largest_key", "largest_weight"
+_MEAN_DISTANCE, _DISTANCE_SPREAD = "mean_distance", "distance_spread"
 
 
 @torch.no_grad()
 def measure_over_keys(
     request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
 ) -> dict[Part, Tensor]:
-    """Return the statistics that a request on a subset of the keys wants, (batch, heads, queries) each.
+    """Return the `wanted` statistics of a request on a subset of the keys, (batch, heads, queries) each.
 
     Statistics that the kernel did not return are measured here. `first_key`, an int or (batch or 1,), is the index of
     the sequence's first visible key, counted from the first key of the subset.
     """
     wanted = _add_companion_parts(request.wanted)
-    known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY}
+    known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY_WEIGHT}
     with without_autocast(request.shape.device):
         context = ProbeContext(first_key=first_key)
         call = MeasuredCall.of(request, attended.logsumexp.detach(), context)
         known |= measure_parts(call, wanted - known.keys())
     empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
-    # Sorted, because the order of a set of strings differs between processes, and all ranks need the same order.
+    # The parts are sorted, because a set of strings has another order in each process, and all ranks need the same
+    # order.
     return {part: set_empty_and_bad_queries(known[part], empty, bad) for part in sorted(known, key=str)}
 
 
@@ -56,7 +58,7 @@ class MergedStatistics:
         self.sums = {
             part: torch.zeros_like(like, dtype=torch.float64)
             for part in _add_companion_parts(self.wanted)
-            if part not in (_KEY, _LARGEST, "logsumexp")
+            if part not in (_LARGEST_KEY, _LARGEST_WEIGHT, "logsumexp")
         }
         self.largest_score = torch.full_like(self.logsumexp, -torch.inf)
         self.largest_key = torch.full_like(self.logsumexp, -1, dtype=torch.int64)
@@ -69,27 +71,27 @@ class MergedStatistics:
         log_old, log_new = ((each - total).masked_fill(empty, -torch.inf) for each in (before, added))
         old, new = log_old.exp(), log_new.exp()
         found = {part: value.double() for part, value in parts.items()}
-        if _MEAN in self.sums:
-            mean = old * self.sums[_MEAN][:, :, at] + new * found[_MEAN]
-            if _SPREAD in self.sums:
+        if _MEAN_DISTANCE in self.sums:
+            mean = old * self.sums[_MEAN_DISTANCE][:, :, at] + new * found[_MEAN_DISTANCE]
+            if _DISTANCE_SPREAD in self.sums:
                 variance = sum(
                     share * (spread.square() + (own - mean).square())
                     for share, spread, own in (
-                        (old, self.sums[_SPREAD][:, :, at], self.sums[_MEAN][:, :, at]),
-                        (new, found[_SPREAD], found[_MEAN]),
+                        (old, self.sums[_DISTANCE_SPREAD][:, :, at], self.sums[_MEAN_DISTANCE][:, :, at]),
+                        (new, found[_DISTANCE_SPREAD], found[_MEAN_DISTANCE]),
                     )
                 )
-                self.sums[_SPREAD][:, :, at] = torch.as_tensor(variance).sqrt()
-            self.sums[_MEAN][:, :, at] = mean
+                self.sums[_DISTANCE_SPREAD][:, :, at] = torch.as_tensor(variance).sqrt()
+            self.sums[_MEAN_DISTANCE][:, :, at] = mean
         for part, own in self.sums.items():
-            if part in (_MEAN, _SPREAD):
+            if part in (_MEAN_DISTANCE, _DISTANCE_SPREAD):
                 continue
             mixed = old * own[:, :, at] + new * found[part]
-            if part == "entropy":  # plus the entropy of the two shares
+            if part == "entropy":  # the entropy of the two shares is added
                 mixed = mixed - _share_times_log(old, log_old) - _share_times_log(new, log_new)
             own[:, :, at] = mixed
-        if _LARGEST in found:
-            self._add_largest(at, first_key, added, found[_LARGEST], parts.get(_KEY))
+        if _LARGEST_WEIGHT in found:
+            self._add_largest(at, first_key, added, found[_LARGEST_WEIGHT], parts.get(_LARGEST_KEY))
         self.logsumexp[:, :, at] = total
 
     def _add_largest(self, at: slice, first_key: int, logsumexp: Tensor, weight: Tensor, key: Tensor | None) -> None:
@@ -110,16 +112,16 @@ class MergedStatistics:
         share = log_share.exp()
         found: dict[Part, Tensor] = {}
         for part in sorted(self.wanted, key=str):
-            if part == _KEY:
+            if part == _LARGEST_KEY:
                 value = self.largest_key
-            elif part == _LARGEST:
+            elif part == _LARGEST_WEIGHT:
                 value = (self.largest_score - wide).exp()
             elif part == "logsumexp":
                 value = wide
             elif part == "entropy":
                 value = (share * (self.sums[part] - log_share)).clamp(min=0)
             else:
-                value = self.sums[part] if part in (_MEAN, _SPREAD) else share * self.sums[part]
+                value = self.sums[part] if part in (_MEAN_DISTANCE, _DISTANCE_SPREAD) else share * self.sums[part]
             found[part] = set_empty_and_bad_queries(value, empty, bad)
         dtype = working_dtype(logsumexp.dtype)
         return {part: value.to(dtype) if value.is_floating_point() else value for part, value in found.items()}
@@ -137,9 +139,13 @@ def unstack_parts(tensor: Tensor, like: dict[Part, Tensor]) -> dict[Part, Tensor
 
 
 def _add_companion_parts(wanted: Iterable[Part]) -> frozenset[Part]:
-    """Add the statistics that merging needs: the mean for a spread, the largest weight for its key."""
+    """Add the statistics that merging needs: the mean distance for its spread, the largest weight for its key."""
     found = frozenset(wanted)
-    return found | {_MEAN for part in found if part == _SPREAD} | {_LARGEST for part in found if part == _KEY}
+    return (
+        found
+        | {_MEAN_DISTANCE for part in found if part == _DISTANCE_SPREAD}
+        | {_LARGEST_WEIGHT for part in found if part == _LARGEST_KEY}
+    )
 
 
 def _share_times_log(share: Tensor, log: Tensor) -> Tensor:

@@ -24,18 +24,21 @@ from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.positions import CallPositions, TilePositions
 from multihead.parallel.exchange import comparable_value
-from multihead.parallel.layout import Layout, Range
+from multihead.parallel.layout import Layout, TokenRange
 from multihead.tensors.shapes import AttentionShape
 
 
 @dataclass(frozen=True, eq=False)
 class MapBlockMask(Mask):
-    """The mask of a rectangle of the attention map: queries `rows` and keys `keys` of a mask, numbered from 0."""
+    """The mask of a rectangle of the attention map: queries `rows` and keys `keys` of a mask, numbered from 0.
+
+    `whole` holds the key intervals of all queries of `mask`.
+    """
 
     mask: Mask
     whole: KeyBounds
-    rows: Range
-    keys: Range
+    rows: TokenRange
+    keys: TokenRange
 
     def tile(self, place: TilePositions) -> Tensor:
         """Evaluate the mask of the whole sequence at positions that are relative to the block."""
@@ -57,20 +60,20 @@ class MapPiece(NamedTuple):
     Attributes:
         rows: positions of the queries in the sequence, [first, stop).
         keys: positions of the keys in the sequence, [first, stop).
-        at: slice of the queries in the rank's own queries.
-        among: slice of the keys in the keys that the rank has in this step.
+        query_slice: slice of the queries in the rank's own queries.
+        key_slice: slice of the keys in the keys that the rank has in this step.
         mask: mask between these queries and keys.
     """
 
-    rows: Range
-    keys: Range
-    at: slice
-    among: slice
+    rows: TokenRange
+    keys: TokenRange
+    query_slice: slice
+    key_slice: slice
     mask: Mask
 
 
 class RingStep(NamedTuple):
-    """What a rank computes, receives and sends in one step of ring attention.
+    """The work of a rank in one step of ring attention: what it computes, receives and sends.
 
     Attributes:
         distance: in this step rank r uses the keys of rank r - distance; 0 in the first step, which sends nothing.
@@ -81,8 +84,8 @@ class RingStep(NamedTuple):
 
     distance: int
     pieces: tuple[MapPiece, ...]
-    received: tuple[Range, ...]
-    sent: tuple[Range, ...]
+    received: tuple[TokenRange, ...]
+    sent: tuple[TokenRange, ...]
 
     @property
     def keys_received(self) -> int:
@@ -131,14 +134,14 @@ class RingPlan:
         return first_key_of_samples(replace(request, shape=shape, mask=self.mask, query_start=0), self.bounds)
 
 
-_PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)
+_RING_PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)
 
 
 def plan_ring(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     """Plan ring attention for one rank, given the mask and the length of the whole sequence; plans are cached."""
     of_mask = mask.cache_key()
     key = None if of_mask is None else (of_mask, length, layout, rank)
-    known = None if key is None else _PLANS.entries.get(key)
+    known = None if key is None else _RING_PLANS.entries.get(key)
     if known is not None:
         return known
     bounds = key_bounds(mask, queries=length, keys=length)
@@ -149,14 +152,14 @@ def plan_ring(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     ]
     found = RingPlan(length, mask, bounds, tuple(steps))
     if key is not None:
-        _PLANS.add(key, found, bounds)
+        _RING_PLANS.add(key, found, bounds)
     return found
 
 
 def _steps_of_rank(
     mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int
 ) -> list[RingStep]:
-    """Plan the steps with the keys of rank - distance: two, so that sending overlaps computing; one for distance 0."""
+    """Plan the steps with the keys of rank - distance: two for distances > 0, so that sending overlaps computing."""
     own = layout.chunks(rank, length)
     if distance == 0:
         needed = _visible_key_ranges(bounds, own, own)
@@ -177,8 +180,10 @@ def _steps_of_rank(
     ]
 
 
-def _visible_key_ranges(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]) -> list[Range]:
-    """Return, for each chunk of keys, the range from the first to the last key that any row sees; skip empty ones."""
+def _visible_key_ranges(
+    bounds: KeyBounds, row_chunks: tuple[TokenRange, ...], key_chunks: tuple[TokenRange, ...]
+) -> list[TokenRange]:
+    """Return, for each chunk of keys, the range from the first to the last key that a row sees; skip empty ranges."""
     found = []
     for keys in key_chunks:
         rectangles = [visible_rectangle(bounds, rows, keys) for rows in row_chunks]
@@ -188,7 +193,7 @@ def _visible_key_ranges(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_ch
     return found
 
 
-def _split_ranges_in_halves(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
+def _split_ranges_in_halves(ranges: list[TokenRange], most: int) -> tuple[list[TokenRange], list[TokenRange]]:
     """Split ranges of keys into two halves; the second half is empty if there are at most `most` keys.
 
     A rank stores the keys that it computes with, the keys being received, and the gradients of both. With half of the
@@ -208,7 +213,7 @@ def _split_ranges_in_halves(ranges: list[Range], most: int) -> tuple[list[Range]
 
 
 def _rectangles_of_chunks(
-    mask: Mask, bounds: KeyBounds, row_chunks: tuple[Range, ...], ranges: list[Range]
+    mask: Mask, bounds: KeyBounds, row_chunks: tuple[TokenRange, ...], ranges: list[TokenRange]
 ) -> tuple[MapPiece, ...]:
     """Return one rectangle per chunk of queries and range of keys with visible cells; key ranges are concatenated."""
     found = []
@@ -227,7 +232,7 @@ def _rectangles_of_chunks(
     return tuple(found)
 
 
-def _to_indices_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
+def _to_indices_on_rank(ranges: list[TokenRange], chunks: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
     """Convert ranges of positions in the sequence to ranges of indices in a rank's tokens, given its chunks."""
     found = []
     before = 0
@@ -237,7 +242,7 @@ def _to_indices_on_rank(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple
     return tuple(found)
 
 
-def visible_rectangle(bounds: KeyBounds, rows: Range, keys: Range) -> tuple[Range, Range] | None:
+def visible_rectangle(bounds: KeyBounds, rows: TokenRange, keys: TokenRange) -> tuple[TokenRange, TokenRange] | None:
     """Return the smallest rectangle of queries and keys that has all visible cells of `rows` x `keys`; None if none."""
     start, stop = (edge[:, slice(*rows)].clamp(*keys) for edge in (bounds.start, bounds.stop))
     seen = start < stop  # (batch or 1, rows)
@@ -249,7 +254,7 @@ def visible_rectangle(bounds: KeyBounds, rows: Range, keys: Range) -> tuple[Rang
     return (rows[0] + int(index[0]), rows[0] + int(index[-1]) + 1), (low, high)
 
 
-def _mask_of_rectangle(mask: Mask, bounds: KeyBounds, rows: Range, keys: Range) -> Mask:
+def _mask_of_rectangle(mask: Mask, bounds: KeyBounds, rows: TokenRange, keys: TokenRange) -> Mask:
     """Return the mask of a rectangle of the attention map; `Full` if every query sees every key in it."""
     start, stop = bounds.start[:, slice(*rows)], bounds.stop[:, slice(*rows)]
     if bounds.remainder is None and bool((start <= keys[0]).all() & (stop >= keys[1]).all()):
@@ -257,7 +262,7 @@ def _mask_of_rectangle(mask: Mask, bounds: KeyBounds, rows: Range, keys: Range) 
     return MapBlockMask(mask, bounds, rows, keys)
 
 
-def _count_positions(ranges: tuple[Range, ...]) -> int:
+def _count_positions(ranges: tuple[TokenRange, ...]) -> int:
     return sum(stop - first for first, stop in ranges)
 
 
@@ -302,19 +307,19 @@ class Traffic(NamedTuple):
     Attributes:
         forward: bytes sent in the forward pass.
         backward: bytes sent in the backward pass.
-        held: largest number of bytes of other ranks' tensors that the rank stores in the forward pass.
+        stored_bytes: largest number of bytes of other ranks' tensors that the rank stores in the forward pass.
     """
 
     forward: int
     backward: int
-    held: int
+    stored_bytes: int
 
 
-def bytes_sent(strategy: Strategy, shape: AttentionShape, planned: RingPlan, ranks: int) -> Traffic:
-    """Return how many bytes a rank sends and stores with a strategy, given the shape of its call and its ring plan."""
+def compute_traffic(strategy: Strategy, shape: AttentionShape, ring_plan: RingPlan, ranks: int) -> Traffic:
+    """Compute how many bytes a rank sends and stores with a strategy, from the shape of its call and its ring plan."""
     own = bytes_of_keys(shape, shape.key_length)
     others = ranks - 1
-    if strategy == "gather":  # sends its keys and values to all other ranks, and gradients back
+    if strategy == "gather":  # a rank sends its keys and values to all others, and gradients back
         return Traffic(own * others, own * others, own * others)
     if strategy == "ulysses":
         copies = copies_for_ulysses(shape, ranks) or 1
@@ -323,7 +328,7 @@ def bytes_sent(strategy: Strategy, shape: AttentionShape, planned: RingPlan, ran
         inputs = shape.batch * shape.query_length * features * shape.dtype.itemsize + copies * own
         heads = inputs * others // ranks  # the heads of the rank itself are not sent
         return Traffic(heads + of_logsumexp * others // ranks, heads, heads)
-    sent, received = planned.keys_sent, [step.keys_received for step in planned.steps[1:]]
+    sent, received = ring_plan.keys_sent, [step.keys_received for step in ring_plan.steps[1:]]
     # A rank stores the keys of a step and of the next step.
     at_once = max((sum(pair) for pair in pairwise([0, *received, 0])), default=0)
     # The backward pass sends keys and values again, and the gradients of those that the rank received.

@@ -39,7 +39,7 @@ from multihead.kernels.native import kernel as native
 from multihead.kernels.parts import Part
 from multihead.kernels.sequence_split import use_split
 from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_token_major
-from multihead.parallel.layout import Range
+from multihead.parallel.layout import TokenRange
 from multihead.parallel.measuring import MergedStatistics, measure_over_keys
 from multihead.parallel.plan import MapPiece, RingPlan, RingStep
 from multihead.scores.bias import Bias, slice_bias, values_of, with_values
@@ -60,10 +60,10 @@ class Ring:
     statistics: dict[Part, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
     def attend(self) -> AttentionResult:
-        """Compute the attention of this rank's queries, and the statistics that the request wants."""
+        """Compute the attention of this rank's queries, and the `wanted` statistics of the request."""
         request = self.request
         bias = None if request.bias is None else values_of(request.bias)
-        # Tensors must be arguments of the autograd function, so this copy of the ring has none.
+        # Tensors must be arguments of the autograd function, so this copy of the ring has no bias values and no sinks.
         ring = replace(self, request=replace(request, bias=_drop_bias_values(request.bias), sinks=None))
         output, logsumexp = _RingFunction.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
         return AttentionResult(output, logsumexp, ring.statistics)
@@ -84,7 +84,7 @@ class Ring:
             return None
         return self._exchange_ranges(slice_token_major((k, v), step.sent), (k, v), step.received, step.distance)
 
-    def return_gradients(
+    def start_gradient_transfer(
         self, step: RingStep, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor
     ) -> Transfer | None:
         """Start to send the gradients of a step's keys and values back to their rank; None without a transfer."""
@@ -98,7 +98,7 @@ class Ring:
         return self._exchange_ranges(message, (k, v), step.sent, -step.distance)
 
     def _exchange_ranges(
-        self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[Range, ...], distance: int
+        self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[TokenRange, ...], distance: int
     ) -> Transfer:
         """Start to send tensors to rank r + distance and to receive ranges from rank r - distance (this rank is r)."""
         rank, count = self.ranks.rank, self.ranks.size
@@ -118,18 +118,18 @@ class Ring:
         return found[0], found[1]
 
 
-def _lengths_of_ranges(ranges: tuple[Range, ...]) -> tuple[int, ...]:
+def _lengths_of_ranges(ranges: tuple[TokenRange, ...]) -> tuple[int, ...]:
     return tuple(stop - first for first, stop in ranges)
 
 
-def _concatenated_ranges(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+def _concatenated_ranges(ranges: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
     """Return where each range lies after the tokens of all ranges are concatenated."""
     ends = list(accumulate(_lengths_of_ranges(ranges), initial=0))
     return tuple(pairwise(ends))
 
 
 class PieceTensors(NamedTuple):
-    """The tensors of one piece (rectangle) of the attention map.
+    """The q, k, v and bias of one piece (rectangle) of the attention map.
 
     q is (batch, heads, rows, head_dim), k and v are (batch, kv_heads, keys, dim); the bias is sliced to the piece.
     """
@@ -173,8 +173,13 @@ class _RingFunction(torch.autograd.Function):
                         found = attend(part, kernel=ring.kernel, published=False)
                     if part.wanted:
                         measures = measure_over_keys(part, found, ring.first_keys(bias) - piece.keys[0])
-                        merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
-                    merge_outputs(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
+                        merged.add(piece.query_slice, piece.keys[0], found.logsumexp, measures)
+                    merge_outputs(
+                        output[:, :, piece.query_slice],
+                        logsumexp[:, :, piece.query_slice],
+                        found.output,
+                        found.logsumexp,
+                    )
                     del part, found  # frees their memory before the next piece is computed
             transfer, held = following, None
         if sinks is not None:
@@ -194,16 +199,16 @@ class _RingFunction(torch.autograd.Function):
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         backward = _RingBackward(ring, (q, k, v), bias, output, logsumexp, grad_output, grad_logsumexp)
         backward.compute(bias_wanted=ctx.needs_input_grad[3])
-        dq, dk, dv = (each.to(x.dtype) for each, x in zip(backward.sums, (q, k, v), strict=True))
+        dq, dk, dv = (each.to(x.dtype) for each, x in zip(backward.gradient_sums, (q, k, v), strict=True))
         dsinks = None if sinks is None else backward.gradient_of_sinks(sinks)
-        return dq, dk, dv, None if bias is None else backward.of_bias, dsinks, None
+        return dq, dk, dv, None if bias is None else backward.bias_gradient, dsinks, None
 
 
 class _RingBackward:
     """Computes the gradients of ring attention, summed step by step.
 
     With the logsumexp L and the output O of a query over all keys, the weights of a piece are p = exp(s - L), and the
-    gradient of the scores s is p (dO v - delta), where delta = dO . O - dL.
+    gradient of the scores s is p (dO v - delta), where delta = dO . O - dL, (batch, heads, queries).
     """
 
     def __init__(
@@ -229,14 +234,14 @@ class _RingBackward:
         if grad_logsumexp is not None:
             self.delta = self.delta - grad_logsumexp
         self.delta = self.delta.masked_fill(logsumexp == -torch.inf, 0)
-        self.sums = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)
-        self.of_bias: Tensor | None = None
+        self.gradient_sums = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)
+        self.bias_gradient: Tensor | None = None
 
     def compute(self, *, bias_wanted: bool) -> None:
-        """Compute the gradients of all steps, and sum them in `sums` (of q, k, v) and `of_bias`."""
+        """Compute the gradients of all steps, and sum them in `gradient_sums` (of q, k, v) and `bias_gradient`."""
         _q, k, v = self.tensors
         if bias_wanted and self.bias is not None:
-            self.of_bias = torch.zeros_like(self.bias)
+            self.bias_gradient = torch.zeros_like(self.bias)
         transfer: Transfer | None = None
         returning: Transfer | None = None
         before: RingStep | None = None
@@ -246,29 +251,29 @@ class _RingBackward:
             gradients = None if held is None else self.compute_step(step, *held)
             held = None
             self.add_returned_gradients(before, returning)
-            returning, before = self.ring.return_gradients(step, gradients, k, v), step
+            returning, before = self.ring.start_gradient_transfer(step, gradients, k, v), step
             transfer, gradients = following, None
         self.add_returned_gradients(before, returning)
 
     def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradients of q and the bias in one step to their sums, and return the gradients of k and v.
 
-        In the first step, whose keys are the rank's own, the gradients of k and v are also added to `sums`.
+        In the first step, whose keys are the rank's own, the gradients of k and v are also added to `gradient_sums`.
         """
         dtype, own = self.logsumexp.dtype, step.distance == 0
-        views = [slice_ranges(each, step.received) for each in self.sums[1:]] if own else []
+        views = [slice_ranges(each, step.received) for each in self.gradient_sums[1:]] if own else []
         at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - adding to a copy would have no effect
         dk, dv = views if at_once else (torch.zeros_like(each, dtype=dtype) for each in (k, v))
         for piece in step.pieces:
-            of_q, of_k, of_v, of_bias = self.compute_piece(piece, k, v)
-            self.sums[0][:, :, piece.at] += of_q
-            dk[:, :, piece.among] += of_k
-            dv[:, :, piece.among] += of_v
-            if of_bias is not None and self.of_bias is not None:
-                _add_bias_gradient(self.of_bias, self.ring, piece, of_bias)
-            del of_q, of_k, of_v, of_bias  # frees their memory before the next piece is computed
+            of_q, of_k, of_v, bias_gradient = self.compute_piece(piece, k, v)
+            self.gradient_sums[0][:, :, piece.query_slice] += of_q
+            dk[:, :, piece.key_slice] += of_k
+            dv[:, :, piece.key_slice] += of_v
+            if bias_gradient is not None and self.bias_gradient is not None:
+                _add_bias_gradient(self.bias_gradient, self.ring, piece, bias_gradient)
+            del of_q, of_k, of_v, bias_gradient  # frees their memory before the next piece is computed
         if own and not at_once:
-            self.add_own_gradients(step.received, (dk, dv))
+            self.add_local_gradients(step.received, (dk, dv))
         return dk, dv
 
     def compute_piece(self, piece: MapPiece, k: Tensor, v: Tensor) -> Gradients:
@@ -276,13 +281,13 @@ class _RingBackward:
         terms = slice_piece(self.ring, piece, self.tensors[0], k, v, self.bias)
         request = terms.build_request(self.ring, piece)
         with use_split(None), torch.no_grad():
-            planned = plan_call(request, kernel=self.ring.kernel)
-        logsumexp, grad_output = self.logsumexp[:, :, piece.at], self.grad_output[:, :, piece.at]
-        if planned.kernel is native:
-            job = native.call_with_dropout_seed(request, planned.bounds)
-            outputs = self.output[:, :, piece.at], logsumexp
-            of_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[:, :, piece.at]
-            wanted = self.of_bias is not None
+            ring_plan = plan_call(request, kernel=self.ring.kernel)
+        logsumexp, grad_output = self.logsumexp[:, :, piece.query_slice], self.grad_output[:, :, piece.query_slice]
+        if ring_plan.kernel is native:
+            job = native.operator_call_of(request, ring_plan.bounds)
+            outputs = self.output[:, :, piece.query_slice], logsumexp
+            of_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[:, :, piece.query_slice]
+            wanted = self.bias_gradient is not None
             with torch.no_grad():
                 found = native.gradients(job, outputs, grad_output, of_logsumexp, bias_wanted=wanted)
             return cast(Gradients, found[:4])
@@ -294,7 +299,7 @@ class _RingBackward:
         """Recompute a piece with autograd, and return its gradients; its output has the weight exp(l - L)."""
         values = None if terms.bias is None else values_of(terms.bias)
         inputs = [x.detach().requires_grad_() for x in terms[:3]]
-        if values is not None and self.of_bias is not None:
+        if values is not None and self.bias_gradient is not None:
             values = values.detach().requires_grad_()
             inputs.append(values)
         bias = None if terms.bias is None or values is None else with_values(terms.bias, values)
@@ -307,7 +312,7 @@ class _RingBackward:
         without_keys = (part == -torch.inf) | (logsumexp == -torch.inf)
         weight = (part - logsumexp).exp().masked_fill(without_keys, 0)
         wide = grad_output.to(dtype)
-        of_part = ((wide * found.output.detach().to(dtype)).sum(-1) - self.delta[:, :, piece.at]) * weight
+        of_part = ((wide * found.output.detach().to(dtype)).sum(-1) - self.delta[:, :, piece.query_slice]) * weight
         of_part = of_part.masked_fill(without_keys, 0)  # without keys the output of the piece may be NaN
         gradients = torch.autograd.grad(
             (found.output, found.logsumexp),
@@ -318,9 +323,9 @@ class _RingBackward:
         known = [torch.zeros_like(x) if each is None else each for x, each in zip(inputs, gradients, strict=True)]
         return known[0], known[1], known[2], known[3] if len(known) > 3 else None
 
-    def add_own_gradients(self, ranges: tuple[Range, ...], gradients: tuple[Tensor, ...]) -> None:
+    def add_local_gradients(self, ranges: tuple[TokenRange, ...], gradients: tuple[Tensor, ...]) -> None:
         """Add gradients of k and v at some ranges of this rank's keys to `sums`."""
-        for total, part in zip(self.sums[1:], gradients, strict=True):
+        for total, part in zip(self.gradient_sums[1:], gradients, strict=True):
             first = 0
             for start, stop in ranges:
                 total[:, :, start:stop] += part[:, :, first : first + stop - start]
@@ -330,7 +335,7 @@ class _RingBackward:
         """Wait for the gradients that another rank computed for this rank's keys and values, and add them to `sums`."""
         found = () if transfer is None else transfer.wait()
         if step is not None and found:
-            self.add_own_gradients(step.sent, found)
+            self.add_local_gradients(step.sent, found)
 
     def gradient_of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""
@@ -355,7 +360,7 @@ def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bi
     part = None
     if bias is not None and ring.request.bias is not None:
         part = slice_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
-    return PieceTensors(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
+    return PieceTensors(q[:, :, piece.query_slice], k[:, :, piece.key_slice], v[:, :, piece.key_slice], part)
 
 
 def dropout_of_piece(request: AttentionRequest, **place: int) -> DropoutSlice | None:

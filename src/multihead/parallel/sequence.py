@@ -44,14 +44,14 @@ from multihead.parallel.exchange import (
     reshard_heads_to_tokens,
     reshard_tokens_to_heads,
 )
-from multihead.parallel.layout import Kind, Layout, Range, check_layout_name
+from multihead.parallel.layout import Layout, LayoutName, TokenRange, check_layout_name
 from multihead.parallel.measuring import MergedStatistics, measure_over_keys, stack_parts, unstack_parts
 from multihead.parallel.plan import (
     MapBlockMask,
     RingPlan,
     Strategy,
     bytes_of_keys,
-    bytes_sent,
+    compute_traffic,
     copies_for_ulysses,
     count_keys_sent,
     plan_ring,
@@ -63,14 +63,14 @@ from multihead.scores.bias import slice_bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
 
-Check = Literal["every call", "first call"]
+CheckFrequency = Literal["every call", "first call"]
 
 _FULL = Full()
 _OUTSIDE_OF_GRAPHS_REASON = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
 
 
 class ChosenStrategy(NamedTuple):
-    """A strategy of sequence parallelism, and in one line why it was chosen."""
+    """A strategy of sequence parallelism, and the reason for choosing it, in one line."""
 
     strategy: Strategy
     reason: str
@@ -93,7 +93,7 @@ class Shard:
 
     tensors: dict[str, Tensor]
     position_ids: Tensor
-    layout: Kind
+    layout: LayoutName
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
@@ -105,7 +105,7 @@ def shard(
     mesh: Any,
     *,
     mask: Mask = _FULL,
-    layout: Literal["auto"] | Kind = "auto",
+    layout: Literal["auto"] | LayoutName = "auto",
     labels: Tensor | None = None,
     ignore_index: int = -100,
     **tensors: Tensor,
@@ -153,7 +153,7 @@ def shard(
     return Shard(parts, chosen.positions(ranks.rank, length, device)[None], kind)
 
 
-def _layout_with_less_work(mask: Mask, length: int, ranks: int) -> Kind:
+def _layout_with_less_work(mask: Mask, length: int, ranks: int) -> LayoutName:
     """Choose "balanced" if that saves a tenth of the work of the busiest rank, else "contiguous"."""
     balanced, contiguous = Layout("balanced", ranks), Layout("contiguous", ranks)
     if length % balanced.chunk_count:
@@ -163,7 +163,7 @@ def _layout_with_less_work(mask: Mask, length: int, ranks: int) -> Kind:
     return "balanced" if busiest["balanced"] < 0.9 * busiest["contiguous"] else "contiguous"
 
 
-def unshard(mesh: Any, tensor: Tensor, *, layout: Kind, dim: int = 1) -> Tensor:
+def unshard(mesh: Any, tensor: Tensor, *, layout: LayoutName, dim: int = 1) -> Tensor:
     """Return the whole sequence on every rank, from the tokens of each rank.
 
     Args:
@@ -204,9 +204,9 @@ def context_parallel(
     mesh: Any,
     *,
     strategy: Literal["auto"] | Strategy = "auto",
-    layout: Kind = "contiguous",
+    layout: LayoutName = "contiguous",
     mask: Mask = _FULL,
-    check: Check = "every call",
+    check: CheckFrequency = "every call",
 ) -> Iterator[None]:
     """Compute attention over sequences whose tokens are split over ranks.
 
@@ -242,11 +242,11 @@ def context_parallel(
     """
     if strategy != "auto" and strategy not in get_args(Strategy):
         raise ArgumentError(f"strategy is {strategy!r}.", 'Give "ring", "ulysses", "gather" or "auto".')
-    if check not in get_args(Check):
+    if check not in get_args(CheckFrequency):
         raise ArgumentError(f"check is {check!r}.", 'Give "every call" or "first call".')
     check_is_mask(mask)
     ranks = Ranks.of_mesh(mesh)
-    if sequence_split.active is not None:
+    if sequence_split.active_split is not None:
         raise ArgumentError("This is inside another context_parallel.", "Leave the outer one first.")
     with use_split(_SplitOverRanks(ranks, Layout(check_layout_name(layout), ranks.size), strategy, mask, check)):
         yield
@@ -256,15 +256,15 @@ def context_parallel(
 class _SplitOverRanks:
     """Implementation of the protocol `sequence_split.SequenceSplit` for torch.distributed.
 
-    `mask` is combined with the mask of every call. `compared` is whether the ranks have already compared a call.
+    `mask` is combined with the mask of every call. `has_compared` is whether the ranks have already compared a call.
     """
 
     ranks: Ranks
     layout: Layout
     strategy: Literal["auto"] | Strategy
     mask: Mask
-    check: Check
-    compared: bool = field(default=False, init=False)
+    check: CheckFrequency
+    has_compared: bool = field(default=False, init=False)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
@@ -273,7 +273,7 @@ class _SplitOverRanks:
     def rank_and_world_size(self) -> tuple[int, int]:
         return self.ranks.rank, self.ranks.size
 
-    def chunks(self, length: int) -> tuple[Range, ...]:
+    def chunks(self, length: int) -> tuple[TokenRange, ...]:
         return self.layout.chunks(self.ranks.rank, length)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
@@ -292,41 +292,41 @@ class _SplitOverRanks:
     @outside_of_graphs(_OUTSIDE_OF_GRAPHS_REASON)
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
         observed = bool(listeners()) and not is_traced() and not is_in_backward_pass()
-        request, planned, chosen = self._plan_call(request, kernel)
+        request, ring_plan, chosen = self._plan_call(request, kernel)
         if observed:
             request = replace(request, wanted=wanted_parts())
-        seed = self._compare_with_ranks(request, planned, chosen.strategy, observed=observed)
+        seed = self._compare_with_ranks(request, ring_plan, chosen.strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, dropout_slice=DropoutSlice(seed, DropoutOffset())), "native"
         if chosen.strategy == "ring":
-            found = Ring(self.ranks, planned, request, kernel).attend()
+            found = Ring(self.ranks, ring_plan, request, kernel).attend()
         elif chosen.strategy == "ulysses":
-            found = self._attend_by_heads(request, planned, kernel)
+            found = self._attend_by_heads(request, ring_plan, kernel)
         else:
-            found = self._attend_by_gathering(request, planned, kernel)
+            found = self._attend_by_gathering(request, ring_plan, kernel)
         if observed:
             publish(AttentionCall(request, found))
         return found
 
     def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
-        request, planned, chosen = self._plan_call(request, kernel)
+        request, ring_plan, chosen = self._plan_call(request, kernel)
         shape, ranks, rank = request.shape, self.ranks.size, self.ranks.rank
         whole, strategy = self.whole_shape(shape), chosen.strategy
-        sent = bytes_sent(strategy, shape, planned, ranks)
+        sent = compute_traffic(strategy, shape, ring_plan, ranks)
         length = whole.query_length
         k, v = (request.k.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
         if strategy == "ring":
-            ring = Ring(self.ranks, planned, request, kernel)
+            ring = Ring(self.ranks, ring_plan, request, kernel)
             bias = None if request.bias is None else values_of(request.bias)
-            pieces = [piece for step in planned.steps for piece in step.pieces]
+            pieces = [piece for step in ring_plan.steps for piece in step.pieces]
             parts = [slice_piece(ring, piece, request.q, k, v, bias).build_request(ring, piece) for piece in pieces]
         elif strategy == "ulysses":
-            parts = [self._request_of_heads(request, *self._placeholder_heads(request, length))]
+            parts = [self._request_of_heads(request, *self._make_placeholder_heads(request, length))]
         else:
-            parts = [part for part, _ in self._requests_of_chunks(request, planned, k, v)]
-        shown = work_per_rank(planned.bounds, self.layout)
+            parts = [part for part, _ in self._requests_of_chunks(request, ring_plan, k, v)]
+        shown = work_per_rank(ring_plan.bounds, self.layout)
         own = sum(shown) / ranks if strategy == "ulysses" else shown[rank]
-        per_cell = shape.batch * shape.num_heads / len(planned.bounds.start)
+        per_cell = shape.batch * shape.num_heads / len(ring_plan.bounds.start)
         calls = f"{len(parts)} call{'' if len(parts) == 1 else 's'}"
         lines = (
             ("ranks", f"{strategy}: rank {rank} of {ranks} computes its part in {calls}; {self.layout.kind} layout"),
@@ -334,7 +334,7 @@ class _SplitOverRanks:
             ("because", chosen.reason),
             ("compile", "outside of the graphs of torch.compile, so fullgraph=True raises an error"),
         )
-        return RankWork(parts, shape.cells * ranks, round(own * per_cell), sent.held, lines)
+        return RankWork(parts, shape.cells * ranks, round(own * per_cell), sent.stored_bytes, lines)
 
     def _plan_call(
         self, request: AttentionRequest, kernel: str | None
@@ -354,17 +354,17 @@ class _SplitOverRanks:
             self.mask.check_fits(CallSize(whole.batch, whole.num_heads, whole.query_length, whole.key_length))
             request = replace(request, mask=request.mask & self.mask)
         self.layout.check_length(whole.query_length)
-        planned = plan_ring(request.mask, whole.query_length, self.layout, self.ranks.rank)
-        reason = native.refusal(request, planned.bounds) if request.dropout else None
+        ring_plan = plan_ring(request.mask, whole.query_length, self.layout, self.ranks.rank)
+        reason = native.refusal(request, ring_plan.bounds) if request.dropout else None
         if reason is not None or (request.dropout and kernel not in (None, "native")):
             raise ArgumentError(
                 f"dropout is {request.dropout!r}, and only the native kernel drops the same weights on any number of "
                 f"ranks; {reason or f'kernel is {kernel!r}'}.",
                 "Give dropout=0.0, or call model.eval().",
             )
-        return request, planned, self._choose_strategy(request.shape, planned)
+        return request, ring_plan, self._choose_strategy(request.shape, ring_plan)
 
-    def _choose_strategy(self, shape: AttentionShape, planned: RingPlan) -> ChosenStrategy:
+    def _choose_strategy(self, shape: AttentionShape, ring_plan: RingPlan) -> ChosenStrategy:
         """Choose the strategy of a call from sizes that are equal on all ranks."""
         ranks, copies = self.ranks.size, copies_for_ulysses(shape, self.ranks.size)
         if self.strategy == "ulysses" and copies is None:
@@ -379,13 +379,13 @@ class _SplitOverRanks:
             return ChosenStrategy(
                 "ring", f"{shape.num_heads} heads cannot be divided over {ranks} ranks, as Ulysses needs it"
             )
-        by_ring = count_keys_sent(planned.bounds, self.layout) * bytes_of_keys(shape, 1)
-        by_heads = bytes_sent("ulysses", shape, planned, ranks).forward * ranks
+        by_ring = count_keys_sent(ring_plan.bounds, self.layout) * bytes_of_keys(shape, 1)
+        by_heads = compute_traffic("ulysses", shape, ring_plan, ranks).forward * ranks
         sums = f"in a ring all ranks send {readable_bytes(by_ring)}, with Ulysses {readable_bytes(by_heads)}"
         return ChosenStrategy("ring" if by_ring <= by_heads else "ulysses", sums)
 
     def _compare_with_ranks(
-        self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool
+        self, request: AttentionRequest, ring_plan: RingPlan, strategy: Strategy, *, observed: bool
     ) -> int:
         """Check that all ranks make the same call, before anything else is sent.
 
@@ -394,7 +394,7 @@ class _SplitOverRanks:
         """
         # Every rank draws a seed, so that their random number generators stay in step; the seed of rank 0 is used.
         seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
-        if self.compared and self.check == "first call":
+        if self.has_compared and self.check == "first call":
             return compare_calls(self.ranks, {"The call": "attention"}, seed) if request.dropout else seed
         shape = request.shape
         tensors = {"q": request.q, "k": request.k, "v": request.v, "bias": request.bias, "sinks": request.sinks}
@@ -410,7 +410,7 @@ class _SplitOverRanks:
             "The dtype": str(shape.dtype),
             "The strategy": strategy,
             "The layout": self.layout.kind,
-            "The mask, as a checksum,": planned.checksum,
+            "The mask, as a checksum,": ring_plan.checksum,
             "scale": request.scale,
             "softcap": request.softcap,
             "The bias": request.bias,
@@ -421,17 +421,19 @@ class _SplitOverRanks:
             "What is measured": sorted(map(repr, request.wanted)),
         }
         seed = compare_calls(self.ranks, call, seed)
-        self.compared = True
+        self.has_compared = True
         return seed
 
-    def _attend_by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
+    def _attend_by_gathering(
+        self, request: AttentionRequest, ring_plan: RingPlan, kernel: str | None
+    ) -> AttentionResult:
         """Gather all keys and values on every rank, and compute the attention of this rank's queries."""
         k = gather_sequence(request.k, self.ranks, self.layout, 2)
         v = gather_sequence(request.v, self.ranks, self.layout, 2)
         merged = MergedStatistics(request.wanted, request.q[..., 0])
         outputs: list[Tensor] = []
         logsumexps: list[Tensor] = []
-        for part, (first_key, _) in self._requests_of_chunks(request, planned, k, v):
+        for part, (first_key, _) in self._requests_of_chunks(request, ring_plan, k, v):
             with use_split(None):
                 found = attend(part, kernel=kernel, published=False)
             first = sum(each.shape[2] for each in outputs)
@@ -439,20 +441,20 @@ class _SplitOverRanks:
             logsumexps.append(found.logsumexp)
             if request.wanted:
                 at = slice(first, first + found.output.shape[2])
-                parts = measure_over_keys(part, found, planned.first_keys(request) - first_key)
+                parts = measure_over_keys(part, found, ring_plan.first_keys(request) - first_key)
                 merged.add(at, first_key, found.logsumexp.detach(), parts)
         logsumexp = torch.cat(logsumexps, 2)
         return AttentionResult(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
 
     def _requests_of_chunks(
-        self, request: AttentionRequest, planned: RingPlan, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[AttentionRequest, Range]]:
+        self, request: AttentionRequest, ring_plan: RingPlan, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[AttentionRequest, TokenRange]]:
         """Yield a request for each chunk of this rank's queries and the range of keys that they see, and the range."""
         first = 0
-        for rows in self.layout.chunks(self.ranks.rank, planned.length):
+        for rows in self.layout.chunks(self.ranks.rank, ring_plan.length):
             q = request.q[:, :, first : first + rows[1] - rows[0]]
             first += rows[1] - rows[0]
-            seen = visible_rectangle(planned.bounds, rows, (0, planned.length))
+            seen = visible_rectangle(ring_plan.bounds, rows, (0, ring_plan.length))
             keys = (0, 1) if seen is None else seen[1]  # if no key is visible, use one hidden key
             of_k, of_v = k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             part = replace(
@@ -461,14 +463,14 @@ class _SplitOverRanks:
                 k=of_k,
                 v=of_v,
                 shape=AttentionShape.of(q, of_k, of_v),
-                mask=MapBlockMask(request.mask, planned.bounds, rows, keys),
-                bias=None if request.bias is None else slice_bias(request.bias, planned.length, rows, keys),
+                mask=MapBlockMask(request.mask, ring_plan.bounds, rows, keys),
+                bias=None if request.bias is None else slice_bias(request.bias, ring_plan.length, rows, keys),
                 dropout_slice=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
                 query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
             )
             yield part, keys
 
-    def _attend_by_heads(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> AttentionResult:
+    def _attend_by_heads(self, request: AttentionRequest, ring_plan: RingPlan, kernel: str | None) -> AttentionResult:
         """Exchange tokens for heads (Ulysses), and compute the attention of this rank's heads on the whole sequence."""
         copies = copies_for_ulysses(request.shape, self.ranks.size) or 1
         q, k, v = request.q, request.k, request.v
@@ -482,7 +484,7 @@ class _SplitOverRanks:
         logsumexp = reshard_heads_to_tokens(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:
             return AttentionResult(output, logsumexp)
-        parts = measure_over_keys(part, found, planned.first_keys(request))
+        parts = measure_over_keys(part, found, ring_plan.first_keys(request))
         exchanged = reshard_heads_to_tokens(stack_parts(parts), self.ranks, self.layout)
         return AttentionResult(output, logsumexp, unstack_parts(exchanged, parts))
 
@@ -506,7 +508,7 @@ class _SplitOverRanks:
             dropout_slice=dropout_of_piece(request, head_start=own.start, total_heads=total),
         )
 
-    def _placeholder_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _make_placeholder_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return placeholders without memory for q, k and v of this rank's heads and `length` tokens."""
         ranks, blank = self.ranks.size, request.q.new_empty(())
         kv_heads = request.shape.num_kv_heads * (copies_for_ulysses(request.shape, ranks) or 1) // ranks

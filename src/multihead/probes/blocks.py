@@ -32,9 +32,9 @@ from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_traced
 
-STRIP = 1 << 24  # scores of one head per strip of rows; cancellation is checked before each strip
-VANISHING = 2.0**60  # above this base (see `score_base`) float64 rounds scores of moderate size away
-DENSE_STRIP = 1 << 22  # scores per strip if visibility is evaluated cell by cell in PyTorch
+STRIP_SCORES = 1 << 24  # scores of one head per strip of rows; cancellation is checked before each strip
+MAX_EXACT_BASE = 2.0**60  # above this base (see `score_base`) float64 rounds q . k away, so q . k is left out
+DENSE_STRIP_SCORES = 1 << 22  # scores per strip if visibility is evaluated cell by cell in PyTorch
 MIN_NATIVE_SCORES = 1 << 18  # up to this many scores PyTorch is faster than preparing a call of the native kernel
 
 
@@ -95,8 +95,8 @@ def blocks(
         CancelledError: `cancelled` returned True.
     """
     rows, columns = (
-        _checked_slice_ends("queries", queries, request.shape.query_length),
-        _checked_slice_ends("keys", keys, request.shape.key_length),
+        _check_slice_ends("queries", queries, request.shape.query_length),
+        _check_slice_ends("keys", keys, request.shape.key_length),
     )
     if min(block) < 1:
         raise ArgumentError(f"block is {block}.", "Give the numbers of queries and keys per block, at least 1 each.")
@@ -141,7 +141,7 @@ def blocks(
     return found
 
 
-def _checked_slice_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
+def _check_slice_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
     first, stop, step = chosen.indices(length)
     if step != 1:
         raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of step 1, such as slice(0, 512).")
@@ -158,9 +158,9 @@ def _needs_cell_visibility(request: AttentionRequest, bounds: KeyBounds) -> bool
 def _strips_of_rows(
     rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int], *, dense: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows [first, stop), each of whole blocks and with about STRIP scores."""
+    """Yield ranges of rows [first, stop), each of whole blocks and with about STRIP_SCORES scores."""
     width = max(columns[1] - columns[0], 1)
-    height = max((DENSE_STRIP if dense else STRIP) // width // block[0], 1) * block[0]
+    height = max((DENSE_STRIP_SCORES if dense else STRIP_SCORES) // width // block[0], 1) * block[0]
     for first in range(*rows, height):
         yield first, min(first + height, rows[1])
 
@@ -210,7 +210,7 @@ def _slice_call(
         mask=Full(),
         query_start=0,
         bias=None if request.bias is None else _slice_bias(request.bias, heads, shape, rows, columns),
-        sinks=None,  # the logsumexp includes them
+        sinks=None,  # the logsumexp includes the sinks
         dropout=0.0,
         wanted=frozenset(),
         origin=None,
@@ -221,7 +221,7 @@ def _subtract_base_from_bias(part: AttentionRequest, base: Tensor) -> AttentionR
     """Return a sliced call in float64 with `base`, (1, heads, rows), see `score_base`, subtracted from its bias."""
     assert part.bias is not None
     bias = bias_tile(part.bias, part.shape, slice(None), slice(None)) - base[..., None]
-    return replace(part, q=part.q.masked_fill(base[..., None].abs() > VANISHING, 0), bias=bias)
+    return replace(part, q=part.q.masked_fill(base[..., None].abs() > MAX_EXACT_BASE, 0), bias=bias)
 
 
 def _slice_bias(
@@ -272,7 +272,7 @@ def _sum_strip_in_torch(
 ) -> Tensor:
     """Sum the blocks of a strip in PyTorch, some rows at a time: (heads, row blocks, column blocks), float64."""
     width = part.shape.num_heads * part.shape.key_length
-    height = max(DENSE_STRIP // width // block[0], 1) * block[0]
+    height = max(DENSE_STRIP_SCORES // width // block[0], 1) * block[0]
     key = torch.arange(part.shape.key_length, device=part.shape.device)
     found = []
     for first in range(0, part.shape.query_length, height):
@@ -301,7 +301,7 @@ def _count_cells_of_blocks(shown: KeyBounds, part: AttentionRequest, block: tupl
     height, width = block
     first = torch.arange(-(-part.shape.key_length // width), device=part.shape.device) * width
     counts = []
-    step = max(DENSE_STRIP // len(first) // height, 1) * height
+    step = max(DENSE_STRIP_SCORES // len(first) // height, 1) * height
     for row in range(0, part.shape.query_length, step):
         start, stop = shown.start[0, row : row + step, None], shown.stop[0, row : row + step, None]
         inside = (stop.minimum(first + width) - start.maximum(first)).clamp_(min=0)  # (rows, column blocks)

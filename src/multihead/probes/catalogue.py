@@ -18,7 +18,7 @@ from multihead.kernels.parts import PART_FAMILIES, Part, check_part
 from multihead.probes.probe import SHARE, Parts, Probe, Statistic
 
 
-def _part_reader(part: Part) -> Callable[[Parts], Tensor]:
+def _function_of_part(part: Part) -> Callable[[Parts], Tensor]:
     """Return a function that reads one part, for a statistic that equals this part."""
     return itemgetter(part)
 
@@ -44,7 +44,7 @@ def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = ""
     places = {0: "the query's own position", -1: "the position before", 1: "the position after"}
     return Probe(
         name,
-        _part_reader(part),
+        _function_of_part(part),
         {part},
         label=label,
         short_label=short_label,
@@ -60,7 +60,7 @@ def _first_keys_mass_probe(count: int, name: str, label: str) -> Probe:
     part: Part = ("first_keys_mass", count)
     return Probe(
         name,
-        _part_reader(part),
+        _function_of_part(part),
         {part},
         label=label,
         number_format=SHARE,
@@ -75,7 +75,7 @@ def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[i
     special = name == "special"
     return Probe(
         f"{name}_mass",
-        _part_reader(part),
+        _function_of_part(part),
         {part},
         label=label,
         short_label="spec." if special else "",
@@ -87,12 +87,12 @@ def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[i
     )
 
 
-# In the order of tables and of the documentation. Default statistics cost next to nothing: the native kernel measures
-# them in one pass, and the mass of the learned sink follows from the logsumexp.
+# The order is that of tables and of the documentation. Default statistics cost next to nothing: the native kernel
+# measures them in one pass, and the mass of the learned sink follows from the logsumexp.
 _BUILT_IN = (
     Probe(
         "entropy",
-        _part_reader("entropy"),
+        _function_of_part("entropy"),
         {"entropy"},
         unit="nats",
         number_format=".2f",
@@ -112,7 +112,7 @@ _BUILT_IN = (
     ),
     Probe(
         "mean_distance",
-        _part_reader("mean_distance"),
+        _function_of_part("mean_distance"),
         {"mean_distance"},
         label="distance",
         short_label="dist.",
@@ -124,7 +124,7 @@ _BUILT_IN = (
     ),
     Probe(
         "distance_spread",
-        _part_reader("distance_spread"),
+        _function_of_part("distance_spread"),
         {"distance_spread"},
         label="spread",
         unit="tokens",
@@ -139,7 +139,7 @@ _BUILT_IN = (
     _token_set_mass_probe("special", "special", "Σ p_ij over the special keys, such as separators"),
     Probe(
         "largest_weight",
-        _part_reader("largest_weight"),
+        _function_of_part("largest_weight"),
         {"largest_weight"},
         label="largest",
         short_label="max",
@@ -150,7 +150,7 @@ _BUILT_IN = (
     ),
     Probe(
         "largest_key",
-        _part_reader("largest_key"),
+        _function_of_part("largest_key"),
         {"largest_key"},
         number_format=".0f",
         default=True,
@@ -159,7 +159,7 @@ _BUILT_IN = (
     ),
     Probe(
         "sink_mass",
-        _part_reader("sink_mass"),
+        _function_of_part("sink_mass"),
         {"sink_mass"},
         label="learned sink",
         short_label="sink",
@@ -180,7 +180,7 @@ _BUILT_IN = (
     ),
     Probe(
         "duplicate_mass",
-        _part_reader("duplicate_mass"),
+        _function_of_part("duplicate_mass"),
         {"duplicate_mass"},
         label="duplicate",
         number_format=SHARE,
@@ -190,7 +190,7 @@ _BUILT_IN = (
     ),
     Probe(
         "induction_mass",
-        _part_reader("induction_mass"),
+        _function_of_part("induction_mass"),
         {"induction_mass"},
         label="induction",
         number_format=SHARE,
@@ -200,7 +200,7 @@ _BUILT_IN = (
     ),
     Probe(
         "contribution",
-        _part_reader("contribution"),
+        _function_of_part("contribution"),
         {"contribution"},
         source="arXiv:2004.10102",
         about="Σ_j p_ij ‖W_O^h v_j‖: what the keys contribute before it cancels, in units of the layer's output",
@@ -208,7 +208,7 @@ _BUILT_IN = (
     ),
     Probe(
         "output_norm",
-        _part_reader("output_norm"),
+        _function_of_part("output_norm"),
         {"output_norm"},
         source="arXiv:2004.10102",
         about="‖Σ_j p_ij W_O^h v_j‖: the norm of what a head adds to the layer's output; at most the contribution",
@@ -216,7 +216,7 @@ _BUILT_IN = (
     ),
     Probe(
         "received",
-        _part_reader("received"),
+        _function_of_part("received"),
         {"received"},
         unit="queries",
         source="column sums",
@@ -234,7 +234,7 @@ _BUILT_IN = (
     ),
     Probe(
         "pooled_map",
-        _part_reader("pooled_map"),
+        _function_of_part("pooled_map"),
         {"pooled_map"},
         label="map",
         number_format=SHARE,
@@ -251,7 +251,7 @@ DEFAULT = tuple(probe.name for probe in _BUILT_IN if probe.default)
 SEPARATOR = Statistic("separator_mass", label="separator", number_format=SHARE)
 """Weight on special tokens after the first token, which `record.analysis.highlights` derives from other statistics."""
 
-REPEATED = {
+REPEAT_PROBES = {
     "repeated_induction": "induction_mass",
     "repeated_duplicate": "duplicate_mass",
     "repeated_previous": "previous_mass",
@@ -263,19 +263,19 @@ _DERIVED_STATISTICS = (
     SEPARATOR,
     *(
         Statistic(name, label=f"{PROBES[of].label} on random repeats", number_format=SHARE)
-        for name, of in REPEATED.items()
+        for name, of in REPEAT_PROBES.items()
     ),
 )
 _STATISTICS_BY_NAME: dict[str, Statistic] = {**PROBES, **{each.name: each for each in _DERIVED_STATISTICS}}
 
 
-def statistic(name: str, made: Mapping[str, Statistic] | None = None) -> Statistic:
-    """Return a built-in statistic by name, else the one in `made`, else one that is labelled by its name.
+def statistic(name: str, custom: Mapping[str, Statistic] | None = None) -> Statistic:
+    """Return a built-in statistic by name, else the statistic in `custom`, else one that is labelled by its name.
 
     >>> statistic("entropy").heading, statistic("late_mass").heading
     ('entropy (nats)', 'late mass')
     """
-    return _STATISTICS_BY_NAME.get(name) or (made or {}).get(name) or Statistic(name)
+    return _STATISTICS_BY_NAME.get(name) or (custom or {}).get(name) or Statistic(name)
 
 
 def offset_mass(offset: int) -> Probe:

@@ -12,8 +12,8 @@ from torch import Tensor
 from multihead.errors import ProbeError
 from multihead.tensors.shapes import AttentionShape
 
-MAP_SIZE = 64
-Pool = Literal["mean", "max"]
+MAP_SIZE = 64  # default of `ProbeContext.map_size`
+PoolOperation = Literal["mean", "max"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class ProbeContext:
     key_start: int = 0
     id_before: Tensor | None = None
     map_size: int = MAP_SIZE
-    map_pool: Pool = "mean"
+    map_pool: PoolOperation = "mean"
 
 
 def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
@@ -68,7 +68,7 @@ def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
         )
     if isinstance(context.map_size, bool) or not isinstance(context.map_size, int) or context.map_size < 1:
         raise ProbeError(f"map_size is {context.map_size!r}.", "Give an integer of at least 1.")
-    if context.map_pool not in get_args(Pool):
+    if context.map_pool not in get_args(PoolOperation):
         raise ProbeError(f"map_pool is {context.map_pool!r}.", 'Give "mean" or "max".')
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import (
-    FIRST_KEY,
+    FIRST_KEY_WEIGHT,
     ONE_PASS,
     SECOND_PASS,
-    SPECIAL_KEYS,
+    SPECIAL_KEYS_WEIGHT,
     measure_in_one_pass,
     sum_weights_per_key,
 )
@@ -46,11 +46,11 @@ def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
     if not mean:
         known -= {"pooled_map"}
     if not first:
-        known -= {FIRST_KEY}  # the kernel assumes that the first key is in the call
-    return known if special else known - {SPECIAL_KEYS}
+        known -= {FIRST_KEY_WEIGHT}  # the kernel assumes that the first key is in the call
+    return known if special else known - {SPECIAL_KEYS_WEIGHT}
 
 
-def first_pass(
+def run_first_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], context: ProbeContext
 ) -> tuple[Tensor, dict[Part, Tensor]]:
     """Measure the logsumexp of a call, and in the same pass all of `parts` that the native kernel supports.
@@ -70,7 +70,7 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
     """
     found: dict[Part, Tensor] = {}
     if not ONE_PASS.isdisjoint(parts):
-        found |= first_pass(call.request, call.bounds, parts, call.context)[1]
+        found |= run_first_pass(call.request, call.bounds, parts, call.context)[1]
     if not SECOND_PASS.isdisjoint(parts):
         found |= _measure_received_and_map(call, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
@@ -88,7 +88,7 @@ def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[Part,
     received, sums = sum_weights_per_key(request, call.bounds, call.logsumexp.float(), cell=cell)
     found: dict[Part, Tensor] = {"received": received}
     if sums is not None:
-        means = [empty_map().sums]  # so that an empty batch has a shape
+        means = [empty_map().sums]  # an empty batch needs the shape of a map
         for sample in range(shape.batch):
             pooled = empty_map()
             pooled.sums.copy_(sums[sample])

@@ -10,7 +10,7 @@ from multihead.kernels.dense_tile import working_dtype
 from multihead.probes.measured_call import MeasuredCall
 from multihead.scores.terms import apply_softcap
 
-KEYS_PER_STEP = 32  # number of keys per step
+KEYS_PER_STEP = 32  # keys whose weights are computed at once
 SMALL_SET_RATIO = 16  # a set is small if it has at most 1/16 of the keys
 
 
@@ -49,7 +49,7 @@ def weight_after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
 def weight_on_first_keys(call: MeasuredCall, count: int) -> Tensor:
     """Sum each query's weights on the first `count` keys of its sample: (batch, heads, queries)."""
     least, most = (int(edge) for edge in call.first_keys.aminmax()) if len(call.first_keys) else (0, 0)
-    # Only offsets at which some sample has a key.
+    # Only offsets at which some sample has a key are looked up.
     places = torch.arange(max(0, -most), max(0, -most, min(count, call.request.shape.key_length - least)))
     return weight_on_keys(call, call.first_keys[:, None] + places.to(call.first_keys.device))
 

@@ -18,19 +18,19 @@ from multihead.probes.context import ProbeContext
 from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, request_in_float64, score_base
 from multihead.scores.bias import RelativeBias, values_of, with_values
 
-ROWS = 256  # queries per step if visibility is evaluated cell by cell
+ROWS_PER_STEP = 256  # queries per step if visibility is evaluated cell by cell
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredCall:
-    """One attention call that probes measure.
+    """An attention call that probes measure, with its key bounds, logsumexp and other inputs of probes.
 
     Attributes:
         request: the call.
         bounds: interval of visible keys of each query.
         logsumexp: (batch, heads, queries), nats, minus `base`; -inf without visible keys, or NaN.
         context: inputs of the probes besides q and k.
-        attended: the result of the call; None if unknown.
+        result: the result of the call; None if unknown.
         base: (batch, heads, queries), subtracted from huge scores, see `tile.score_base`; or None.
     """
 
@@ -38,12 +38,12 @@ class MeasuredCall:
     bounds: KeyBounds
     logsumexp: Tensor
     context: ProbeContext
-    attended: AttentionResult | None = None
+    result: AttentionResult | None = None
     base: Tensor | None = None
 
     @staticmethod
     def of(
-        request: AttentionRequest, logsumexp: Tensor, context: ProbeContext, *, attended: AttentionResult | None = None
+        request: AttentionRequest, logsumexp: Tensor, context: ProbeContext, *, result: AttentionResult | None = None
     ) -> MeasuredCall:
         """Prepare a call for measuring; with a large logsumexp, its tensors are converted to float64."""
         bounds = bounds_of(request)
@@ -54,14 +54,14 @@ class MeasuredCall:
                 request, logsumexp, RowLogsumexps(), heads.to(request.shape.device), rows, base
             )
             request = request_in_float64(request)
-        return MeasuredCall(request, bounds, logsumexp, context, attended, base)
+        return MeasuredCall(request, bounds, logsumexp, context, result, base)
 
     @property
-    def own_output(self) -> Tensor | None:
+    def unchanged_output(self) -> Tensor | None:
         """The weighted sum of the values, (batch, heads, queries, value_dim); None if it is unknown or was changed."""
-        if self.attended is None or self.request.dropout or self.attended.head_factors is not None:
+        if self.result is None or self.request.dropout or self.result.head_factors is not None:
             return None
-        return self.attended.output
+        return self.result.output
 
     @property
     def logsumexp_without_base(self) -> Tensor:
@@ -138,8 +138,8 @@ class MeasuredCall:
         shape = self.request.shape
         clamped = keys.clamp(0, max(shape.key_length - 1, 0))
         found = []
-        for first in range(0, shape.query_length, ROWS):
-            rows = slice(first, min(first + ROWS, shape.query_length))
+        for first in range(0, shape.query_length, ROWS_PER_STEP):
+            rows = slice(first, min(first + ROWS_PER_STEP, shape.query_length))
             shown = visible_cells(self.request, rows)  # (batch or 1, heads or 1, rows or 1, keys or 1)
             heads = shown.shape[1]
             shown = shown.expand(shape.batch, heads, rows.stop - rows.start, shape.key_length)

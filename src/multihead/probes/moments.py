@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PART = 32  # number of keys per group, whose squares are summed about the middle of the group
+GROUP = 32  # keys per group; squared distances are summed about the middle of their group
 
 
 @dataclass(eq=False)
 class DistanceMoments:
-    """Running sums over keys, where p_ij are the weights and d_ij = |position_i - j| the distances.
+    """Running sums of a distance over keys, where p_ij are the weights and d_ij = |position_i - j| the distances.
 
     The difference of sum p d^2 and (sum p d)^2 / sum p would cancel; squares about means are merged without a
     difference (Chan, Golub and LeVeque 1979, equation 1.5).
@@ -42,21 +42,21 @@ class DistanceMoments:
             side: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
         """
         first, stop = columns
-        middle = first + (stop - first) // PART * PART if side else first
+        middle = first + (stop - first) // GROUP * GROUP if side else first
         if middle > first:
             self._add_one_sided_keys(weights[..., : middle - first], positions, first, side)
         if stop > middle:
             self._add_any_keys(weights[..., middle - first :], positions, (middle, stop))
 
     def _add_one_sided_keys(self, weights: Tensor, positions: Tensor, first: int, side: int) -> None:
-        """Add keys that are all before or all after the queries: distance is linear, so groups of PART keys suffice.
+        """Add keys that are all before or all after the queries: distance is linear, so groups of GROUP keys suffice.
 
         About the middle of a group the squares are at most 240, so float32 rounds them by far less than a token.
         """
-        about = torch.arange(PART, device=weights.device, dtype=weights.dtype) - (PART - 1) / 2
-        parts = weights.unflatten(-1, (-1, PART))  # (heads, rows, parts, PART)
+        about = torch.arange(GROUP, device=weights.device, dtype=weights.dtype) - (GROUP - 1) / 2
+        parts = weights.unflatten(-1, (-1, GROUP))  # (heads, rows, parts, GROUP)
         mass, once, twice = parts.sum(-1).double(), (parts @ about).double(), (parts @ about.square()).double()
-        middles = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * PART + (PART - 1) / 2
+        middles = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * GROUP + (GROUP - 1) / 2
         whole = mass.sum(-1)
         mean = (mass * middles + once).sum(-1) / _zeros_to_ones(whole)  # counted from the first key
         # sum p (c + m - mean)^2 = sum p c^2 + 2 (m - mean) sum p c + (m - mean)^2 sum p, with c about the middle m.

@@ -11,7 +11,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import visible_cells
 from multihead.masks.base import KeyBounds
 
-ROWS = 256  # queries per step if visible cells are counted one by one
+ROWS_PER_STEP = 256  # queries per step if visible (query, key) cells are counted one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,8 @@ class PooledMap:
             self.count_intervals(bounds.start[row], bounds.stop[row])
             return
         shape = request.shape
-        for first in range(0, shape.query_length, ROWS):
-            rows = slice(first, min(first + ROWS, shape.query_length))
+        for first in range(0, shape.query_length, ROWS_PER_STEP):
+            rows = slice(first, min(first + ROWS_PER_STEP, shape.query_length))
             shown = visible_cells(request, rows)
             shown = shown[sample if shown.shape[0] > 1 else 0]  # (heads or 1, rows or 1, keys or 1)
             shown = shown[heads] if len(shown) > 1 else shown

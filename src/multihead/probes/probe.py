@@ -22,15 +22,15 @@ from multihead.errors import ArgumentError
 from multihead.kernels.parts import Part, check_part
 
 Parts: TypeAlias = Mapping[Part, Tensor]
-"""Measured quantity (part), such as "entropy" -> tensor; see `multihead.kernels.parts.PARTS` and `PART_FAMILIES`."""
+"""Name of a part (a measured statistic), such as "entropy" -> tensor; see `PARTS` in `multihead.kernels.parts`."""
 
-Need = Literal["special_keys", "ids", "sets", "output_weight", "values", "sinks"]
+ProbeInput = Literal["special_keys", "ids", "sets", "output_weight", "values", "sinks"]
 Axes = Literal["queries", "keys", "map"]
 
 SHARE = "share"
 NO_DECIMAL_FROM = 0.0995  # 9.95 %, from which shares are written without a decimal
-_NUMBER_FORMAT = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
-_COUNTED = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
+_NUMBER_FORMAT_PATTERN = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
+_COUNTED_PATTERN = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
 _RESERVED_NAMES = (
     "layer",
     "head",
@@ -38,7 +38,7 @@ _RESERVED_NAMES = (
     "kind",
     "of",
 )  # columns of tables, and an option of `find`
-_NEEDS_OF_PART: dict[str, tuple[Need, ...]] = {
+_NEEDS_OF_PART: dict[str, tuple[ProbeInput, ...]] = {
     "sink_mass": ("sinks",),
     "duplicate_mass": ("ids",),
     "induction_mass": ("ids",),
@@ -85,12 +85,12 @@ class Statistic:
             value = getattr(self, each)
             if not isinstance(value, str):
                 raise ArgumentError(f"The {each} of a statistic is {value!r}.", "Give a string.")
-        if not _NUMBER_FORMAT.fullmatch(self.number_format):
+        if not _NUMBER_FORMAT_PATTERN.fullmatch(self.number_format):
             raise ArgumentError(
                 f"The number format of {self.name} is {self.number_format!r}.",
                 'Give "share", a number of decimals such as ".2f", or of significant digits such as ".3g".',
             )
-        if not _COUNTED.fullmatch(self.counted):
+        if not _COUNTED_PATTERN.fullmatch(self.counted):
             raise ArgumentError(
                 f"The queries counted for {self.name} are {self.counted!r}.",
                 'Give "all", "repeated", or an offset such as "offset -2".',
@@ -105,7 +105,7 @@ class Statistic:
         object.__setattr__(self, "label", self.label or self.name.replace("_", " ").strip())
         object.__setattr__(self, "short_label", self.short_label or self.label)
 
-    def shown(self) -> Statistic:
+    def without_function(self) -> Statistic:
         """Return the statistic without its function, so that another process can load it."""
         return self
 
@@ -201,9 +201,9 @@ class Probe(Statistic):
         return _AXES_OF_PART.get(next(iter(self.parts)), "queries")
 
     @cached_property
-    def needs(self) -> frozenset[Need]:
+    def needs(self) -> frozenset[ProbeInput]:
         """Names of the inputs that the probe needs besides q and k."""
-        found: set[Need] = set()
+        found: set[ProbeInput] = set()
         for part in self.parts:
             if part == ("tokens_mass", "special"):
                 found.add("special_keys")
@@ -218,7 +218,7 @@ class Probe(Statistic):
         """The part that the statistic equals; None if the statistic is computed from parts."""
         return next(iter(self.parts)) if isinstance(self.of, itemgetter) and len(self.parts) == 1 else None
 
-    def shown(self) -> Statistic:
+    def without_function(self) -> Statistic:
         """Return the statistic without its function, so that another process can load it; self if it is one part."""
         if self.only_part is not None:
             return self

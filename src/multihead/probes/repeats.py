@@ -15,7 +15,8 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.scores.bias import RelativeBias
 from multihead.scores.terms import apply_softcap
 
-CELLS = 1 << 19  # weights that are computed at once, over all heads
+MAX_WEIGHTS = 1 << 19  # weights that are computed at once, over all heads
+# Part -> offset of the keys that it counts from an earlier occurrence of the query's token.
 KEY_SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
 
 
@@ -24,8 +25,8 @@ class _TokenGroup:
     """Distinct tokens that occur about equally often, and their queries and keys.
 
     Attributes:
-        queries: (tokens, n), int64, indices of the queries with each token that is repeated there; padded with -1.
-        keys: (tokens, m), int64, indices of the keys with each token; padded with -1.
+        queries: (tokens, n), int64, indices of the queries whose token is this one and occurred before; padded with -1.
+        keys: (tokens, m), int64, indices of all keys with the token; padded with -1.
     """
 
     queries: Tensor
@@ -53,10 +54,10 @@ def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, T
     found = {part: torch.zeros_like(call.finite_logsumexp) for part in parts}
     for index in range(shape.batch):
         sample = call.request_of_sample(index)
-        for alike in _group_by_token(ids[index].to(shape.device), call.positions[index]):
-            for chunk in _split_into_chunks_of_weights(alike, shape.num_heads):
+        for token_group in _group_by_token(ids[index].to(shape.device), call.positions[index]):
+            for chunk in _split_into_chunks_of_weights(token_group, shape.num_heads):
                 if not bool((chunk.queries >= 0).any()):
-                    continue  # only padding
+                    continue  # the group has only padding
                 chunk = _drop_hidden_keys(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
@@ -99,33 +100,33 @@ def _slices_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) ->
     return values[index].masked_fill(column >= count[:, None], -1)
 
 
-def _split_into_chunks_of_weights(alike: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
-    """Split a group by tokens, and by queries if a token is frequent, into groups of at most CELLS weights."""
-    most = max(1, CELLS // (heads * alike.keys.shape[1]))  # queries at once
-    rows = min(alike.queries.shape[1], most)
+def _split_into_chunks_of_weights(token_group: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
+    """Split a group by tokens, and by queries if a token is frequent, into groups of at most MAX_WEIGHTS weights."""
+    most = max(1, MAX_WEIGHTS // (heads * token_group.keys.shape[1]))  # queries at once
+    rows = min(token_group.queries.shape[1], most)
     tokens = max(1, most // rows)
-    for first in range(0, len(alike.keys), tokens):
+    for first in range(0, len(token_group.keys), tokens):
         some = slice(first, first + tokens)
-        for row in range(0, alike.queries.shape[1], rows):
-            yield _TokenGroup(alike.queries[some, row : row + rows], alike.keys[some])
+        for row in range(0, token_group.queries.shape[1], rows):
+            yield _TokenGroup(token_group.queries[some, row : row + rows], token_group.keys[some])
 
 
-def _drop_hidden_keys(call: MeasuredCall, index: int, alike: _TokenGroup) -> _TokenGroup:
+def _drop_hidden_keys(call: MeasuredCall, index: int, token_group: _TokenGroup) -> _TokenGroup:
     """Drop keys at or after all queries of a group, and keys before all their visible intervals."""
-    queries, row = alike.queries[alike.queries >= 0], 0 if call.bounds.shared else index
+    queries, row = token_group.queries[token_group.queries >= 0], 0 if call.bounds.shared else index
     last, first = int(call.positions[index, queries].max()), int(call.bounds.start[row, queries].min())
-    keys = alike.keys  # in ascending order, -1 at the end
+    keys = token_group.keys  # in ascending order, -1 at the end
     stop = int(((keys >= 0) & (keys < last)).sum(-1).max())
     before = int(((keys >= 0) & (keys + 1 < first)).sum(-1).min())
-    return _TokenGroup(alike.queries, keys[:, min(before, stop) : stop])
+    return _TokenGroup(token_group.queries, keys[:, min(before, stop) : stop])
 
 
 def _sum_weights_at_shift(
-    call: MeasuredCall, sample: AttentionRequest, index: int, alike: _TokenGroup, shift: int
+    call: MeasuredCall, sample: AttentionRequest, index: int, token_group: _TokenGroup, shift: int
 ) -> Tensor:
     """Sum each query's weights on the keys `shift` after an earlier occurrence of its token: (heads, tokens, n)."""
     shape, bounds = call.request.shape, call.bounds
-    queries, earlier = alike.queries.clamp(min=0), alike.keys
+    queries, earlier = token_group.queries.clamp(min=0), token_group.keys
     keys = (earlier + shift).clamp(0, shape.key_length - 1)
     dtype = working_dtype(shape.dtype)
     q = sample.q[0][:, queries].to(dtype).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, tokens, n, dim)
@@ -136,7 +137,7 @@ def _sum_weights_at_shift(
     row = 0 if bounds.shared else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
     place = call.positions[index, queries][..., None]
-    is_earlier = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
+    is_earlier = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (token_group.queries >= 0)[..., None]
     shown = is_earlier & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
     if sample.bias is not None:
         added = _bias_of_pairs(sample.bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)

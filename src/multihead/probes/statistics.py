@@ -22,18 +22,18 @@ from multihead.errors import ProbeError
 from multihead.kernels.call import AttentionArguments, AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
-from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Need, Parts, Probe
-from multihead.probes.streaming import STREAMED, measure_in_tiles
+from multihead.probes.probe import Parts, Probe, ProbeInput
+from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
 from multihead.probes.tile import has_large_logsumexp, is_finite_and_small
 
-Wanted: TypeAlias = "str | Probe"
+ProbeOrName: TypeAlias = "str | Probe"
 POSITION_PARTS: frozenset[Part] = frozenset(
     {"mean_distance", "distance_spread", *(("offset_mass", offset) for offset in (0, -1, 1))}
 )
@@ -46,7 +46,7 @@ _PART_OF_STATISTIC: dict[str, Part] = {
 }
 """Name of a built-in statistic -> the part that it equals; without statistics that are computed from parts."""
 
-_INPUT_ERRORS: dict[Need, tuple[str, str]] = {
+_INPUT_ERRORS: dict[ProbeInput, tuple[str, str]] = {
     "special_keys": ("to know which keys are special", "Give special_keys."),
     "ids": ("the token of each key", "Give ids."),
     "sets": ("to know which keys belong to the set", "Give sets, or ids to tokens_mass."),
@@ -56,7 +56,7 @@ _INPUT_ERRORS: dict[Need, tuple[str, str]] = {
 }
 
 
-def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
+def resolve_probes(wanted: ProbeOrName | Iterable[ProbeOrName]) -> tuple[Probe, ...]:
     """Look up probes that are given by name, and remove duplicates.
 
     Raises:
@@ -89,7 +89,7 @@ def resolve_probes(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
 
 def missing_inputs(
     probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
-) -> tuple[Need, ...]:
+) -> tuple[ProbeInput, ...]:
     """Return the inputs that a probe needs and a call lacks."""
     if not probe.needs:
         return ()
@@ -99,9 +99,9 @@ def missing_inputs(
     return tuple(need for need in _INPUT_ERRORS if need in probe.needs - given)
 
 
-def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[Need]:
-    """Return which inputs of probes a call has; "sets" is never included, because sets differ by name."""
-    inputs: dict[Need, bool] = {
+def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[ProbeInput]:
+    """Return the names of the inputs of probes that a call has, except "sets", because sets differ by name."""
+    inputs: dict[ProbeInput, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
         "output_weight": context.output_weight is not None,
@@ -118,13 +118,13 @@ def default_probes() -> tuple[Probe, ...]:
 
 
 @cache
-def _default_for_inputs(given: frozenset[Need]) -> tuple[Probe, ...]:
+def _default_for_inputs(given: frozenset[ProbeInput]) -> tuple[Probe, ...]:
     """Return the default probes that need only the inputs `given`."""
     return tuple(probe for probe in default_probes() if probe.needs <= given)
 
 
 def possible_probes(
-    wanted: Iterable[Wanted], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
+    wanted: Iterable[ProbeOrName], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
     """Return the probes for which a call has all inputs."""
     return tuple(
@@ -147,7 +147,7 @@ def check_inputs_given(
 
 
 def choose_probes(
-    wanted: Wanted | Iterable[Wanted] | None,
+    wanted: ProbeOrName | Iterable[ProbeOrName] | None,
     request: AttentionRequest,
     context: ProbeContext,
     *,
@@ -181,15 +181,15 @@ class FirstPass(NamedTuple):
     Attributes:
         logsumexp: (batch, heads, queries), nats.
         parts: the measured parts; empty if the scores are so large that parts must be measured in float64.
-        usual: True only if every query sees a key and no NaN, and every logsumexp is small.
+        all_rows_regular: True only if every query is known to see a key and no NaN, and every logsumexp is small.
     """
 
     logsumexp: Tensor
     parts: Parts
-    usual: bool
+    all_rows_regular: bool
 
 
-def first_pass(
+def run_first_pass(
     request: AttentionRequest,
     probes: Iterable[Probe] = (),
     context: ProbeContext = NO_CONTEXT,
@@ -214,13 +214,13 @@ def first_pass(
     bounds = bounds_of(request)
     if not from_native.supports_call(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
         return None
-    logsumexp, parts = from_native.first_pass(request, bounds, parts_of_probes(probes), context)
+    logsumexp, parts = from_native.run_first_pass(request, bounds, parts_of_probes(probes), context)
     if not parts or is_finite_and_small(logsumexp):
-        return FirstPass(logsumexp, parts, usual=bool(parts))
-    return FirstPass(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, usual=False)
+        return FirstPass(logsumexp, parts, all_rows_regular=bool(parts))
+    return FirstPass(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, all_rows_regular=False)
 
 
-def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
+def measure_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
     """Measure the default probes that need only q and k, for calls that the native kernel can run without a plan.
 
     Takes the arguments of `functional.statistics` before they are checked.
@@ -233,11 +233,11 @@ def measured_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> di
     if first is None:
         return None
     logsumexp, parts = first
-    usual = is_finite_and_small(logsumexp)
-    if not usual and has_large_logsumexp(logsumexp):
+    all_rows_regular = is_finite_and_small(logsumexp)
+    if not all_rows_regular and has_large_logsumexp(logsumexp):
         return None
     return {
-        probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)
+        probe.name: statistic_from_parts(probe, parts, logsumexp, all_rows_regular=all_rows_regular)
         for probe in _default_for_inputs(frozenset())
     }
 
@@ -249,39 +249,37 @@ def complete_statistics(
     context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts,
-    usual: bool = False,
-    attended: AttentionResult | None = None,
+    all_rows_regular: bool = False,
+    result: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics from the parts that a kernel measured, and measure the missing parts.
 
-    Arguments and results are as in `measure_statistics`; `usual` is as in `statistic_from_parts`.
+    Arguments and results are as in `measure_statistics`; `all_rows_regular` is as in `statistic_from_parts`.
     """
     ready: dict[str, Tensor] = {}
     for probe in probes:
         part = _PART_OF_STATISTIC.get(probe.name)
         if part is None:
             if probe.parts <= parts.keys():
-                ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, usual=usual)
+                ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, all_rows_regular=all_rows_regular)
         elif part in parts:
             ready[probe.name] = parts[part]
     if len(ready) == len(probes):
         return ready
     left = [probe for probe in probes if probe.name not in ready]
-    ready |= measure_statistics(
-        request, logsumexp, left, context, parts=parts, attended=attended, has_values=has_values
-    )
+    ready |= measure_statistics(request, logsumexp, left, context, parts=parts, result=result, has_values=has_values)
     return {probe.name: ready[probe.name] for probe in probes}
 
 
 def measure_statistics(
     request: AttentionRequest,
     logsumexp: Tensor,
-    wanted: Iterable[Wanted],
+    wanted: Iterable[ProbeOrName],
     context: ProbeContext = NO_CONTEXT,
     *,
     parts: Parts = MappingProxyType({}),
-    attended: AttentionResult | None = None,
+    result: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics without storing queries x keys, in the native kernel if it supports the call.
@@ -292,7 +290,7 @@ def measure_statistics(
         wanted: names of statistics, or probes.
         context: inputs of the probes besides q and k.
         parts: parts that have already been measured.
-        attended: the result of the call; None if unknown.
+        result: the result of the call; None if unknown.
         has_values: whether `request.v` has values; False if it has the keys instead.
 
     Returns:
@@ -304,7 +302,7 @@ def measure_statistics(
     """
     probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
-        call = MeasuredCall.of(request, logsumexp, context, attended=attended)
+        call = MeasuredCall.of(request, logsumexp, context, result=result)
         wanted_parts = parts_of_probes(probes)
         all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
         all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets_of_parts(call, probes))
@@ -318,7 +316,7 @@ def measure_statistics(
     return found
 
 
-def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = False) -> Tensor:
+def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, all_rows_regular: bool = False) -> Tensor:
     """Compute a statistic per query from the parts that the kernel measured: (batch, heads, queries).
 
     A statistic that equals one part is not copied, because the kernel has already set queries without keys or with NaN.
@@ -327,13 +325,13 @@ def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual
         probe: the statistic.
         parts: the measured parts.
         logsumexp: (batch, heads, queries).
-        usual: True if every query is known to see a key and no NaN.
+        all_rows_regular: True if every query is known to see a key and no NaN.
     """
     part = _PART_OF_STATISTIC.get(probe.name)
     if part is not None:
         return parts[part]
     value = _apply_probe(probe, parts)
-    if usual or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
+    if all_rows_regular or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
         return value
     return set_empty_and_bad_queries(value, logsumexp == -torch.inf, logsumexp.isnan())
 
@@ -407,7 +405,7 @@ def measure_parts(
     if repeated and repeats.supports_call(call):
         found |= repeats.measure_repeats(call, repeated)
     found |= _measure_over_all_keys(call, parts - found.keys(), sets)
-    if call.attended is not None and call.attended.head_factors is not None and call.context.output_weight is not None:
+    if call.result is not None and call.result.head_factors is not None and call.context.output_weight is not None:
         weight = call.context.output_weight
         norms = parts & {"contribution", "output_norm"}
         found |= {part: weighted_values.norms_of_changed_heads(call, found[part], weight) for part in norms}
@@ -458,7 +456,7 @@ def _measure_over_all_keys(
     if "contribution" in parts and weight is not None:
         numbers.append(weighted_values.projected_value_norms(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
-    walk = [part for part in parts if part in STREAMED]
+    walk = [part for part in parts if part in STREAMED_PARTS]
     found: dict[Part, Tensor] = {}
     weighed = None
     if walk:
@@ -490,38 +488,42 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
         the parts, (batch, heads, queries) each; None if `parts` has other parts, or the native kernel does not support
         the call.
     """
-    request, logsumexp = call.request, call.attended.logsumexp.detach()
-    if parts - {SPECIAL_KEYS, "sink_mass", "logsumexp"} or (SPECIAL_KEYS in parts and special_keys is None):
+    request, logsumexp = call.request, call.result.logsumexp.detach()
+    if parts - {SPECIAL_KEYS_WEIGHT, "sink_mass", "logsumexp"} or (
+        SPECIAL_KEYS_WEIGHT in parts and special_keys is None
+    ):
         return None
     measured = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
     found: dict[Part, Tensor] = {}
-    if SPECIAL_KEYS in parts and special_keys is not None:
+    if SPECIAL_KEYS_WEIGHT in parts and special_keys is not None:
         if lookups.is_small_set(special_keys):  # the usual case; a pass over all keys is many times slower
-            found[SPECIAL_KEYS] = lookups.weight_on_set(measured, special_keys)
+            found[SPECIAL_KEYS_WEIGHT] = lookups.weight_on_set(measured, special_keys)
         else:
-            found |= from_native.measure(measured, [SPECIAL_KEYS])
+            found |= from_native.measure(measured, [SPECIAL_KEYS_WEIGHT])
     if "sink_mass" in parts and request.sinks is not None:
         found["sink_mass"] = sink_mass(measured.logsumexp_without_base, request.sinks)
     if "logsumexp" in parts:
         found["logsumexp"] = measured.logsumexp_without_base.to(logsumexp.dtype)
-    # As the kernel does for the parts that it measures.
+    # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: set_empty_and_bad_queries(value, empty, bad) for part, value in found.items()}
 
 
 def statistics_of_call(
-    call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NO_CONTEXT
+    call: AttentionCall, wanted: Iterable[ProbeOrName], context: ProbeContext = NO_CONTEXT
 ) -> dict[str, Tensor]:
-    """Return statistics of a call that has run, from the parts that its kernel measured, or measured here.
+    """Return statistics of a call that has run, from the parts that its kernel measured; measure the other parts.
 
     Arguments and results are as in `measure_statistics`.
     """
-    request, attended = call.request, call.attended
+    request, attended = call.request, call.result
     # The kernel used the first key that any query sees; the context may have an earlier first key.
     parts = {
-        part: value for part, value in attended.statistics.items() if context.first_key is None or part != FIRST_KEY
+        part: value
+        for part, value in attended.statistics.items()
+        if context.first_key is None or part != FIRST_KEY_WEIGHT
     }
     probes = choose_probes(wanted, request, context)
-    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, attended=attended)
+    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, result=attended)

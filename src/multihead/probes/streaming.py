@@ -19,17 +19,18 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.moments import PART, DistanceMoments
+from multihead.probes.moments import GROUP, DistanceMoments
 from multihead.probes.pooling import PooledMap
 from multihead.scores.bias import values_of, with_values
 
-ROWS = 64  # queries per tile
-WIDTH = 512  # keys per tile
-CELLS = 1 << 19  # weights per tile over the heads of a group, so that a tile fits into a CPU cache
-ON_A_GPU = (8, 4, 64)  # times as many there: a tile of 2^25 weights takes longer to compute than to launch
+TILE_QUERIES = 64  # queries per tile
+TILE_KEYS = 512  # keys per tile
+TILE_WEIGHTS = 1 << 19  # weights per tile over the heads of a group, so that a tile fits into a CPU cache
+# Factors of the three sizes on a GPU, where a tile of 2^25 weights takes longer to compute than to launch.
+GPU_TILE_FACTORS = (8, 4, 64)
 _PER_QUERY_PARTS: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
 _TOKEN_MATCH_PARTS: tuple[Part, ...] = ("duplicate_mass", "induction_mass")
-STREAMED: frozenset[Part] = frozenset((*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS, "received", "pooled_map"))
+STREAMED_PARTS: frozenset[Part] = frozenset((*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS, "received", "pooled_map"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +79,10 @@ class _TiledMeasurement:
 
     Attributes:
         call: the call.
-        parts: the parts to measure, a subset of STREAMED.
+        parts: the parts to measure, a subset of STREAMED_PARTS.
         columns: (batch, kv_heads, keys, n), n numbers c_j per key, or None.
         found: part -> (batch, heads, queries), for parts with a number per query.
-        weighed: (batch, heads, queries, n), the sums sum_j p_ij c_j, or None.
+        weighted_sums: (batch, heads, queries, n), the sums sum_j p_ij c_j, or None.
         received: (batch, heads, keys), the sum of the weights on each key.
         maps: pooled map of each group of heads, ordered by sample.
     """
@@ -90,7 +91,7 @@ class _TiledMeasurement:
     parts: frozenset[Part]
     columns: Tensor | None
     found: dict[Part, Tensor]
-    weighed: Tensor | None
+    weighted_sums: Tensor | None
     received: Tensor
     maps: list[PooledMap] = field(default_factory=list)
 
@@ -102,7 +103,7 @@ def measure_in_tiles(
 
     Args:
         call: the call.
-        parts: a subset of STREAMED.
+        parts: a subset of STREAMED_PARTS.
         columns: (batch, kv_heads, keys, n), n numbers c_j per key whose weighted sums are computed, or None.
 
     Returns:
@@ -131,7 +132,7 @@ def measure_in_tiles(
         found["received"] = stream.received
     if "pooled_map" in parts:
         found["pooled_map"] = _join_maps(stream)
-    return found, stream.weighed
+    return found, stream.weighted_sums
 
 
 def _join_maps(stream: _TiledMeasurement) -> Tensor:
@@ -151,7 +152,7 @@ def _empty_map(call: MeasuredCall, heads: int) -> PooledMap:
 
 
 def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
-    """Yield the groups of heads of each sample of a call; a group has at most CELLS weights per tile."""
+    """Yield the groups of heads of each sample of a call; a group has at most TILE_WEIGHTS weights per tile."""
     shape = call.request.shape
     rows, width, cells = _tile_size(shape.device)
     most = max(1, cells // (rows * width * shape.group))  # key/value heads per group
@@ -175,8 +176,8 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
 
 def _tile_size(device: torch.device) -> tuple[int, int, int]:
     """Return the queries, the keys, and the weights over the heads of a group per tile."""
-    rows, width, cells = (1, 1, 1) if device.type == "cpu" else ON_A_GPU
-    return ROWS * rows, WIDTH * width, CELLS * cells
+    rows, width, cells = (1, 1, 1) if device.type == "cpu" else GPU_TILE_FACTORS
+    return TILE_QUERIES * rows, TILE_KEYS * width, TILE_WEIGHTS * cells
 
 
 def _append_logsumexp(
@@ -232,9 +233,12 @@ def _spans_of_keys(
     if bounds.remainder is not None or group.request.bias is not None or not bool(seeing.all()):
         free = seen_stop = most
     before, after = (int(stream.call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
-    # Spans are multiples of PART keys, and either fully visible or not, and either on one side of all rows or not.
-    wanted = (least - (least - free) // PART * PART, least + (seen_stop - least) // PART * PART)
-    sides = (least + (before + 1 - least) // PART * PART, least - (least - after) // PART * PART)
+    # A span is a multiple of GROUP keys, is fully visible or not, and is on one side of all rows or not.
+    wanted = (least - (least - free) // GROUP * GROUP, least + (seen_stop - least) // GROUP * GROUP)
+    sides = (
+        least + (before + 1 - least) // GROUP * GROUP,
+        least - (least - after) // GROUP * GROUP,
+    )
     cuts = sorted({least, most, *(edge for edge in (*wanted, *sides) if least < edge < most)})
     width = _tile_size(start.device)[1]
     for begin, end in pairwise(cuts):
@@ -283,7 +287,7 @@ class _RowSums:
         moments: sums for the mean and the spread of the distance, or None.
         largest: logarithm of the largest weight, which may underflow as a weight; -inf before any visible key.
         largest_key: key of the largest weight; -1 before any visible key.
-        weighed: (heads, rows, n), weighted sums of numbers of the keys, or None.
+        weighted_sums: (heads, rows, n), weighted sums of numbers of the keys, or None.
     """
 
     rows: slice
@@ -292,7 +296,7 @@ class _RowSums:
     moments: DistanceMoments | None
     largest: Tensor
     largest_key: Tensor
-    weighed: Tensor | None
+    weighted_sums: Tensor | None
 
     @staticmethod
     def zero(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> _RowSums:
@@ -321,15 +325,15 @@ class _RowSums:
         for part in _TOKEN_MATCH_PARTS:
             if part in self.sums:
                 self.sums[part] += (tile.weights * self._keys_of_same_token(part, tile, stream, group)).sum(-1)
-        if self.weighed is not None and stream.columns is not None:
+        if self.weighted_sums is not None and stream.columns is not None:
             columns = stream.columns[group.sample, :, slice(*tile.columns)].to(tile.weights.dtype)
             per = stream.call.request.shape.group
             columns = columns[group.heads.start // per : group.heads.stop // per]  # (kv_heads, columns, n)
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
-            self.weighed += (by_kv @ columns).view(self.weighed.shape)
+            self.weighted_sums += (by_kv @ columns).view(self.weighted_sums.shape)
 
     def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> Tensor:
-        """Return which keys have the query's token earlier, or follow such a key: (rows, columns) bool."""
+        """Return the earlier keys with the query's token, or the keys after these: (rows, columns) bool."""
         assert stream.call.context.ids is not None
         ids = stream.call.context.ids[group.sample].to(self.positions.device)
         known = (self.positions >= 0) & (self.positions < len(ids))
@@ -347,7 +351,7 @@ class _RowSums:
         self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
 
     def write(self, stream: _TiledMeasurement, group: _HeadGroup) -> None:
-        """Write the results of these rows into `stream.found` and `stream.weighed`."""
+        """Write the results of these rows into `stream.found` and `stream.weighted_sums`."""
         place = (group.sample, group.heads, self.rows)
         found: dict[Part, Tensor] = {"largest_weight": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
         if "entropy" in found:
@@ -356,15 +360,15 @@ class _RowSums:
             found |= {"mean_distance": self.moments.mean(), "distance_spread": self.moments.spread()}
         for part, tensor in stream.found.items():
             tensor[place] = found[part]
-        if self.weighed is not None and stream.weighed is not None:
-            stream.weighed[place] = self.weighed
+        if self.weighted_sums is not None and stream.weighted_sums is not None:
+            stream.weighted_sums[place] = self.weighted_sums
 
 
 def _largest_and_index(cells: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest number of each row and its first index, like `max(-1)`, but twice as fast."""
-    if cells.shape[-1] % PART:
+    if cells.shape[-1] % GROUP:
         return cells.max(-1)
-    parts = cells.unflatten(-1, (-1, PART))
+    parts = cells.unflatten(-1, (-1, GROUP))
     value, part = parts.amax(-1).max(-1)  # (heads, rows)
-    one = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, PART))[..., 0, :]
-    return value, one.argmax(-1) + part * PART
+    one = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, GROUP))[..., 0, :]
+    return value, one.argmax(-1) + part * GROUP

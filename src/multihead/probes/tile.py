@@ -3,15 +3,15 @@
 Weights are computed in float64 from q and k, each row divided by its own sum. In float32, exp(s - L) turns the rounding
 of L into an error of every weight of the row, and s itself depends on the order of summation: rows with scores of 400
 summed to 1 within 1e-3, and rows with scores of 4e4 within 0.1. Keeping the maximum and the sum separately does not
-help if the scores are recomputed in other shapes. In float64 neither matters: rows sum to 1 within 1e-6 at any score,
-and a tile equals the same part of the whole map to the last digit of float32. A tile with part of the keys streams its
-rows over all keys once; a record keeps the sum of each row it has needed (`RowLogsumexps`, 8 bytes per query and head).
-float64 takes 2 to 3 times as long as float32. A logsumexp that the caller passes is used only if it differs by more
-than rounding, which means that it covers more keys than the call has.
+help if the scores are recomputed in other shapes. In float64 both errors vanish: rows sum to 1 within 1e-6 at any
+score, and a tile equals the same part of the whole map to the last digit of float32. A tile with part of the keys
+streams its rows over all keys once; a record keeps the sum of each row it has needed (`RowLogsumexps`, 8 bytes per
+query and head). float64 takes 2 to 3 times as long as float32. A logsumexp that the caller passes is used only if it
+differs by more than rounding, which means that it covers more keys than the call has.
 
 Sums of many weights (blocks of several cells, attention received, weight on a set of keys) are computed in float32 by
-the kernel. They are computed in float64 only if the absolute value of a logsumexp is above 1024 (`LARGE`); below this
-limit float32 is exact to four digits.
+the kernel. They are computed in float64 only if the absolute value of a logsumexp is above 1024 (`LARGE_LOGSUMEXP`);
+below this limit float32 is exact to four digits.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.tensors.tracing import is_traced
 
-CELLS = 1 << 20  # scores in float64 at a time, unless ROWS rows of one head are more
-ROWS = 32  # minimum number of queries per conversion of the keys to float64
-WIDTH = 512  # minimum number of keys per block when a logsumexp is computed in blocks
+MAX_SCORES = 1 << 20  # scores in float64 at a time, unless MIN_ROWS rows of one head are more
+MIN_ROWS = 32  # minimum number of queries per conversion of the keys to float64
+MIN_BLOCK_KEYS = 512  # minimum number of keys per block when a logsumexp is computed in blocks
 # Above this logsumexp, rounding of float32 scores and logsumexps changes the fourth digit of a weight.
-LARGE = 1024.0
+LARGE_LOGSUMEXP = 1024.0
 # Above this logsumexp, as with a bias of the lowest float, even float64 rounds the logarithm of a sum away.
-HUGE = 2.0**33
+HUGE_LOGSUMEXP = 2.0**33
 
 
 class RowLogsumexps:
     """A cache of the float64 logsumexp of each query of one call, which is computed when it is first needed.
 
     exp(s - L) is only as exact as s and L: float32 rounds a logsumexp of 400 by 1.5e-5, and scores of 400 that are
-    summed in another order differ by 1e-4. In float64 neither is visible, whatever the shape of the tile.
+    summed in another order differ by 1e-4. In float64 neither error is visible, whatever the shape of the tile.
     """
 
     def __init__(self) -> None:
-        self._found: Tensor | None = None  # (batch, heads, queries), NaN where not computed yet
+        self._logsumexps: Tensor | None = None  # (batch, heads, queries), NaN for queries that are not computed yet
 
     def of(self, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None) -> Tensor:
         """Return the logsumexp of some rows: (batch, heads, rows), nats, minus `base`.
@@ -59,14 +59,14 @@ class RowLogsumexps:
             rows: which queries.
             base: (batch, heads, queries) from `score_base`, or None.
         """
-        if self._found is None:
+        if self._logsumexps is None:
             shape = request.shape
             size = (shape.batch, shape.num_heads, shape.query_length)
-            self._found = torch.full(size, torch.nan, dtype=_most_precise_dtype(shape.device), device=shape.device)
-        known = self._found[:, heads, rows]
+            self._logsumexps = torch.full(size, torch.nan, dtype=_most_precise_dtype(shape.device), device=shape.device)
+        known = self._logsumexps[:, heads, rows]
         if bool(known.isnan().any()):
             known = _logsumexp_block_by_block(request, heads, rows, base)
-            self._found[:, heads, rows] = known
+            self._logsumexps[:, heads, rows] = known
         return known
 
 
@@ -105,8 +105,8 @@ def tile(
     base = score_base(request, logsumexp)
     rows, columns = range(shape.query_length)[queries], range(shape.key_length)[keys]
     of_head = max(1, shape.batch * len(columns))
-    num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
-    num_rows = max(ROWS, CELLS // (of_head * num_heads))
+    num_heads = max(1, min(MAX_SCORES // (MIN_ROWS * of_head), len(chosen)))
+    num_rows = max(MIN_ROWS, MAX_SCORES // (of_head * num_heads))
     found = []
     large = is_traced() or has_large_logsumexp(logsumexp)  # rounding may make s - L positive
     with torch.no_grad(), without_autocast(shape.device):
@@ -160,17 +160,17 @@ def logsumexp_of_rows(
 def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     """Return a base to subtract from huge scores before their logsumexp, (batch, heads, queries) float64.
 
-    If |L| > HUGE, the base of a query is its largest visible bias, else 0: exp(s - L) = exp((s - base) - (L - base)).
-    Returns None if no L is that large.
+    If |L| > HUGE_LOGSUMEXP, the base of a query is its largest visible bias, else 0: exp(s - L) = exp((s - base) - (L -
+    base)). Returns None if no L is that large.
     """
     if request.bias is None or is_traced() or is_finite_and_small(logsumexp):
         return None
-    huge = (logsumexp.abs() > HUGE) & logsumexp.isfinite()
+    huge = (logsumexp.abs() > HUGE_LOGSUMEXP) & logsumexp.isfinite()
     if not bool(huge.any()):
         return None
     found = []
-    for first in range(0, request.shape.query_length, ROWS):
-        rows = slice(first, first + ROWS)
+    for first in range(0, request.shape.query_length, MIN_ROWS):
+        rows = slice(first, first + MIN_ROWS)
         bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
         largest = bias.masked_fill(~visible_cells(request, rows), -torch.inf).amax(-1)
         found.append(largest.expand_as(huge[:, :, rows]))
@@ -178,18 +178,18 @@ def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
 
 
 def is_finite_and_small(logsumexp: Tensor) -> bool:
-    """Whether every logsumexp is a number between -LARGE and LARGE, so that each query sees a key and no NaN."""
+    """Whether no logsumexp is NaN or larger than LARGE_LOGSUMEXP, so that each query sees a key and no NaN."""
     if not logsumexp.numel():
         return True
     least, most = logsumexp.aminmax()
-    return least.item() >= -LARGE and most.item() <= LARGE  # neither holds for NaN
+    return least.item() >= -LARGE_LOGSUMEXP and most.item() <= LARGE_LOGSUMEXP  # neither holds for NaN
 
 
 def has_large_logsumexp(logsumexp: Tensor) -> bool:
-    """Whether some finite logsumexp L is larger than LARGE, so that exp(s - L) is inexact in float32."""
+    """Whether some finite logsumexp L is larger than LARGE_LOGSUMEXP, so that exp(s - L) is inexact in float32."""
     if is_finite_and_small(logsumexp):
         return False
-    return bool((logsumexp.abs() > LARGE).logical_and(logsumexp.isfinite()).any())
+    return bool((logsumexp.abs() > LARGE_LOGSUMEXP).logical_and(logsumexp.isfinite()).any())
 
 
 def request_in_float64(request: AttentionRequest) -> AttentionRequest:
@@ -216,7 +216,7 @@ def _scores_minus_base(
         None if all cells are visible.
     """
     precise = _most_precise_dtype(request.shape.device)
-    # Sliced before heads are selected, because selecting copies, and a tile is smaller than all keys.
+    # q and k are sliced before heads are selected, because selecting copies, and a tile is smaller than all keys.
     q, k = request.q[:, :, queries], request.k[:, :, keys]
     narrow = select_request_heads(replace(request, q=q, k=k, v=k, bias=None), heads)
     cells = scores(replace(narrow, q=narrow.q.to(precise), k=narrow.k.to(precise)))
@@ -229,7 +229,7 @@ def _scores_minus_base(
         return cells, None
     shown = visible_cells(request, queries, keys)
     shown = shown[:, heads] if shown.shape[1] > 1 else shown
-    return cells.masked_fill(~shown, -torch.inf), shown  # hidden scores may be NaN or inf
+    return cells.masked_fill(~shown, -torch.inf), shown  # scores of hidden keys may be NaN or inf
 
 
 def _is_all_visible(request: AttentionRequest, queries: slice, keys: slice) -> bool:
@@ -275,12 +275,12 @@ def _logsumexp_block_by_block(
     shape, rows = request.shape, range(request.shape.query_length)[queries]
     dtype = working_dtype(shape.dtype)
     of_row = max(1, shape.batch * len(heads))
-    num_rows = max(ROWS, CELLS // (of_row * WIDTH))
+    num_rows = max(MIN_ROWS, MAX_SCORES // (of_row * MIN_BLOCK_KEYS))
     found = []
     for first in range(0, max(len(rows), 1), num_rows):
         part = _slice_of_range(rows[first : first + num_rows])
         begin, end = _range_of_visible_keys(request, part)
-        width = max(WIDTH, CELLS // (of_row * num_rows))
+        width = max(MIN_BLOCK_KEYS, MAX_SCORES // (of_row * num_rows))
         total = _logsumexp_of_cells(_scores_minus_base(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
             cells, _ = _scores_minus_base(request, heads, part, slice(key, min(key + width, end)), base)

@@ -50,7 +50,7 @@ def select_own_columns(call: MeasuredCall, weighed: Tensor) -> Tensor:
 def output_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return the norm of each head's contribution to the layer's output: (batch, heads, queries)."""
     factors = _factors_of_projection(call, output_weight)
-    output = call.own_output
+    output = call.unchanged_output
     if output is None:
         output = attention_weighted_sums(call, call.request_without_nonfinite.v.detach())
     return _norm_of_vectors(output.detach().to(factors.dtype) @ factors.mT)
@@ -64,11 +64,11 @@ def norms_of_changed_heads(call: MeasuredCall, norms: Tensor, output_weight: Ten
         norms: norms of the heads' own outputs, or of the outputs' parts.
         output_weight: the weight of the output projection.
     """
-    assert call.attended is not None
-    assert call.attended.head_factors is not None
+    assert call.result is not None
+    assert call.result.head_factors is not None
     matrices = _factors_of_projection(call, output_weight)
-    written = _norm_of_vectors(call.attended.output.detach().to(matrices.dtype) @ matrices.mT)
-    factors = call.attended.head_factors.to(norms.dtype)
+    written = _norm_of_vectors(call.result.output.detach().to(matrices.dtype) @ matrices.mT)
+    factors = call.result.head_factors.to(norms.dtype)
     return torch.where(factors.isnan(), written.to(norms.dtype), norms * factors.abs())
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from multihead.errors import ModelError
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import first_key_of_queries
-from multihead.kernels.native.statistics import FIRST_KEY
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
@@ -340,9 +340,9 @@ class RecordedBatch:
         with SLICING_LOCK:
             if self._statistics is None:
                 parts, logsumexp = shift_all_key_indices(self.parts, self.sample_spans), self.logsumexp.cpu()
-                usual = bool((logsumexp > -torch.inf).all())
+                regular = bool((logsumexp > -torch.inf).all())
                 self._statistics = {
-                    probe.name: statistic_from_parts(probe, parts, logsumexp, usual=usual)
+                    probe.name: statistic_from_parts(probe, parts, logsumexp, all_rows_regular=regular)
                     for probe in self.probes
                     if probe.parts <= parts.keys()
                 }
@@ -536,7 +536,7 @@ def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
 
     Measured statistics are sliced too, except statistics that are not valid for a single sample.
     """
-    request, attended = call.request, call.attended
+    request, attended = call.request, call.result
     sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
     packed = request.packed_lengths is not None
     part = replace(
@@ -596,7 +596,7 @@ def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bo
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     if not (span.holds_all or (whole and not packed)):
         return None
-    left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY})
+    left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY_WEIGHT})
     return left_out | POSITION_PARTS if position_in_sample(request, span) < 0 else left_out
 
 
@@ -653,7 +653,7 @@ def restore_dropped_keys(call: AttentionCall, key_start: int) -> tuple[Attention
         query_start=request.query_start + key_start,
         bias=bias,
     )
-    return AttentionCall(whole, replace(call.attended, statistics={})), 0
+    return AttentionCall(whole, replace(call.result, statistics={})), 0
 
 
 def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
@@ -665,13 +665,13 @@ def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
     """
     if bool(real.all()):
         return call
-    logsumexp = call.attended.logsumexp.masked_fill(~real, -torch.inf)
+    logsumexp = call.result.logsumexp.masked_fill(~real, -torch.inf)
     mask = call.request.mask & Keep(real, "queries")
     statistics = {
         part: value.masked_fill(~real, 0 if value.is_floating_point() else -1)
-        for part, value in call.attended.statistics.items()
+        for part, value in call.result.statistics.items()
     }
-    attended = replace(call.attended, logsumexp=logsumexp, statistics=statistics)
+    attended = replace(call.result, logsumexp=logsumexp, statistics=statistics)
     return AttentionCall(replace(call.request, mask=mask), attended)
 
 

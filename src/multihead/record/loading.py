@@ -19,7 +19,7 @@ from multihead.errors import InputError, MultiheadError
 from multihead.errors.optional import require
 from multihead.files import RandomAccessFile, check_file_name, is_folder
 from multihead.functional import request_of
-from multihead.probes.catalogue import REPEATED, probe_of_part
+from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
@@ -375,7 +375,7 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
         for name, place in _checked_type(
             _checked_type(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
         ).items():
-            if name not in REPEATED:
+            if name not in REPEAT_PROBES:
                 raise _InvalidValueError("there is an unknown statistic of repeated tokens")
             found[name] = _checked_tensor(tensors[place], shape, name, torch.float64)
             if not bool(((found[name] >= 0) & (found[name] <= _MAX_SHARE) | found[name].isnan()).all()):

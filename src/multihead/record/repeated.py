@@ -20,7 +20,8 @@ class RepeatedTokens:
         length: number of random tokens.
         times: number of times that the random tokens occur in a text.
         start: whether the text begins with a start token.
-        shares: name of a statistic in `probes.catalogue.REPEATED` -> (texts, heads) float64, mean share in each text.
+        shares: name of a statistic in `probes.catalogue.REPEAT_PROBES` -> (texts, heads) float64, mean share in
+        each text.
         chance: name of a statistic -> (heads,) float64, its chance level (even weights over the visible keys).
     """
 

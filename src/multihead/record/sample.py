@@ -17,7 +17,7 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.locale.escaping import visible
 from multihead.probes.blocks import BlockSums
 from multihead.probes.catalogue import statistic
-from multihead.probes.context import Pool
+from multihead.probes.context import PoolOperation
 from multihead.probes.lookups import weight_at_offset
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import NO_CONTEXT
@@ -65,7 +65,7 @@ class SampleRecord:
 
     name: str
     map_size: int
-    map_pool: Pool = "mean"
+    map_pool: PoolOperation = "mean"
     logsumexp: Rows = field(default_factory=lambda: Rows(2))
     q: Rows | None = None
     k: Rows | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
-from multihead.probes.catalogue import REPEATED
+from multihead.probes.catalogue import REPEAT_PROBES
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordContents
 from multihead.record.repeated import RepeatedTokens
@@ -158,7 +158,9 @@ def _repeated_tokens_as_json(
 ) -> dict[str, Any] | None:
     if repeated is None:
         return None
-    known = [name for name in repeated.shares if name in REPEATED]  # statistics of user-defined kinds are not stored
+    known = [
+        name for name in repeated.shares if name in REPEAT_PROBES
+    ]  # statistics of user-defined kinds are not stored
     return {
         "length": repeated.length,
         "times": repeated.times,

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Tables start at position 0 and double as they grow, up to this many positions; larger positions are cached as one
-# range.
+# Tables start at position 0 and double their length as they grow, up to this many positions; of larger positions only
+# the last range is cached.
 MAX_POSITIONS = 65_536
-_MIN_RANGE = 1_024
+_MIN_CACHED_POSITIONS = 1_024  # in a table
 
 
 class RotationFactors(NamedTuple):
@@ -100,7 +100,7 @@ def _with_even_strides(x: Tensor) -> Tensor:
 
 
 class _PositionRange(NamedTuple):
-    """The factors of the positions low <= p < high."""
+    """The rotation factors of the positions p, low <= p < high."""
 
     low: int
     high: int
@@ -133,19 +133,19 @@ class RotationTables:
         self._frequencies, self._gain, self._interleaved = np.array(frequencies), gain, interleaved
         self._dtype, self._device, self._lock = dtype, device, Lock()
         self.frequencies = self._to_tensor(self._frequencies, angle_dtype(device))  # (pairs,)
-        self._cached: _PositionRange | None = None
-        self._last: _PositionRange | None = (
+        self._cached_range: _PositionRange | None = None
+        self._last_range: _PositionRange | None = (
             None  # the last requested range: in decoding all layers request the same positions
         )
 
     def factors_between(self, low: int, high: int) -> RotationFactors | Tensor:
         """Return the factors of the positions low <= p < high: (length, 1, features or pairs)."""
-        last = self._last
+        last = self._last_range
         if last is not None and last.low == low and last.high == high:
             return last.factors
         cached = self._range_containing(low, high)
         factors = _select_factors(cached.factors, slice(low - cached.low, high - cached.low))
-        self._last = _PositionRange(low, high, factors)
+        self._last_range = _PositionRange(low, high, factors)
         return factors
 
     def factors_at(self, positions: Tensor) -> RotationFactors | Tensor | None:
@@ -159,23 +159,23 @@ class RotationTables:
         if low < 0 or high >= MAX_POSITIONS:
             return None
         if (
-            _MIN_RANGE <= 2 * positions.numel() <= high + 1
+            _MIN_CACHED_POSITIONS <= 2 * positions.numel() <= high + 1
         ):  # positions of one rank of a split sequence: the table would cover the whole sequence
             return self._compute_factors(positions.numpy())
         cached = self._range_containing(0, high + 1)
         return _select_factors(cached.factors, positions.long() - cached.low)
 
     def _range_containing(self, low: int, high: int) -> _PositionRange:
-        cached = self._cached
+        cached = self._cached_range
         if cached is None or not cached.low <= low <= high <= cached.high:
             with self._lock:
-                cached = self._cached
+                cached = self._cached_range
                 if cached is None or not cached.low <= low <= high <= cached.high:
                     if low >= 0 and high <= MAX_POSITIONS:
                         ends = 0, max(128, 1 << (high - 1).bit_length())
                     else:
-                        ends = low, max(high, low + _MIN_RANGE)
-                    cached = self._cached = _PositionRange(*ends, self._compute_factors(np.arange(*ends)))
+                        ends = low, max(high, low + _MIN_CACHED_POSITIONS)
+                    cached = self._cached_range = _PositionRange(*ends, self._compute_factors(np.arange(*ends)))
         return cached
 
     def _compute_factors(self, positions: np.ndarray) -> RotationFactors | Tensor:

@@ -29,10 +29,10 @@ from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import is_intercepted, is_traced
 
 # dtype of a tensor -> dtype in which its rotation is computed
-_COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
-_COMPUTED_IN[torch.float64] = torch.float64
+_ROTATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
+_ROTATION_DTYPES[torch.float64] = torch.float64
 
-# Equal rotaries, such as those of a model's layers, share tables, which are freed with the last such rotary.
+# Equal rotaries, such as those of a model's layers, share tables, which are freed with the last of these rotaries.
 _SHARED_TABLES: WeakValueDictionary[Any, RotationTables] = WeakValueDictionary()
 
 
@@ -153,7 +153,7 @@ class Rotary:
         # symbolic.
         one_token = not is_traced() and x.shape[2] == 1
         columns = x if one_token else x.transpose(1, 2)
-        if x.dtype is not (dtype := _COMPUTED_IN[x.dtype]):
+        if x.dtype is not (dtype := _ROTATION_DTYPES[x.dtype]):
             columns = columns.to(dtype)
         if self.dim is None or self.dim == x.shape[3]:
             rotated = rotate_columns(columns, factors, interleaved=self.interleaved)
@@ -167,7 +167,7 @@ class Rotary:
     def _cosines_and_sines(self, x: Tensor, positions: int | Tensor) -> RotationFactors | Tensor:
         """Return cosines and sines from cached tables, or compute them in traces and transforms."""
         self._check_tensor_and_positions(x, positions)
-        dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
+        dtype, device, dim = _ROTATION_DTYPES[x.dtype], x.device, self.dim or x.shape[3]
         if type(x) is Tensor and not is_intercepted():
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
             if isinstance(positions, int):
@@ -208,7 +208,7 @@ class Rotary:
                 f"x has shape {tuple(x.shape)}, and must have four dimensions.",
                 "Give (batch, heads, length, head_dim).",
             )
-        if x.dtype not in _COMPUTED_IN:
+        if x.dtype not in _ROTATION_DTYPES:
             raise DtypeError(f"x has dtype {x.dtype}.", "Give float32, float64, bfloat16 or float16.")
         batch, _, length, head_dim = x.shape
         if self.dim is None and head_dim % 2:

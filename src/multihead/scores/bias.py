@@ -1,8 +1,8 @@
 """A bias added to the scores, as a dense tensor or per distance (`RelativeBias`); -inf hides a key like a mask.
 
 `RelativeBias` holds one number per diagonal of the attention map. The native kernel reads it as a dense tensor with a
-row stride of -1, which needs no extra code. Its gradient is written in lines that are shifted by one number per row, so
-that summing columns sums diagonals.
+row stride of -1, which needs no extra code. The gradient of the values is written in rows that are each shifted by one
+number, so that summing columns sums diagonals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multihead.tensors.tracing import is_traced
 class RelativeBias:
     """A bias that adds `values[..., j - i + queries - 1]` to the score of query i and key j.
 
-    It is constant along each diagonal of the map, so it stores queries + keys - 1 numbers and not queries x keys.
+    The bias is constant along each diagonal of the map, so it stores queries + keys - 1 numbers and not queries x keys.
 
     Args:
         values: (batch or 1, heads or 1, queries + keys - 1), one per distance key - query, ascending; -inf hides the

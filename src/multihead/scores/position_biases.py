@@ -43,7 +43,8 @@ class ALiBi(nn.Module):
     Raises:
         ArgumentError: num_heads is not a positive integer.
 
-    Source: arXiv:2108.12409. The paper hides keys after the query; here their bias also falls with the distance.
+    Source: arXiv:2108.12409. The paper hides keys after the query; here the bias of these keys also falls with the
+    distance.
 
     >>> bias = ALiBi(2)(queries=2, keys=3)
     >>> bias.tile(2, 3)[0, 0] * 16  # the first of two heads has the slope 1 / 16
@@ -204,7 +205,7 @@ def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, 
     >>> distance_buckets(torch.tensor([0, -1, -8, -100, 1]), num_buckets=8, max_distance=20, both_ways=False)
     tensor([0, 1, 5, 7, 0])
     """
-    first: Tensor | int = 0  # the first bucket of the query's side
+    first: Tensor | int = 0  # the first bucket of the side (before or after the query) that a key is on
     if both_ways:
         num_buckets //= 2
         first = (distances > 0).long() * num_buckets

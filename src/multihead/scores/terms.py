@@ -54,6 +54,6 @@ def add_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor,
     finite = logsumexp.masked_fill(empty, 0)
     apart = finite - sink
     share = apart.sigmoid().masked_fill(empty, 1)
-    # This is logaddexp; that of PyTorch has a NaN second derivative if its arguments are far apart.
+    # The expression is logaddexp(L, s); torch.logaddexp has a NaN second derivative if its arguments are far apart.
     joined = torch.maximum(finite, sink) + softplus(-apart.abs())
     return output * share[..., None].to(output.dtype), joined.masked_fill(empty, -torch.inf)

@@ -11,7 +11,7 @@ from torch import SymInt, Tensor
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.tensors.tracing import can_read_values, hide_from_jit_trace
 
-FURTHEST = 1 << 40  # largest length or position of a mask, tokens, so that sums cannot overflow int64
+MAX_POSITION = 1 << 40  # largest length or position of a mask, tokens, so that sums cannot overflow int64
 
 Q_AXES = "(batch, heads, queries, head_dim)"
 K_AXES = "(batch, kv_heads, keys, head_dim)"
@@ -155,9 +155,9 @@ def resolve_query_start(
 
 
 def check_query_start(query_start: int) -> None:
-    """Raise an ArgumentError for a query position beyond FURTHEST, for which intervals could overflow."""
-    if query_start > FURTHEST:
-        raise ArgumentError(f"query_start is {query_start}.", f"Give at most {FURTHEST}.")
+    """Raise an ArgumentError for a query position beyond MAX_POSITION, for which intervals could overflow."""
+    if query_start > MAX_POSITION:
+        raise ArgumentError(f"query_start is {query_start}.", f"Give at most {MAX_POSITION}.")
 
 
 def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Detect tracing, transforms and compilation, under which values of tensors cannot be read.
 
 Under `torch.jit.trace`, `make_fx` and every dispatch mode (`has_tracer_or_mode()`), attention is computed by a
-registered operator with registered gradients, so that it can be recorded. Plans and rotary tables are not cached there,
-because a kernel would later read a cached fake tensor by its address.
+registered operator with registered gradients, so that it can be recorded. Plans and rotary tables of such calls are not
+cached, because a kernel would later read a cached fake tensor by its address.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Private functions of PyTorch, looked up once because every attention call uses them.
-_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-_jit_traces = torch._C._is_tracing  # noqa: SLF001
-_jit_state, _put_jit_state = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]  # noqa: SLF001
-_mode_of_kind = torch._C._get_dispatch_mode  # noqa: SLF001
+_innermost_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_is_jit_tracing = torch._C._is_tracing  # noqa: SLF001
+_get_jit_state, _set_jit_state = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]  # noqa: SLF001
+_get_dispatch_mode = torch._C._get_dispatch_mode  # noqa: SLF001
 # Modes of PyTorch under which tensors have no values, or code must not branch on values.
-_KINDS_WITHOUT_VALUES = (
+_MODES_WITHOUT_VALUES = (
     torch._C._TorchDispatchModeKey.FAKE,  # noqa: SLF001
     torch._C._TorchDispatchModeKey.PROXY,  # noqa: SLF001
     torch._C._TorchDispatchModeKey.FUNCTIONAL,  # noqa: SLF001
@@ -75,14 +75,16 @@ def is_traced() -> bool:
     >>> torch.func.vmap(lambda x: x + is_traced())(torch.zeros(2))
     tensor([1., 1.])
     """
-    return is_intercepted() and (torch.compiler.is_compiling() or _transforms() is not None or _tensors_lack_values())
+    return is_intercepted() and (
+        torch.compiler.is_compiling() or _innermost_transform() is not None or _tensors_lack_values()
+    )
 
 
 def has_tracer_or_mode() -> bool:
     """Whether a compiler, torch.jit.trace, make_fx or a dispatch mode records operations.
 
-    They cannot record a kernel that is called with addresses, so a registered operator is called instead. Tensors
-    created under them must not be cached, because they may be fake tensors.
+    Tracers and modes cannot record a kernel that is called with addresses, so a registered operator is called instead.
+    Tensors that are created while one is active must not be cached, because they may be fake tensors.
 
     >>> from torch.utils.flop_counter import FlopCounterMode
     >>> with FlopCounterMode(display=False):
@@ -91,19 +93,19 @@ def has_tracer_or_mode() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or _dispatch_modes() > 0
-        or _jit_traces()
+        or _count_dispatch_modes() > 0
+        or _is_jit_tracing()
         or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_is_make_fx_tracing`
     )
 
 
 def is_intercepted() -> bool:
-    """Whether `has_tracer_or_mode()` or `is_transformed()`, in one fast check for every attention call."""
+    """Whether `has_tracer_or_mode()` or `is_transformed()` is True, in one fast check for every attention call."""
     return (
         torch.compiler.is_compiling()
-        or _dispatch_modes() > 0
-        or _transforms() is not None
-        or _jit_traces()
+        or _count_dispatch_modes() > 0
+        or _innermost_transform() is not None
+        or _is_jit_tracing()
         or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_is_make_fx_tracing`
     )
 
@@ -112,19 +114,19 @@ def is_transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code; its tensors have no storage."""
     if torch.compiler.is_compiling():
         return False  # a compiler traces through transforms, so no transform is active for its graph
-    return _transforms() is not None
+    return _innermost_transform() is not None
 
 
 def is_jit_traced() -> bool:
     """Whether torch.jit.trace runs this code."""
-    return not torch.compiler.is_compiling() and bool(_jit_traces())
+    return not torch.compiler.is_compiling() and bool(_is_jit_tracing())
 
 
 def _tensors_lack_values() -> bool:
     """Whether torch.jit.trace, make_fx or a mode of PyTorch's own compiler runs this code."""
-    if _jit_traces() or _is_make_fx_tracing():
+    if _is_jit_tracing() or _is_make_fx_tracing():
         return True
-    return _dispatch_modes() > 0 and any(_mode_of_kind(kind) is not None for kind in _KINDS_WITHOUT_VALUES)
+    return _count_dispatch_modes() > 0 and any(_get_dispatch_mode(kind) is not None for kind in _MODES_WITHOUT_VALUES)
 
 
 def _is_make_fx_tracing() -> bool:
@@ -135,15 +137,15 @@ def _is_make_fx_tracing() -> bool:
 @contextmanager
 def hide_from_jit_trace() -> Iterator[None]:
     """Disable torch.jit.trace in this context: it converts sizes to tensors, and warns of their comparisons."""
-    state = _jit_state()
+    state = _get_jit_state()
     if state is None:
         yield
         return
-    _put_jit_state(None)
+    _set_jit_state(None)
     try:
         yield
     finally:
-        _put_jit_state(state)
+        _set_jit_state(state)
 
 
 @contextmanager
@@ -155,23 +157,23 @@ def run_uncompiled() -> Iterator[None]:
     with Undo() as undo:
         user = object()
         undo.callback(partial(_end_uncompiled_use, user))
-        with _lock:
-            _uncompiled.append(user)
+        with _stance_lock:
+            _users_of_uncompiled.append(user)
             if not _stances:
                 _stances.append(torch.compiler.set_stance("force_eager"))
         yield
 
 
 def _end_uncompiled_use(user: object) -> None:
-    with _lock:
-        _uncompiled[:] = [each for each in _uncompiled if each is not user]
-        if _stances and not _uncompiled:
+    with _stance_lock:
+        _users_of_uncompiled[:] = [each for each in _users_of_uncompiled if each is not user]
+        if _stances and not _users_of_uncompiled:
             _stances[0].__exit__(None, None, None)
             del _stances[:1]
 
 
-_lock = RLock()
-_uncompiled: list[object] = []
+_stance_lock = RLock()
+_users_of_uncompiled: list[object] = []  # one object per active `run_uncompiled`
 _stances: list[Any] = []  # the active force_eager stance, if any
 
 

@@ -1,7 +1,7 @@
 """Undo changes of a model exactly once, even if Ctrl-C interrupts a change or an undo step.
 
-An undo step is registered before its change is made, so it must do nothing if the change was not made or is already
-undone.
+An undo step is registered before its change is made, so the step must do nothing if the change was not made or is
+already undone.
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ class Undo:
 
 @dataclass(eq=False)
 class _AttributeUse:
-    """One temporary value of an attribute that several users may set and restore in any order."""
+    """A temporary value of an attribute of `owner`; several users may set and restore an attribute in any order."""
 
     owner: Any
     attribute: str
-    before: Any = None
+    value_before: Any = None
 
     def begin(self, value: object) -> None:
-        """Set the attribute."""
+        """Set the attribute to a temporary value."""
         with _lock:
-            self.before = getattr(self.owner, self.attribute, None)
+            self.value_before = getattr(self.owner, self.attribute, None)
             _uses[self._attribute_key] = [*_uses.get(self._attribute_key, ()), self]
             setattr(self.owner, self.attribute, value)
 
@@ -109,9 +109,9 @@ class _AttributeUse:
                 return  # this use has not begun, or has ended
             later = uses[uses.index(self) + 1 :]
             if restore and later:
-                later[0].before = self.before
+                later[0].value_before = self.value_before
             elif restore:
-                setattr(self.owner, self.attribute, self.before)
+                setattr(self.owner, self.attribute, self.value_before)
             _uses[self._attribute_key] = [use for use in uses if use is not self]
             if not _uses[self._attribute_key]:
                 del _uses[self._attribute_key]
@@ -134,6 +134,6 @@ def _remove_hook(module: Any, hook: Callable[..., Any]) -> None:
             hooks.pop(key, None)
         for mark in ("_with_kwargs", "_always_called"):
             marks = getattr(module, place + mark, {})
-            # Delete options of hooks that no longer exist, including hooks that an interrupt left.
+            # Delete the options of hooks that no longer exist, including options that an interrupt left.
             for key in [key for key in list(marks) if key not in hooks]:
                 marks.pop(key, None)

@@ -201,7 +201,7 @@ def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
             "number": len(heads),
             "chance": chance,
             "best": [
-                {"layer": one.layer, "head": one.head, "share": kind.written(one.share)}
+                {"layer": one.layer, "head": one.head, "share": kind.format_value(one.share)}
                 for one in heads[:HEADS_PER_KIND]
             ],
         }

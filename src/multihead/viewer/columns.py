@@ -8,7 +8,7 @@ from typing import TypedDict
 from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import visible
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR, statistic
+from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR, statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.highlights import LayerKinds, evidence_of_kind
 
@@ -46,8 +46,8 @@ def describe_column(shown: Statistic, lang: str) -> Column:
 def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
     """List the id and label of the built-in statistics that have columns in a page and are not among `names`."""
     known = {*names, "largest_key"}  # the key with the largest weight is an index, which has no mean
-    built_in = [probe.shown() for probe in PROBES.values() if probe.axes == "queries"]
-    missing = (each for each in (*built_in, *map(statistic, REPEATED)) if each.name not in known)
+    built_in = [probe.without_function() for probe in PROBES.values() if probe.axes == "queries"]
+    missing = (each for each in (*built_in, *map(statistic, REPEAT_PROBES)) if each.name not in known)
     return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
 
 

@@ -254,7 +254,7 @@ class Trial:
         return described | {
             "sweep_seconds": heads * run.seconds,
             "seconds": run.seconds + perf_counter() - begun,
-            "replay": run.replay.works,
+            "replay": run.replay.is_exact,
         }
 
     def change(
@@ -276,7 +276,7 @@ class Trial:
             run.changed = ("", run.record)
         else:
             first = min(layer for layer, _ in factors)
-            block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.works else 0
+            block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.is_exact else 0
             with ExitStack() as stack:
                 stack.enter_context(self._run_until_cancelled(run.replay, cancelled))
                 seen = stack.enter_context(observe(self.loaded.model, probes=()))
@@ -286,7 +286,7 @@ class Trial:
             run.changed = (_key_of_factors(factors), seen)
             distances = _distances_between_maps(run.record, seen, first, cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
-        whole = first is not None and not run.replay.works
+        whole = first is not None and not run.replay.is_exact
         return self.task.compare(run, after, at) | {
             "changed": sorted(far, key=lambda each: -each[2])[:MAX_CHANGED_MAPS],
             "distances": [{"layer": layer, "heads": values} for layer, values in distances],

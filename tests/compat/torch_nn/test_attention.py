@@ -319,7 +319,7 @@ def test_hooks_on_the_output_projection_fire_and_listeners_receive_the_layer_its
         ours.eval().requires_grad_(False)(x, x, x)
     assert [call.request.origin.layer for call in heard] == [ours, ours]
     assert shapes == [(2, 5, 12)] * 2
-    weights = (heard[1].request.q @ heard[1].request.k.mT / 2 - heard[1].attended.logsumexp[..., None]).exp()
+    weights = (heard[1].request.q @ heard[1].request.k.mT / 2 - heard[1].result.logsumexp[..., None]).exp()
     torch.testing.assert_close(weights.mean(1), ours(x, x, x)[1])
 
 

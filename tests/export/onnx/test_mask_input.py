@@ -18,7 +18,7 @@ from multihead.export.onnx import to_model
 from multihead.export.onnx.context import ExportContext
 from multihead.export.onnx.graph import Graph
 from multihead.export.onnx.mask_input import choose_mask_inputs, sink_logits
-from multihead.export.onnx.spec import checked_spec
+from multihead.export.onnx.spec import check_spec
 from multihead.layer import MultiHeadAttention
 from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import ALiBi, LearnedBias, T5Bias
@@ -31,8 +31,8 @@ def used(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: A
     """Return the mask inputs of the operator that are used."""
     layer = MultiHeadAttention(8, 2, **options).eval()
     free = {"batch": None, "queries": None, "keys": None}
-    found = choose_mask_inputs(ExportContext(Graph(), layer, checked_spec(layer, inputs, mask, start, opset, free)))
-    return {name for name in ("is_causal", "table", "lengths", "queries_with_keys") if getattr(found, name)}
+    found = choose_mask_inputs(ExportContext(Graph(), layer, check_spec(layer, inputs, mask, start, opset, free)))
+    return {name for name in ("is_causal", "attn_mask", "lengths", "queries_with_keys") if getattr(found, name)}
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,17 @@ def used(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: A
         (CROSS, masks.Full(), {"add_bias_kv": True}, set()),
         (SELF, masks.Causal(), {}, {"is_causal"}),
         (CROSS, masks.Causal(), {"start": 0}, {"is_causal"}),
-        (CROSS, masks.Causal(), {"start": "end"}, {"table", "queries_with_keys"}),
-        (SELF, masks.Causal() & masks.Window(3), {}, {"table"}),
-        (SELF, masks.Causal(), {"add_bias_kv": True}, {"table"}),
-        (SELF, masks.Documents((3, 2)), {}, {"table", "queries_with_keys"}),
-        (SELF, masks.Documents((3, 2)), {"sinks": True}, {"table"}),
-        ((*SELF, "lengths"), masks.Full(), {}, {"table"}),
+        (CROSS, masks.Causal(), {"start": "end"}, {"attn_mask", "queries_with_keys"}),
+        (SELF, masks.Causal() & masks.Window(3), {}, {"attn_mask"}),
+        (SELF, masks.Causal(), {"add_bias_kv": True}, {"attn_mask"}),
+        (SELF, masks.Documents((3, 2)), {}, {"attn_mask", "queries_with_keys"}),
+        (SELF, masks.Documents((3, 2)), {"sinks": True}, {"attn_mask"}),
+        ((*SELF, "lengths"), masks.Full(), {}, {"attn_mask"}),
         ((*SELF, "lengths"), masks.Full(), {"opset": 24}, {"lengths"}),
         ((*CROSS, "memory_lengths"), masks.Full(), {"opset": 24}, {"lengths", "queries_with_keys"}),
-        ((*CROSS, "memory_lengths"), masks.Full(), {}, {"table", "queries_with_keys"}),
+        ((*CROSS, "memory_lengths"), masks.Full(), {}, {"attn_mask", "queries_with_keys"}),
         ((*CROSS, "lengths"), masks.Full(), {}, set()),
-        ((*SELF, "bias"), masks.Full(), {}, {"table", "queries_with_keys"}),
+        ((*SELF, "bias"), masks.Full(), {}, {"attn_mask", "queries_with_keys"}),
     ],
 )
 def test_the_operator_gets_the_inputs_that_it_needs(
@@ -96,7 +96,7 @@ def test_a_key_of_0_is_a_sink_whose_logit_is_0() -> None:
     assert layer.sinks is not None
     torch.nn.init.constant_(layer.sinks, 1.0)
     context = ExportContext(
-        Graph(), layer, checked_spec(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
+        Graph(), layer, check_spec(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
     )
     assert torch.allclose(sink_logits(context), torch.tensor(1.0).exp().add(1).log().double())
 

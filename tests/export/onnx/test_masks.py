@@ -14,12 +14,12 @@ pytest.importorskip("onnx", reason="the package onnx is not installed")
 from multihead import masks
 from multihead.errors import MaskError
 from multihead.export.onnx.graph import Graph
-from multihead.export.onnx.masks import PositionValues, Start, every_query_sees_key, export_mask, fixed_sizes
+from multihead.export.onnx.masks import PositionValues, QueryStart, every_query_sees_key, export_mask, fixed_sizes
 from multihead.masks.leading_keys import LeadingKeys
 from tests import drawing, oracle
 
 
-def computed(mask: masks.Mask, queries: int, keys: int, start: Start) -> Tensor:
+def computed(mask: masks.Mask, queries: int, keys: int, start: QueryStart) -> Tensor:
     """Return the result of the nodes of a mask, broadcasting to (batch, heads, queries, keys)."""
     graph = Graph()
     sizes = [graph.size_of_axis(graph.add_input(name, torch.float32, (None,)), 0) for name in ("queries", "keys")]

@@ -10,7 +10,7 @@ from torch import nn
 
 from multihead import masks
 from multihead.errors import ArgumentError, MaskError, MultiheadError
-from multihead.export.onnx.spec import ModelSpec, checked_spec
+from multihead.export.onnx.spec import ModelSpec, check_spec
 from multihead.layer import MultiHeadAttention
 
 
@@ -19,7 +19,7 @@ def checked(layer: object = None, **options: Any) -> ModelSpec:
     layer = MultiHeadAttention(8, 2).eval() if layer is None else layer
     sizes = {axis: options.pop(axis, None) for axis in ("batch", "queries", "keys")}
     given = {"inputs": ("x",), "mask": masks.Full(), "query_start": None, "opset": 23} | options
-    return checked_spec(layer, given["inputs"], given["mask"], given["query_start"], given["opset"], sizes)
+    return check_spec(layer, given["inputs"], given["mask"], given["query_start"], given["opset"], sizes)
 
 
 def sizes(spec: ModelSpec) -> tuple[int | str, ...]:

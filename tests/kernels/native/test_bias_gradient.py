@@ -50,7 +50,7 @@ def test_it_is_that_of_the_oracle(mask: masks.Mask, samples: int, heads: int) ->
 
 
 def test_blocks_of_a_dense_mask_have_their_own_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", 0)  # blocks of 96 queries
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BLOCK_BYTES", 0)  # blocks of 96 queries
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 130, 8), torch.randn(2, 2, 67, 8), torch.randn(2, 2, 67, 5)
     values, mask = torch.randn(1, 4, 196), masks.Window(20) | masks.Prefix(3)

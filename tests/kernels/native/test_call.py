@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.functional import statistics as statistics_of
 from multihead.kernels.native import call, kernel, library, statistics
-from multihead.kernels.native.call import WHOLE, OperatorCall, QueryBlock, iterate_query_blocks, queries_per_block
+from multihead.kernels.native.call import ALL_QUERIES, OperatorCall, QueryBlock, iterate_query_blocks, queries_per_block
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.masks.positions import TilePositions
@@ -29,7 +29,7 @@ def test_rows_go_together_where_their_intervals_say_it_all() -> None:
     q = torch.zeros(1, 1, 300, 4)
     request = request_of(q, q, q, masks.Causal())
     (rows,) = iterate_query_blocks(request, bounds_of(request))
-    assert rows.rows is WHOLE
+    assert rows.queries is ALL_QUERIES
     assert rows.visible is None
     assert rows.slice_queries(q) is q
 
@@ -40,16 +40,16 @@ def test_blocks_of_a_dense_mask_cover_each_row_once_and_see_what_the_mask_shows(
     q = torch.zeros(2, 1, 300, 4)
     request = request_of(q, q, q, masks.Window(5) | masks.Prefix((3, 9)))
     bounds = bounds_of(request)
-    monkeypatch.setattr(call, "DENSE_BYTES", 0)
+    monkeypatch.setattr(call, "DENSE_BLOCK_BYTES", 0)
     assert queries_per_block(request, bounds) == 96
     shown = request.mask.tile(TilePositions.of(300, 300))
     for step, heights in ((1, [96, 96, 96, 12]), (50, [100, 100, 100])):
         found = list(iterate_query_blocks(request, bounds, step=step))
-        assert [rows.rows.stop - rows.rows.start for rows in found] == heights
+        assert [rows.queries.stop - rows.queries.start for rows in found] == heights
         for rows in found:
             assert rows.visible is not None
-            assert torch.equal(rows.visible.expand(2, 1, -1, 300), shown[:, :, rows.rows].expand(2, 1, -1, 300))
-            assert torch.equal(rows.bounds.stop, bounds.stop[:, rows.rows])
+            assert torch.equal(rows.visible.expand(2, 1, -1, 300), shown[:, :, rows.queries].expand(2, 1, -1, 300))
+            assert torch.equal(rows.bounds.stop, bounds.stop[:, rows.queries])
 
 
 def test_a_block_of_a_dense_mask_is_bounded_in_bytes_whatever_the_mask_speaks_of() -> None:
@@ -57,7 +57,7 @@ def test_a_block_of_a_dense_mask_is_bounded_in_bytes_whatever_the_mask_speaks_of
     tensor = torch.rand(4, 1, 1, 20000) < 0.5
     for mask, factor in ((masks.Window(5) | masks.Prefix(3), 1), (masks.Keep(tensor), 32)):
         request = request_of(q, q, q, mask)
-        assert queries_per_block(request, bounds_of(request)) == max(96, call.DENSE_BYTES // (20000 * factor))
+        assert queries_per_block(request, bounds_of(request)) == max(96, call.DENSE_BLOCK_BYTES // (20000 * factor))
 
 
 # ------------------------------------------------------------------------------------------------ bounds of any shape

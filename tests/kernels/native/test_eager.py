@@ -226,7 +226,7 @@ OF_Q_AND_K = tuple(name for name in DEFAULT if name not in ("special_mass", "sin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MASKS)
 def test_statistics_of_such_calls_need_no_plan(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "first_pass", None)  # what a planned call would need
+    monkeypatch.setattr(measuring, "run_first_pass", None)  # what a planned call would need
     q, k, _ = drawn(dtype)
     found = functional.statistics(q.requires_grad_(), k, mask=MASKS[name])
     assert tuple(found) == OF_Q_AND_K

@@ -137,7 +137,7 @@ def test_blocks_of_rows_of_a_dense_mask_are_the_whole(monkeypatch: pytest.Monkey
     """A mask that is no interval is written down for a block of rows at a time, and added up in float32."""
     bias = torch.randn(1, 4, 210, 530)
     case = long(mask=MASKS["dense"], options={"bias": bias, "sinks": torch.randn(4)})
-    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", 0)
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BLOCK_BYTES", 0)
     assert_within_budget(case, "native", of_bias=True, seen=seen_by(case), instruction_sets=SETS)
     case = long(mask=MASKS["gaps"], dtype=torch.bfloat16, options={"bias": bias[:, :, :1]})
     assert_within_budget(case, "native", of_bias=True, seen=seen_by(case))
@@ -202,7 +202,7 @@ def test_dropout_drops_its_share_independently_of_row_head_and_sample() -> None:
 def test_dropout_is_the_same_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     case = long()
     whole = dropped(1, case.q, case.k, case.v, dropout=0.3, mask=MASKS["dense"])
-    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", 0)
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BLOCK_BYTES", 0)
     assert torch.equal(dropped(1, case.q, case.k, case.v, dropout=0.3, mask=MASKS["dense"]), whole)
 
 
@@ -324,7 +324,7 @@ from multihead import masks
 from multihead.kernels.call import AttentionRequest
 from multihead.functional import attend, request_of
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Scales, quantise
 from dataclasses import replace
@@ -341,7 +341,7 @@ def run(length, way):
     leaves = [x.requires_grad_("gradients" in way) for x in (q,)] + [k, v]
     request = request_of(*leaves, masks.Window(64) | masks.Prefix(8), scales=scales, **options)
     if "statistics" in way:
-        request = replace(request, wanted=ONE_PASS - {SPECIAL_KEYS})
+        request = replace(request, wanted=ONE_PASS - {SPECIAL_KEYS_WEIGHT})
     output = kernel.attend(request, bounds_of(request)).output
     if "gradients" in way:
         output.sum().backward()

@@ -19,7 +19,7 @@ from multihead.kernels.native.library import InstructionSet
 
 WITHOUT = """
 from multihead.kernels.native import library
-library.NAME = "missing.so"
+library.LIBRARY_NAME = "missing.so"
 import torch, multihead as mh
 q = torch.randn(1, 2, 3, 4, requires_grad=True)
 mh.attention(q, q, q).sum().backward()
@@ -188,12 +188,12 @@ class TestChoosing:
 
 class TestAbsence:
     def test_no_file_says_that_it_was_not_built(self, tmp_path: Path) -> None:
-        assert library._load_library(tmp_path / library.NAME) == (
+        assert library._load_library(tmp_path / library.LIBRARY_NAME) == (
             "its library was not built when multihead was installed, which takes GCC or Clang with OpenMP"
         )
 
     def test_a_file_that_is_no_library_does_not_load(self, tmp_path: Path) -> None:
-        path = tmp_path / library.NAME
+        path = tmp_path / library.LIBRARY_NAME
         path.write_bytes(b"no library")
         assert str(library._load_library(path)).startswith("its library does not load (")
 

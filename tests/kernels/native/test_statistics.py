@@ -15,9 +15,9 @@ from multihead.functional import request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.statistics import (
-    OFFSETS,
+    OFFSET_WEIGHTS,
     ONE_PASS,
-    SPECIAL_KEYS,
+    SPECIAL_KEYS_WEIGHT,
     measure_in_one_pass,
     statistics_of_one_pass,
     sum_weights_per_key,
@@ -32,7 +32,7 @@ from tests.kernel_names import NATIVE_DTYPES, needs_native
 
 pytestmark = needs_native
 SETS = [each.name for each in library.instruction_sets() if each.runs]
-IN_THE_PASS = ONE_PASS - {SPECIAL_KEYS}
+IN_THE_PASS = ONE_PASS - {SPECIAL_KEYS_WEIGHT}
 # Part -> the statistic of the dense definitions that is this part alone.
 STATISTIC = {
     part: name
@@ -114,7 +114,7 @@ def test_long_calls_are_measured_right_in_both_passes(
     mask: masks.Mask, queries: int, rows_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Distances are of hundreds of keys, weights are of every size, and cells of a map divide neither side."""
-    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", rows_together)
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BLOCK_BYTES", rows_together)
     request = long(queries, mask, sinks=torch.randn(4), softcap=20.0, bias=torch.randn(1, 4, 1, 530))
     bounds, seen, special = bounds_of(request), seen_by(request), torch.rand(2, 530) < 0.2
     whole = dense(request, seen)
@@ -173,7 +173,7 @@ def test_a_spread_stays_exact_where_each_block_of_keys_has_a_larger_weight(queri
 def test_one_pass_without_values_has_the_logsumexp_of_the_call(
     mask: masks.Mask, rows_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", rows_together)
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BLOCK_BYTES", rows_together)
     request = long(210, mask, sinks=torch.randn(4))
     bounds = bounds_of(request)
     for name in SETS:
@@ -209,7 +209,7 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
 
 
 def test_only_what_is_wanted_is_measured() -> None:
-    found = statistics_of_one_pass(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS)))
+    found = statistics_of_one_pass(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS_WEIGHT)))
     assert found.statistics == 1 + 16
     assert found.parts == ("entropy", ("offset_mass", 0), None, None)
 
@@ -219,6 +219,6 @@ def test_the_results_of_an_operator_are_named_by_part() -> None:
     rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
     parts = found.results(rows, torch.full((2, 3, 4), 7))
     assert found.statistics == 255
-    order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *OFFSETS, ("first_keys_mass", 1))
-    assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_KEYS)] == list(range(9))
+    order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *OFFSET_WEIGHTS, ("first_keys_mass", 1))
+    assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_KEYS_WEIGHT)] == list(range(9))
     assert torch.equal(parts["largest_key"], torch.full((2, 3, 4), 7))

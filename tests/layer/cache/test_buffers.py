@@ -62,7 +62,7 @@ def test_returned_keys_never_change(options: dict[str, Any]) -> None:
 
 def test_a_growing_buffer_doubles_and_a_capacity_stays() -> None:
     found, _, _ = filled(*[1] * 70)
-    assert found.tensors[0].shape[2] == 2 * buffers.MIN_SLOTS + 1
+    assert found.tensors[0].shape[2] == 2 * buffers.INITIAL_SLOTS + 1
     found, held, _ = filled(*[1] * 70, capacity=70)
     assert found.tensors[0].shape[2] == 71
     assert {each.k.data_ptr() for each in held} == {found.tensors[0].data_ptr()}
@@ -70,10 +70,10 @@ def test_a_growing_buffer_doubles_and_a_capacity_stays() -> None:
 
 def test_with_a_window_the_memory_does_not_grow_with_the_length() -> None:
     found, _, _ = filled(3, *[1] * 600, window=6)
-    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
+    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE_SLOTS) + 1
     found.extend(tokens(5000), tokens(5000, dim=5), None)
-    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
-    assert found.progress.next_position == 5603
+    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE_SLOTS) + 1
+    assert found.slot_counts.next_position == 5603
 
 
 def test_slots_not_yet_written_are_zeros() -> None:

@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.kernels.quantised import dequantise
 from multihead.layer.cache import KeyValueCache
-from multihead.layer.cache.buffers import SPARE, CachedKeyValues
+from multihead.layer.cache.buffers import SPARE_SLOTS, CachedKeyValues
 
 
 def tokens(count: int, *, batch: int = 2, dim: int = 4) -> Tensor:
@@ -160,8 +160,8 @@ class TestCrop:
     def test_with_a_window_some_tokens_can_be_removed_at_any_time(self) -> None:
         cache = KeyValueCache(window=6)
         for _ in range(300):
-            step(cache, SPARE)
-            cache.crop(cache.length - SPARE + 1)
+            step(cache, SPARE_SLOTS)
+            cache.crop(cache.length - SPARE_SLOTS + 1)
         assert cache.length == 300
 
     def test_with_a_window_cropping_to_dropped_keys_is_rejected(self) -> None:

@@ -25,8 +25,8 @@ CAUSAL, NEAR = masks.Causal(), masks.Causal() & masks.Window(WINDOW)
 def _small_buffers() -> Iterator[None]:
     """Buffers that are full every few tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "MIN_SLOTS", 2)
-        patch.setattr(buffers, "SPARE", 1)
+        patch.setattr(buffers, "INITIAL_SLOTS", 2)
+        patch.setattr(buffers, "SPARE_SLOTS", 1)
         yield
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.kinds import NEAR
+from multihead.kinds import NEAR_MASS
 from multihead.layer.cache import KeyValueCache
 from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
@@ -47,7 +47,7 @@ MEASURED = (
     *(PROBES[name] for name in ("mean_distance", "distance_spread")),
     *(offset_mass(-5), first_keys_mass(4), tokens_mass("even", (0, 2, 4)), THREE_BEFORE),
 )
-ALL = (*MEASURED, NEAR)
+ALL = (*MEASURED, NEAR_MASS)
 
 
 def some(*shape: int) -> Tensor:
@@ -290,7 +290,7 @@ def test_without_marks_ids_or_a_known_mask_there_is_no_such_chance() -> None:
     bare: Any = record_of(torch.full((1, 4, 4), 0.25)).layers[0].sample()
     named = [PROBES[each] for each in ("duplicate_mass", "induction_mass", "self_mass")]
     assert set(chance_of_probes(bare, named)) == {"self_mass"}
-    assert chance_of_probes(bare, [THREE_BEFORE.shown()]) == {}  # of another process, without its function
+    assert chance_of_probes(bare, [THREE_BEFORE.without_function()]) == {}  # of another process, without its function
     (unknown,) = masked(masks.Keep(torch.ones(LENGTH, LENGTH, dtype=torch.bool), "queries keys"), keep="statistics")
     (segment,) = unknown.segments
     object.__setattr__(segment.request, "mask", UnknownMask("Mine", {}))

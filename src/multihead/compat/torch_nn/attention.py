@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from multihead.compat.torch_nn.masks import (
     CallSizes,
-    VisibleKeys,
+    ConvertedMasks,
     convert_masks,
     nested_like,
     padding_of_nested,
@@ -23,7 +23,7 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_fraction, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.kernels.call import CallOrigin
-from multihead.kernels.head_changes import is_call_followed
+from multihead.kernels.head_changes import needs_call_origin
 from multihead.kernels.per_head import attend_per_head, is_computed_per_head
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
@@ -163,7 +163,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         visible = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._prepend_added_keys(k, v)
         origin = CallOrigin(self, crosses=False if within else None)
-        if within and is_call_followed():
+        if within and needs_call_origin():
             origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
         merged, weights = self._attend(
             q, k, v, visible, origin, need_weights=need_weights, average=average_attn_weights
@@ -211,7 +211,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        visible: VisibleKeys,
+        visible: ConvertedMasks,
         origin: CallOrigin,
         *,
         need_weights: bool,
@@ -235,7 +235,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        visible = VisibleKeys(Documents(lengths), None, 0)
+        visible = ConvertedMasks(Documents(lengths), None, 0)
         q, k, v = self._project(tokens, tokens, tokens)
         origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
         merged, _ = self._attend(q, k, v, visible, origin, need_weights=False, average=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError
 from multihead.layer import MultiHeadAttention
 
-_Made = TypeVar("_Made", bound=nn.Module)
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -117,7 +117,7 @@ def _pack_projections(parts: list[Tensor]) -> Tensor:
     return torch.cat([part.detach() for part in parts]).requires_grad_(any(part.requires_grad for part in parts))
 
 
-def _fill_with_copies(module: _Made, sources: dict[str, Tensor]) -> _Made:
+def _fill_with_copies(module: _ModuleT, sources: dict[str, Tensor]) -> _ModuleT:
     """Set the parameters of a module on the meta device to copies of `sources`, with their requires_grad."""
     for name, source in sources.items():
         owner, _, attribute = name.rpartition(".")

@@ -14,7 +14,7 @@ from multihead.tensors.tracing import can_read_values
 
 
 @dataclass(frozen=True, eq=False)
-class VisibleKeys:
+class ConvertedMasks:
     """The masks of an nn.MultiheadAttention call, converted to a mask and a bias of this library.
 
     Attributes:
@@ -41,7 +41,7 @@ class CallSizes:
 
 def convert_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: CallSizes, *, is_causal: bool
-) -> VisibleKeys:
+) -> ConvertedMasks:
     """Convert masks of nn.MultiheadAttention: True hides a key, floats are added to the scores.
 
     A float mask of 0 and -inf becomes a boolean one. On an accelerator or in a compiled graph, where values cannot be
@@ -69,7 +69,7 @@ def convert_masks(
         bias = key_bias
     if bias is not None and sizes.added_keys:
         bias = pad(bias, (sizes.added_keys, 0))
-    return VisibleKeys(by_query & by_key, bias, sizes.added_keys)
+    return ConvertedMasks(by_query & by_key, bias, sizes.added_keys)
 
 
 def _convert_attn_mask(attn_mask: Tensor | None, sizes: CallSizes, *, is_causal: bool) -> tuple[Mask, Tensor | None]:

@@ -10,7 +10,7 @@ from multihead.export.onnx.context import ExportContext
 from multihead.export.onnx.mask_input import MaskInputs, choose_mask_inputs
 from multihead.layer.qk_norm import QKNorms
 
-PRESENT = ("present_key", "present_value")
+PRESENT_OUTPUTS = ("present_key", "present_value")
 
 
 def add_layer_nodes(context: ExportContext) -> None:
@@ -34,7 +34,7 @@ def add_layer_nodes(context: ExportContext) -> None:
         output = graph.add_node("Where", context.token_mask("lengths"), output, context.zero)
     graph.add_output(output, "output", context.dtype, (spec.batch, spec.queries, layer.output_dim))
     if spec.has_past:
-        for name, width in zip(PRESENT, (layer.head_dim, layer.value_head_dim), strict=True):
+        for name, width in zip(PRESENT_OUTPUTS, (layer.head_dim, layer.value_head_dim), strict=True):
             graph.add_value_as_output(name, context.dtype, (spec.batch, layer.num_kv_heads, spec.keys, width))
 
 
@@ -96,13 +96,13 @@ def _add_attention(context: ExportContext, q: str, k: str, v: str, mask: MaskInp
     """Add the node Attention and return its output: (batch, queries, heads * value_head_dim)."""
     layer = context.layer
     past = ("past_key", "past_value") if context.spec.has_past else ("", "")
-    inputs = [q, k, v, mask.table, *past, mask.lengths]
+    inputs = [q, k, v, mask.attn_mask, *past, mask.lengths]
     while not inputs[-1]:
         inputs.pop()
     attended, *_ = context.graph.add_multi_output_node(
         "Attention",
         *inputs,
-        names=("attended", *(PRESENT if context.spec.has_past else ())),
+        names=("attended", *(PRESENT_OUTPUTS if context.spec.has_past else ())),
         q_num_heads=layer.num_heads,
         kv_num_heads=layer.num_kv_heads,
         scale=1.0 if _scale_needs_float64(context) else _scale_of_layer(context),

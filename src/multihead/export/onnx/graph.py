@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto, ValueInfoProto
 
 # The names of onnx.TensorProto for the dtypes that a layer and its inputs can have.
-_TYPES = {
+_ONNX_TYPES = {
     torch.float32: "FLOAT",
     torch.float16: "FLOAT16",
     torch.bfloat16: "BFLOAT16",
@@ -50,9 +50,9 @@ class Graph:
         self._constants: list[TensorProto] = []
         self._inputs: list[ValueInfoProto] = []
         self._outputs: list[ValueInfoProto] = []
-        self._taken: set[str] = set()
-        self._lists: dict[tuple[int, ...], str] = {}
-        self._ranges: dict[str, str] = {}
+        self._used_names: set[str] = set()
+        self._integer_constants: dict[tuple[int, ...], str] = {}
+        self._range_values: dict[str, str] = {}
 
     def add_input(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> str:
         """Declare an input; each size is a number, the name of a dynamic size, or None."""
@@ -81,9 +81,9 @@ class Graph:
 
     def add_integers(self, *values: int) -> str:
         """Add a list of integers, such as shapes and axes; equal lists share one constant."""
-        if values not in self._lists:
-            self._lists[values] = self.add_constant(torch.tensor(values, dtype=torch.int64), name="ints")
-        return self._lists[values]
+        if values not in self._integer_constants:
+            self._integer_constants[values] = self.add_constant(torch.tensor(values, dtype=torch.int64), name="ints")
+        return self._integer_constants[values]
 
     def add_node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         """Add a node with one output and return the output's name; an omitted input is ""."""
@@ -107,11 +107,11 @@ class Graph:
 
     def range_up_to(self, count: str) -> str:
         """Add a node that returns 0, 1, 2, ... count - 1, where count is int64 (1,)."""
-        if count not in self._ranges:
-            self._ranges[count] = self.add_node(
+        if count not in self._range_values:
+            self._range_values[count] = self.add_node(
                 "Range", self._constant_zero, self.add_node("Squeeze", count), self._constant_one
             )
-        return self._ranges[count]
+        return self._range_values[count]
 
     def build_model(
         self, *, opset: int, name: str, metadata: Mapping[str, str] | None = None, version: str = ""
@@ -140,13 +140,13 @@ class Graph:
         return declared
 
     def _tensor_type(self, dtype: torch.dtype) -> int:
-        return int(getattr(self._onnx.TensorProto, _TYPES[dtype]))
+        return int(getattr(self._onnx.TensorProto, _ONNX_TYPES[dtype]))
 
     def _unique_name(self, name: str) -> str:
         """Return `name`, with a number appended if the graph already has a value of that name."""
         own, number = name, 1
-        while own in self._taken:
+        while own in self._used_names:
             number += 1
             own = f"{name}_{number}"
-        self._taken.add(own)
+        self._used_names.add(own)
         return own

@@ -22,13 +22,13 @@ class MaskInputs:
 
     Attributes:
         is_causal: the value of the attribute is_causal of Attention.
-        table: the input attn_mask, (batch or 1, heads or 1, queries, keys), bool or added to the scores.
+        attn_mask: the input attn_mask, (batch or 1, heads or 1, queries, keys), bool or added to the scores.
         lengths: the input nonpad_kv_seqlen, (batch,).
         queries_with_keys: which queries see a key, (batch or 1, heads or 1, queries or 1, 1), bool; "" if all do.
     """
 
     is_causal: bool = False
-    table: str = ""
+    attn_mask: str = ""
     lengths: str = ""
     queries_with_keys: str = ""
 
@@ -64,7 +64,7 @@ def choose_mask_inputs(context: ExportContext) -> MaskInputs:
         table = _prepend_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
     if sinks:
         table = _prepend_column(context, _bias_of_bool_table(context, table, boolean=boolean), sink_logits(context))
-    return MaskInputs(table=table, queries_with_keys=queries_with_keys)
+    return MaskInputs(attn_mask=table, queries_with_keys=queries_with_keys)
 
 
 def sink_logits(context: ExportContext) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _bias_of_bool_table(context: ExportContext, table: str, *, boolean: bool) ->
 def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) -> str:
     """Prepend the column of an added key to a mask or a bias; the column is one value, or (1, heads, 1, 1)."""
     graph = context.graph
-    if column.dim():  # the added column differs between heads, so the table gets a head axis
+    if column.dim():  # the added column differs between heads, so the mask or bias gets a head axis
         table = graph.add_node("Expand", table, graph.add_integers(*column.shape))
     sizes = graph.add_node("Concat", graph.add_node("Shape", table, start=0, end=3), graph.add_integers(1), axis=0)
     column = column if column.dtype == torch.bool else column.to(context.dtype)

@@ -18,7 +18,7 @@ from multihead.masks.base import And, Or
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.tensor import AXES
 
-Start: TypeAlias = 'int | Tensor | Literal["end", "query_start"]'
+QueryStart: TypeAlias = 'int | Tensor | Literal["end", "query_start"]'
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PositionValues:
     leading_keys: int = 0
 
     @staticmethod
-    def of(graph: Graph, num_queries: str, num_keys: str, start: Start) -> PositionValues:
+    def of(graph: Graph, num_queries: str, num_keys: str, start: QueryStart) -> PositionValues:
         """Add nodes that compute the positions; `num_queries` and `num_keys` are names of int64 values (1,).
 
         `start` is the position of the first query: an int, a tensor (batch,), "end", or "query_start", an input

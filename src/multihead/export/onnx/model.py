@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.export.onnx.context import ExportContext
 from multihead.export.onnx.forward import add_layer_nodes
 from multihead.export.onnx.graph import Graph
-from multihead.export.onnx.spec import checked_spec
+from multihead.export.onnx.spec import check_spec
 from multihead.files import check_writable, write_atomically
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Full, Mask
@@ -76,7 +76,7 @@ def to_model(
     ['MatMul', 'Add', 'MatMul', 'Add', 'MatMul', 'Add', 'Attention', 'MatMul', 'Add']
     """
     graph = Graph()
-    spec = checked_spec(layer, inputs, mask, query_start, opset, {"batch": batch, "queries": queries, "keys": keys})
+    spec = check_spec(layer, inputs, mask, query_start, opset, {"batch": batch, "queries": queries, "keys": keys})
     add_layer_nodes(ExportContext(graph, layer, spec))
     origin = {"multihead.mask": repr(mask), "multihead.query_start": repr(query_start)}
     return graph.build_model(opset=opset, name="MultiHeadAttention", metadata=origin, version=_version_of_library())

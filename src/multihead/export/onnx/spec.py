@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, MaskError
 from multihead.errors.arguments import check_integer
-from multihead.export.onnx.masks import Start, fixed_sizes
+from multihead.export.onnx.masks import QueryStart, fixed_sizes
 from multihead.layer import MultiHeadAttention
 from multihead.masks.base import Mask, check_is_mask
 
@@ -28,7 +28,7 @@ class ModelSpec:
 
     inputs: frozenset[str]
     mask: Mask
-    start: Start
+    start: QueryStart
     opset: int
     batch: int | str
     queries: int | str
@@ -55,7 +55,7 @@ class ModelSpec:
         return not self.is_cross_attention and (self.starts_at_zero or self.has_past)
 
 
-def checked_spec(
+def check_spec(
     layer: object,
     inputs: Sequence[str],
     mask: Mask,
@@ -64,7 +64,7 @@ def checked_spec(
     sizes: dict[str, int | None],
 ) -> ModelSpec:
     """Check a layer and the specification of its model; see `multihead.export.onnx.to_model` for the arguments."""
-    attention = _checked_layer(layer)
+    attention = _check_layer(layer)
     check_is_mask(mask)
     if opset not in OPSETS:
         raise ArgumentError(
@@ -77,7 +77,7 @@ def checked_spec(
     return ModelSpec(frozenset(inputs), mask, start, opset, batch, queries, keys)
 
 
-def _checked_layer(layer: object) -> MultiHeadAttention:
+def _check_layer(layer: object) -> MultiHeadAttention:
     """Return the layer; raise if its forward or projections were replaced, or if it has dropout in training mode."""
     if not isinstance(layer, MultiHeadAttention):
         raise ArgumentError(
@@ -146,7 +146,7 @@ def _check_past(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
 
 def _query_start_input(
     layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, query_start: int | Tensor | str | None
-) -> Start:
+) -> QueryStart:
     if "query_start" in inputs:
         if query_start is not None:
             raise ArgumentError("query_start is both an input and an argument.", "Remove one of them.")
@@ -185,7 +185,7 @@ def _query_start_input(
 
 
 def _symbolic_sizes(
-    layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, start: Start, given: dict[str, int | None]
+    layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, start: QueryStart, given: dict[str, int | None]
 ) -> tuple[int | str, int | str, int | str]:
     """Return batch, queries and keys: numbers that are given or fixed by the mask, else names of dynamic sizes."""
     fixed = fixed_sizes(mask)

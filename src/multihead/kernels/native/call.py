@@ -20,9 +20,9 @@ from multihead.masks.base import KeyBounds
 from multihead.masks.positions import TilePositions
 from multihead.scores.bias import Bias, RelativeBias, slice_bias, values_of, with_values
 
-# Size of a block (queries x keys) in which a mask that is not one interval per query is materialised.
-DENSE_BYTES = 8 << 20
-WHOLE = slice(None)
+# Size in bytes of a block (queries x keys) in which a mask that is not one interval per query is materialised.
+DENSE_BLOCK_BYTES = 8 << 20
+ALL_QUERIES = slice(None)
 WHOLE_CALL = DropoutOffset()
 
 
@@ -31,32 +31,32 @@ def _function_of_operator(name: str) -> Any:
     return None if library.reason_of_absence() else getattr(torch.ops.multihead, name).default._op  # noqa: SLF001
 
 
-_attention, _backward, key_sums = map(_function_of_operator, ("attention", "attention_backward", "key_sums"))
-# Skips the operator's autograd: `kernel.py` records the gradients itself, in half of the time.
+_attention, _attention_backward, key_sums = map(_function_of_operator, ("attention", "attention_backward", "key_sums"))
+# Context in which the operators skip PyTorch's autograd: `kernel.py` records the gradients itself, in half of the time.
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has no public name for it
 
 
 class QueryBlock(NamedTuple):
-    """Consecutive queries of a call, and the keys that they see.
+    """A slice of the queries of a call, and the keys that they see.
 
-    Key j is visible if it is within `bounds`, and `visible`, (batch or 1, heads or 1, rows, keys or 1) bool or None, is
-    True.
+    Key j is visible if it is within `bounds`, and `visible`, (batch or 1, heads or 1, queries, keys or 1) bool or None,
+    is True.
     """
 
-    rows: slice
+    queries: slice
     bounds: KeyBounds
     visible: Tensor | None
 
     def slice_queries(self, tensor: Tensor) -> Tensor:
-        """Slice these queries from a tensor (batch, heads, queries, ...); return the tensor itself for all queries."""
-        return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
+        """Slice the block's queries from a tensor (batch, heads, queries, ...), which is returned for all queries."""
+        return tensor if self.queries is ALL_QUERIES else tensor[:, :, self.queries]
 
 
 def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[QueryBlock]:
     """Yield one block of all queries, or if the mask must be dense, blocks that start at multiples of `step`."""
     queries = request.shape.query_length
     if not queries or bounds.remainder is None:
-        yield QueryBlock(WHOLE, bounds, None)
+        yield QueryBlock(ALL_QUERIES, bounds, None)
         return
     height = -(-min(queries_per_block(request, bounds), queries) // step) * step
     for first in range(0, queries, height):
@@ -73,18 +73,21 @@ def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: 
 
 
 def queries_per_block(request: AttentionRequest, bounds: KeyBounds) -> int:
-    """Return the number of queries per block, so that the block's dense mask takes about DENSE_BYTES."""
+    """Return the number of queries per block, so that the block's dense mask takes about DENSE_BLOCK_BYTES."""
     shape = request.shape
     row = shape.key_length
     if bounds.remainder is not None and bounds.remainder.holds_tensors:
         row *= shape.batch * shape.num_heads  # a mask that holds tensors may differ by sample and head
     elif not bounds.shared:
         row *= shape.batch
-    return max(96, DENSE_BYTES // max(row, 1))
+    return max(96, DENSE_BLOCK_BYTES // max(row, 1))
 
 
 class OperatorCall(NamedTuple):
-    """Inputs of the native operators: request, key bounds, dropout seed (() int64; None: no dropout) and offset."""
+    """Inputs of the native operators: request, key bounds, dropout seed (() int64; None: no dropout) and offset.
+
+    If `with_values` is False, the operator gets no v, and its output has 0 features.
+    """
 
     request: AttentionRequest
     bounds: KeyBounds
@@ -93,19 +96,19 @@ class OperatorCall(NamedTuple):
     with_values: bool = True
 
 
-def operator_arguments(job: OperatorCall, rows: QueryBlock) -> tuple[Any, ...]:
+def operator_arguments(job: OperatorCall, block: QueryBlock) -> tuple[Any, ...]:
     """Return the operators' arguments from `q` to `key_start`, for one block of queries."""
     request, offset = job.request, job.dropout_offset
-    bias = None if request.bias is None else _slice_bias(request.bias, rows, request)
-    if rows.rows.start:
-        offset = offset._replace(query_start=offset.query_start + rows.rows.start)
+    bias = None if request.bias is None else _slice_bias(request.bias, block, request)
+    if block.queries.start:
+        offset = offset._replace(query_start=offset.query_start + block.queries.start)
     return (
-        rows.slice_queries(request.q),
+        block.slice_queries(request.q),
         request.k,
         request.v if job.with_values else None,
-        rows.bounds.start,
-        rows.bounds.stop,
-        rows.visible,
+        block.bounds.start,
+        block.bounds.stop,
+        block.visible,
         None if isinstance(bias, RelativeBias) else bias,
         bias.values if isinstance(bias, RelativeBias) else None,
         request.sinks,
@@ -117,12 +120,12 @@ def operator_arguments(job: OperatorCall, rows: QueryBlock) -> tuple[Any, ...]:
     )
 
 
-def _slice_bias(bias: Bias, rows: QueryBlock, request: AttentionRequest) -> Bias:
+def _slice_bias(bias: Bias, block: QueryBlock, request: AttentionRequest) -> Bias:
     """Slice a bias to the queries of a block."""
-    if rows.rows.stop is None:  # all rows; a compiler may copy WHOLE, so `is` would fail
+    if block.queries.stop is None:  # all queries; a compiler may copy ALL_QUERIES, so `is` would fail
         return bias
     queries, keys = request.shape.query_length, request.shape.key_length
-    return slice_bias(bias, queries, (rows.rows.start, rows.rows.stop), (0, keys))
+    return slice_bias(bias, queries, (block.queries.start, block.queries.stop), (0, keys))
 
 
 def forward(job: OperatorCall, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,21 +143,21 @@ def forward(job: OperatorCall, statistics: tuple[Any, ...] = ()) -> tuple[Tensor
         scales = (None, None)
     whole: tuple[Tensor, ...] = ()
     with below_autograd():
-        for rows in iterate_query_blocks(request, job.bounds):
-            found: tuple[Tensor, ...] = _attention(*operator_arguments(job, rows), *scales, *statistics)
-            if rows.rows is WHOLE:
+        for block in iterate_query_blocks(request, job.bounds):
+            found: tuple[Tensor, ...] = _attention(*operator_arguments(job, block), *scales, *statistics)
+            if block.queries is ALL_QUERIES:
                 return found  # type: ignore[return-value]
             if not whole:
                 whole = tuple(
-                    map(_allocate_for_all_queries, found, _QUERIES, (request.shape.query_length,) * len(found))
+                    map(_allocate_for_all_queries, found, _QUERY_AXES, (request.shape.query_length,) * len(found))
                 )
-            for tensor, part, axis in zip(whole, found, _QUERIES, strict=True):
+            for tensor, part, axis in zip(whole, found, _QUERY_AXES, strict=True):
                 if part.dim() > 1:
-                    tensor.narrow(axis, rows.rows.start, part.shape[axis]).copy_(part)
+                    tensor.narrow(axis, block.queries.start, part.shape[axis]).copy_(part)
     return whole  # type: ignore[return-value]
 
 
-_QUERIES = (-2, -1, -1, -1)  # the query axis of each result of the operator `attention`
+_QUERY_AXES = (-2, -1, -1, -1)  # the query axis of each result of the operator `attention`
 
 
 def _allocate_for_all_queries(part: Tensor, axis: int, queries: int) -> Tensor:
@@ -182,25 +185,25 @@ def backward(
     """Run the backward operator: the gradients of q, k, v, bias values and sinks, in the dtypes of these tensors."""
     request = job.request
     totals: tuple[Tensor, ...] = ()
-    for rows in iterate_query_blocks(request, job.bounds):
-        of_logsumexp = None if grad_logsumexp is None else rows.slice_queries(grad_logsumexp)
+    for block in iterate_query_blocks(request, job.bounds):
+        of_logsumexp = None if grad_logsumexp is None else block.slice_queries(grad_logsumexp)
         given = (
-            *(rows.slice_queries(each) for each in (*outputs, grad_output)),
+            *(block.slice_queries(each) for each in (*outputs, grad_output)),
             of_logsumexp,
-            *operator_arguments(job, rows),
+            *operator_arguments(job, block),
         )
         with below_autograd():
-            found: Gradients = _backward(*given, bias_wanted=bias_wanted)
-        if rows.rows is WHOLE:
+            found: Gradients = _attention_backward(*given, bias_wanted=bias_wanted)
+        if block.queries is ALL_QUERIES:
             return found
         if not totals:
             bias = found[3] if request.bias is None or not bias_wanted else values_of(request.bias)
-            # Summed in float32: bfloat16 would lose small terms of the sum over blocks.
+            # The gradients are summed in float32: bfloat16 would lose small terms of the sum over blocks.
             whole = (request.q, request.k, request.v, bias, found[4])
             totals = tuple(torch.zeros_like(each, dtype=torch.float32) for each in whole)
         dq, dk, dv, dbias, dsinks = totals
         if request.bias is not None and bias_wanted:
-            dbias = values_of(_slice_bias(with_values(request.bias, dbias), rows, request))
-        for total, part in zip((rows.slice_queries(dq), dk, dv, dbias, dsinks), found, strict=True):
+            dbias = values_of(_slice_bias(with_values(request.bias, dbias), block, request))
+        for total, part in zip((block.slice_queries(dq), dk, dv, dbias, dsinks), found, strict=True):
             total.add_(part)
     return tuple(total.to(part.dtype) for total, part in zip(totals, found, strict=True))  # type: ignore[return-value]

@@ -13,29 +13,29 @@ import torch
 from torch import Tensor
 
 from multihead.kernels import head_changes, sequence_split
-from multihead.kernels.call import AttentionArguments, AttentionRequest, active
+from multihead.kernels.call import AttentionArguments, AttentionRequest, active_listeners
 from multihead.kernels.choose import PYTORCH_SPEEDUPS
 from multihead.kernels.native import library
 from multihead.kernels.native.call import OperatorCall
-from multihead.kernels.native.kernel import INT8_QUERIES, gradients
+from multihead.kernels.native.kernel import MAX_INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, statistics_of_one_pass
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT, statistics_of_one_pass
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Scales
 from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
-from multihead.tensors.shapes import FURTHEST, AttentionShape
+from multihead.tensors.shapes import MAX_POSITION, AttentionShape
 from multihead.tensors.tracing import is_intercepted
 
 # The function that `OpOverload.__call__` calls; calling it directly is faster.
-_operator = None if library.reason_of_absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
+_eager_operator = None if library.reason_of_absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
 _SETS_SLOWER_THAN_PYTORCH = frozenset(
     name for name, _ in PYTORCH_SPEEDUPS
 )  # instruction sets with which some calls are slower than PyTorch's kernel
 
-MEASURED = statistics_of_one_pass(ONE_PASS - {SPECIAL_KEYS})
+EAGER_STATISTICS = statistics_of_one_pass(ONE_PASS - {SPECIAL_KEYS_WEIGHT})
 """The statistics that `statistics` measures: all of `ONE_PASS` except the weight on special keys."""
 
 
@@ -54,19 +54,19 @@ def attend(
         return None
     _, _, softcap, _, scale, _, _ = terms
     differentiable = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if scales is not None and (differentiable or q.shape[2] > INT8_QUERIES):
+    if scales is not None and (differentiable or q.shape[2] > MAX_INT8_QUERIES):
         return None  # dequantising k and v once, which a planned call does, is faster
     try:
         if differentiable:
             return _DifferentiableOperator.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
         int8 = () if scales is None else (0, *scales)  # 0: no statistics
-        return _operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[misc, no-any-return]
+        return _eager_operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[misc, no-any-return]
     except RuntimeError:  # invalid argument: `functional` raises an error that explains it
         return None
 
 
 def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor, dict[Part, Tensor]] | None:
-    """Measure the statistics of `MEASURED` on the fast path; None if it does not support the call.
+    """Measure the statistics of `EAGER_STATISTICS` on the fast path; None if it does not support the call.
 
     The arguments are those of `functional.statistics`, unchecked.
 
@@ -80,10 +80,10 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
     if _grad_enabled() and (q.requires_grad or k.requires_grad):
         q, k = q.detach(), k.detach()
     try:
-        _, logsumexp, *results = _operator(q, k, None, *band, scale, softcap, MEASURED.statistics)  # type: ignore[misc]
+        _, logsumexp, *results = _eager_operator(q, k, None, *band, scale, softcap, EAGER_STATISTICS.statistics)  # type: ignore[misc]
     except RuntimeError:
         return None
-    return logsumexp, MEASURED.results(*results)
+    return logsumexp, EAGER_STATISTICS.results(*results)
 
 
 def _band_and_query_start(
@@ -101,10 +101,10 @@ def _band_and_query_start(
         or dropout != 0.0
         or type(dropout) is not float
         or is_intercepted()
-        or active()
-        or head_changes.active
-        or sequence_split.active is not None
-        or _operator is None
+        or active_listeners()
+        or head_changes.active_changes
+        or sequence_split.active_split is not None
+        or _eager_operator is None
         or not type(q) is type(k) is type(v) is Tensor
         or not q.is_cpu
         or q.dtype not in DTYPES
@@ -119,7 +119,7 @@ def _band_and_query_start(
     lengths, before, after = band
     if query_start is None:
         query_start = 0 if before < 0 and after < 0 else -1  # -1: the operator requires as many queries as keys
-    elif type(query_start) is not int or not 0 <= query_start <= FURTHEST:
+    elif type(query_start) is not int or not 0 <= query_start <= MAX_POSITION:
         return None
     return lengths, before, after, query_start
 
@@ -140,7 +140,7 @@ class _DifferentiableOperator(torch.autograd.Function):
         scale: float | None,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        found = _operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc]
+        found = _eager_operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc]
         output, logsumexp = found[:2]
         ctx.save_for_backward(q, k, v, output, logsumexp)
         if lengths is not None:
@@ -151,7 +151,7 @@ class _DifferentiableOperator(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, output, logsumexp = ctx.saved_tensors  # fails if an input was modified after the forward
+        q, k, v, output, logsumexp = ctx.saved_tensors  # autograd raises if an input was modified
         band, query_start, scale, softcap = ctx.call
         shape = AttentionShape.of(q, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
@@ -167,6 +167,6 @@ def _mask_of_band(band: Band) -> Mask:
     if band.before < 0 and band.after == 0:
         mask = Causal()
     elif band.before >= 0 or band.after >= 0:
-        size, after = (FURTHEST if count < 0 else count for count in (band.before, band.after))
+        size, after = (MAX_POSITION if count < 0 else count for count in (band.before, band.after))
         mask = Window(size + 1, after)
     return mask if band.lengths is None else mask & Lengths(band.lengths)

@@ -12,7 +12,7 @@ from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstima
 from multihead.kernels.dense_tile import dense_mask, visibility_tensors, without_qkv
 from multihead.kernels.native import library
 from multihead.kernels.native.call import (
-    WHOLE,
+    ALL_QUERIES,
     OperatorCall,
     QueryBlock,
     backward,
@@ -30,7 +30,7 @@ from multihead.scores.bias import values_of, with_values
 from multihead.tensors.tracing import has_tracer_or_mode, is_intercepted, is_traced, is_transformed
 
 HANDLES_NONFINITE = True  # the library skips hidden keys one by one
-INT8_QUERIES = 4
+MAX_INT8_QUERIES = 4  # with more queries, dequantising k and v once is faster than reading int8
 _CPU = torch.device("cpu")
 
 
@@ -73,14 +73,14 @@ def _tensors_read_by(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tens
 
 def reads_int8(request: AttentionRequest) -> bool:
     """Whether there are so few queries that reading int8 k and v directly is faster than dequantising them first."""
-    if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or has_tracer_or_mode():
+    if request.shape.query_length > MAX_INT8_QUERIES or request.shape.dtype not in DTYPES or has_tracer_or_mode():
         return False
     return not (torch.is_grad_enabled() and request.requires_grad)
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute a request and its wanted statistics in one pass over the keys."""
-    job = call_with_dropout_seed(request, bounds)
+    job = operator_call_of(request, bounds)
     if has_tracer_or_mode():
         return _attend_in_graph(job)
     if torch.is_grad_enabled() and request.requires_grad:
@@ -90,7 +90,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     return _attend_without_gradients(job)
 
 
-def call_with_dropout_seed(request: AttentionRequest, bounds: KeyBounds) -> OperatorCall:
+def operator_call_of(request: AttentionRequest, bounds: KeyBounds) -> OperatorCall:
     """Return the operator call of a request; its dropout seed is drawn from torch's generator (torch.manual_seed)."""
     if request.dropout_slice is not None:
         return OperatorCall(
@@ -114,7 +114,7 @@ def _attend_in_graph(job: OperatorCall) -> AttentionResult:
     if is_traced():
         remainder = job.bounds.remainder
         visible = None if remainder is None else dense_mask(remainder, job.request)
-        return AttentionResult(*operator(*operator_arguments(job, QueryBlock(WHOLE, job.bounds, visible)))[:2])
+        return AttentionResult(*operator(*operator_arguments(job, QueryBlock(ALL_QUERIES, job.bounds, visible)))[:2])
     parts = [operator(*operator_arguments(job, rows))[:2] for rows in iterate_query_blocks(job.request, job.bounds)]
     if len(parts) == 1:
         return AttentionResult(*parts[0])
@@ -125,7 +125,7 @@ def _attend_in_graph(job: OperatorCall) -> AttentionResult:
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Return the number of scores in register tiles with a visible key, and the bytes that the call allocates."""
     shape = request.shape
-    # Approximate if the kernel uses tiles with queries as columns.
+    # The count is approximate if the kernel uses tiles with queries as columns.
     height, width = library.chosen_instruction_set().tile
     missing = -shape.query_length % height  # padding rows of the last tile, which see no key
     start = bounds.start.masked_fill(bounds.sees_nothing, shape.key_length)
@@ -137,7 +137,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     cells *= shape.num_heads * (shape.batch if bounds.shared else 1)
     with below_autograd():
         held = torch.ops.multihead.workspace(
-            *operator_arguments(OperatorCall(request, bounds), QueryBlock(WHOLE, bounds, None))
+            *operator_arguments(OperatorCall(request, bounds), QueryBlock(ALL_QUERIES, bounds, None))
         )
     rows = shape.batch * shape.num_heads * shape.query_length
     outputs = rows * (shape.value_dim * shape.dtype.itemsize + 4)
@@ -176,7 +176,7 @@ class _DifferentiableKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, sinks, output, logsumexp, *_ = ctx.saved_tensors  # fails if an input was modified
+        q, k, v, bias, sinks, output, logsumexp, *_ = ctx.saved_tensors  # autograd raises if an input was modified
         request = replace(ctx.job.request, q=q, k=k, v=v, sinks=sinks)
         if request.bias is not None and bias is not None:
             request = replace(request, bias=with_values(request.bias, bias))

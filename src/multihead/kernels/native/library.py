@@ -30,8 +30,8 @@ from multihead.errors import ArgumentError, SlowPathWarning
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAME = "libmultihead_native.so"
-ENVIRONMENT = "MULTIHEAD_CPU"
+LIBRARY_NAME = "libmultihead_native.so"
+INSTRUCTION_SET_VARIABLE = "MULTIHEAD_CPU"
 MEMORY_MAP = Path("/proc/self/maps")  # on Linux, lists every file that this process has loaded
 
 
@@ -67,7 +67,7 @@ class _Library:
     fastest_of_cpu: int  # the fastest that the CPU supports; this build may lack it
 
 
-_forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
+_forced_instruction_set: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 
 def reason_of_absence() -> str | None:
@@ -110,20 +110,20 @@ def chosen_instruction_set() -> InstructionSet:
     The environment variable is read at the first use. Raises an ArgumentError if the library is missing, or if the
     variable names an instruction set that does not run here.
     """
-    return _forced.get() or _default_instruction_set()
+    return _forced_instruction_set.get() or _default_instruction_set()
 
 
 @contextmanager
 def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     """Use an instruction set in this context and thread; raise an ArgumentError if it does not run here."""
-    before, forced = _forced.get(), _runnable_instruction_set(name, f"using received {name!r}")
+    before, forced = _forced_instruction_set.get(), _runnable_instruction_set(name, f"using received {name!r}")
     choose = _library().choose_in_thread  # the operators cannot read a ContextVar
-    token = _forced.set(forced)
+    token = _forced_instruction_set.set(forced)
     choose(forced.index)
     try:
         yield forced
     finally:
-        _forced.reset(token)
+        _forced_instruction_set.reset(token)
         choose(-1 if before is None else before.index)
 
 
@@ -153,7 +153,7 @@ def add_to_histograms(
     Args:
         values: ([batch,] heads, queries), float32.
         counted: the same shape, bool, True for the values to add.
-        first_bin: number of the first bin.
+        first_bin: the integer of the first bin, see above.
         totals: (heads,) float64, the sums.
         counts: (heads,) float64, the numbers of values added.
         bins: (heads, bins) int64, the number of values in each bin.
@@ -177,7 +177,7 @@ def _library() -> _Library:
 @cache
 def _library_or_reason() -> _Library | str:
     """Load the library, or return why it is missing."""
-    return _load_library(Path(str(files("multihead.kernels.native").joinpath(NAME))))
+    return _load_library(Path(str(files("multihead.kernels.native").joinpath(LIBRARY_NAME))))
 
 
 _text, _number, _pointer = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
@@ -230,7 +230,7 @@ def _load_library(path: Path) -> _Library | str:
         compiled, runs = bool(call["compiled"](index)), bool(call["runs"](index))
         tile = call["tile_rows"](index), call["tile_columns"](index)
         sets.append(InstructionSet(name, index, compiled, runs, name.startswith("emulated"), tile))
-        if runs and name == os.environ.get(ENVIRONMENT):
+        if runs and name == os.environ.get(INSTRUCTION_SET_VARIABLE):
             call["choose"](index)  # in case a program calls the operators before `chosen_instruction_set`
     return _Library(
         path=path,
@@ -254,10 +254,14 @@ def _addresses_of_torch_functions(package: Path, names: list[str]) -> list[int |
 def _default_instruction_set() -> InstructionSet:
     """Return the instruction set of this process: of MULTIHEAD_CPU, else the fastest."""
     library = _library()
-    name = os.environ.get(ENVIRONMENT)
+    name = os.environ.get(INSTRUCTION_SET_VARIABLE)
     if not name and (finding := missing_faster_instruction_set()) is not None:
         warnings.warn(finding, SlowPathWarning, stacklevel=2)
-    found = _runnable_instruction_set(name, f"{ENVIRONMENT} is {name!r}") if name else library.sets[library.fastest]
+    found = (
+        _runnable_instruction_set(name, f"{INSTRUCTION_SET_VARIABLE} is {name!r}")
+        if name
+        else library.sets[library.fastest]
+    )
     library.choose(found.index)
     return found
 

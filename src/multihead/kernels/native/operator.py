@@ -78,7 +78,7 @@ def _fake_results(
     q: Tensor, k: Tensor, v: Tensor | None, statistics: int, *, always: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return uninitialised results of `attention` with the strides that csrc/operator.cpp gives them."""
-    if k.device != q.device or (v is not None and v.device != q.device):  # one is on the meta device
+    if k.device != q.device or (v is not None and v.device != q.device):  # one tensor is on the meta device
         raise RuntimeError("q, k and v are on different devices. Move them to one.")
     batch, heads, queries, head_dim = q.shape
     value_dim = 0 if v is None else v.shape[3]
@@ -88,7 +88,7 @@ def _fake_results(
     logsumexp = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if not statistics and not always:
         return output, logsumexp, None, None
-    count = (statistics & 127).bit_count() + (2 if statistics & 16 else 0)  # three offsets
+    count = (statistics & 127).bit_count() + (2 if statistics & 16 else 0)  # flag 16 has three rows, one per offset
     measured = logsumexp.new_empty((count, batch, heads, queries))
     largest_key = logsumexp.new_empty(logsumexp.shape if statistics & 128 else (0,), dtype=torch.int64)
     return output, logsumexp, measured, largest_key
@@ -178,8 +178,8 @@ def indices_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # no
 
 
 # One operator, because the number of tokens depends on the values of the lengths, which a graph cannot know.
-_SCHEMA = "(Tensor lengths, SymInt length, bool left) -> Tensor"
-_places = torch.library.custom_op("multihead::places", indices_of_tokens, mutates_args=(), schema=_SCHEMA)
+_PLACES_SCHEMA = "(Tensor lengths, SymInt length, bool left) -> Tensor"
+_places = torch.library.custom_op("multihead::places", indices_of_tokens, mutates_args=(), schema=_PLACES_SCHEMA)
 
 
 @_places.register_fake

@@ -25,15 +25,15 @@ from multihead.kernels.parts import Part
 from multihead.masks.base import KeyBounds
 from multihead.tensors.tracing import is_intercepted
 
-FIRST_KEY: Part = ("first_keys_mass", 1)
-SPECIAL_KEYS: Part = ("tokens_mass", "special")
-OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
-# Statistic of the operator, in the order of STATISTICS in csrc/operator.cpp -> the parts in its rows of the result.
+FIRST_KEY_WEIGHT: Part = ("first_keys_mass", 1)
+SPECIAL_KEYS_WEIGHT: Part = ("tokens_mass", "special")
+OFFSET_WEIGHTS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
+# Statistic of the operator, in the order of STATISTICS in csrc/operator.cpp -> the part in each of its result rows.
 _PARTS_OF_STATISTICS: dict[str, tuple[Part, ...]] = {
     **{name: (name,) for name in ("entropy", "largest_weight", "mean_distance", "distance_spread")},
-    "offset_weights": tuple(OFFSETS),
-    "target_key_weight": (FIRST_KEY,),
-    "special_keys_weight": (SPECIAL_KEYS,),
+    "offset_weights": tuple(OFFSET_WEIGHTS),
+    "target_key_weight": (FIRST_KEY_WEIGHT,),
+    "special_keys_weight": (SPECIAL_KEYS_WEIGHT,),
     "largest_key": ("largest_key",),
 }
 _TARGET_FLAG, _SPECIAL_FLAG = 32, 64
@@ -77,7 +77,7 @@ def statistics_of_one_pass(
     """
     rows = dict(_PARTS_OF_STATISTICS)
     if packed:
-        rows |= {"target_key_weight": (), "special_keys_weight": (FIRST_KEY,)}
+        rows |= {"target_key_weight": (), "special_keys_weight": (FIRST_KEY_WEIGHT,)}
     elif not special:
         rows["special_keys_weight"] = ()
     statistics, parts = 0, []
@@ -96,7 +96,7 @@ def select_wanted_statistics(
     The weight on special keys is ignored if special_keys, (batch, keys) bool, is None.
     """
     batch = request.shape.batch
-    packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY in wanted
+    packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY_WEIGHT in wanted
     found = statistics_of_one_pass(frozenset(wanted), special=special_keys is not None, packed=packed)
     start: int | Tensor | None = request.query_start
     if isinstance(start, int):
@@ -112,7 +112,7 @@ def select_wanted_statistics(
 def _first_keys_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Mark the first key that some query sees, per packed sample: (1, keys) bool."""
     assert request.packed_lengths is not None
-    # The cache is per KeyBounds, which do not depend on a bias.
+    # The cache is used only without a bias, because KeyBounds, its keys, do not depend on the bias.
     found = _FIRST_KEYS_OF_PACKED.get(bounds) if request.bias is None else None
     if found is not None and torch.equal(found[0], request.packed_lengths):
         return found[1]

@@ -19,21 +19,21 @@ from multihead.tensors.tracing import can_read_values, is_captured, is_intercept
 # Maximum size of all cached plans; each query takes 16 bytes.
 CACHE_BYTES = 32 << 20
 
-V = TypeVar("V")
+PlanT = TypeVar("PlanT")
 
 
-class PlanCache(Generic[V]):
-    """A cache of plans, limited to `max_bytes`; the oldest plans are removed first."""
+class PlanCache(Generic[PlanT]):
+    """A cache of plans, key -> plan, limited to `max_bytes`; the oldest plans are removed first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
-        self.entries: dict[object, V] = {}
+        self.entries: dict[object, PlanT] = {}
         self._sizes: dict[object, int] = {}
         self._lock = Lock()
 
-    def add(self, key: object, value: V, bounds: KeyBounds) -> None:
+    def add(self, key: object, value: PlanT, bounds: KeyBounds) -> None:
         """Add a plan, counting the memory of its bounds."""
-        # Not cached under a torch mode that makes special tensors (FakeTensorMode): later calls must not get them.
+        # Nothing is cached under a torch mode with tensors of its own (FakeTensorMode): later calls must not get those.
         if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor or is_captured(bounds.start.device):
             return
         edges = (bounds.start, bounds.stop)
@@ -63,7 +63,7 @@ class PlanCache(Generic[V]):
                     self._drop(key)
 
 
-BOUNDS: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
+BOUNDS_CACHE: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
 
 
 def bounds_of(request: AttentionRequest) -> KeyBounds:
@@ -86,7 +86,7 @@ def key_bounds(
     query_start: int | Tensor = 0,
     device: torch.device | str = "cpu",
 ) -> KeyBounds:
-    """Compute the interval of keys visible to each query, and the remainder of a mask that is not intervals.
+    """Compute the interval of keys visible to each query; the rest of a mask that is not intervals is the remainder.
 
     `query_start` is the position of the first query among the keys, an int or (batch,).
 
@@ -107,10 +107,10 @@ def key_bounds(
     if of_mask is None:
         return _compute_bounds(mask, queries, keys, query_start, device)
     key = of_mask, queries, keys, query_start, device
-    bounds = BOUNDS.entries.get(key)
+    bounds = BOUNDS_CACHE.entries.get(key)
     if bounds is None:
         bounds = _compute_bounds(mask, queries, keys, query_start, device)
-        BOUNDS.add(key, bounds, bounds)
+        BOUNDS_CACHE.add(key, bounds, bounds)
     return bounds
 
 

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from multihead.masks.base import KeyBounds
 
-Kind = Literal["full", "causal", "partial"]
-Rule = Literal["constant", "growing", "any"]
-_STAY, _GROW, _SLIDE, _JUMP = range(4)
-_NAMES: tuple[Rule, ...] = ("constant", "growing", "any", "any")
+RectangleKind = Literal["full", "causal", "partial"]
+IntervalRule = Literal["constant", "growing", "any"]
+# Codes of how the key interval changes from a query to the next, and the rule that each code belongs to.
+_INTERVAL_STAYS, _INTERVAL_GROWS, _INTERVAL_SLIDES, _INTERVAL_JUMPS = range(4)
+_RULE_OF_CHANGE: tuple[IntervalRule, ...] = ("constant", "growing", "any", "any")
 
 # Rows per block if the interval differs in each row (a window): small blocks compute fewer hidden scores, large blocks
 # need fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
 BLOCK_ROWS = 128
-# The fixed cost of a fused call (about 15 microseconds), in scores of one head computed in that time.
+# The fixed cost of a fused call (about 15 microseconds), as the number of scores of one head computed in that time.
 CALL_COST = 1024
-# Cost of a masked score relative to an unmasked one: the mask is built and read.
+# Cost of a masked score relative to an unmasked one; a mask is built and read for it.
 MASKED_COST = 1.5
 
 
@@ -40,7 +41,7 @@ class Rectangle:
     sample: int | None
     rows: tuple[int, int]
     columns: tuple[int, int]
-    kind: Kind
+    kind: RectangleKind
 
     @property
     def cells(self) -> int:
@@ -50,15 +51,19 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """Consecutive queries whose key intervals are constant, grow by one key per query, or follow no rule ("any")."""
+    """Consecutive queries whose key intervals are constant, grow by one key per query, or follow no rule ("any").
+
+    `rows` and `columns` are as in `Rectangle`; `first_stop` is one past the last key that the first query sees.
+    """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
-    rule: Rule
+    rule: IntervalRule
     first_stop: int
 
     @property
     def cost(self) -> float:
+        """The estimated cost of computing the group in one call, in scores of one head."""
         height, width = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         if self.rule == "growing":
             return CALL_COST + height * (width - height / 2)
@@ -111,13 +116,13 @@ def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
     while row < queries:
         while changes[change] <= row and change + 1 < len(changes):
             change += 1
-        rule = _JUMP if row == queries - 1 else rules[row]
-        end = row + 1 if rule == _JUMP else changes[change] + 1  # one past the last row of this rule
-        height = BLOCK_ROWS if rule == _SLIDE else end - row
+        rule = _INTERVAL_JUMPS if row == queries - 1 else rules[row]
+        end = row + 1 if rule == _INTERVAL_JUMPS else changes[change] + 1  # one past the last row of this rule
+        height = BLOCK_ROWS if rule == _INTERVAL_SLIDES else end - row
         for first in range(row, end, height):
             last = min(first + height, end) - 1
             columns = (min(first_keys[first], first_keys[last]), max(stops[first], stops[last]))
-            name: Rule = "constant" if first == last else _NAMES[rule]
+            name: IntervalRule = "constant" if first == last else _RULE_OF_CHANGE[rule]
             if columns[0] < columns[1]:
                 groups.append(_RowGroup((first, last + 1), columns, name, stops[first]))
         row = end
@@ -125,19 +130,19 @@ def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
 
 
 def _changes_between_queries(start: Tensor, stop: Tensor) -> Tensor:
-    """Return how the interval changes from each query to the next, a code such as _STAY: (queries - 1,)."""
+    """Return how the key interval changes from each query to the next, as _INTERVAL_STAYS etc.: (queries - 1,)."""
     start_step, stop_step = start.diff(), stop.diff()
-    steps = torch.full_like(start_step, _JUMP)
-    steps[(start_step == 0) & (stop_step == 0)] = _STAY
-    steps[(start_step == 0) & (stop_step == 1)] = _GROW
-    steps[(start_step == 1) & ((stop_step == 0) | (stop_step == 1))] = _SLIDE
+    steps = torch.full_like(start_step, _INTERVAL_JUMPS)
+    steps[(start_step == 0) & (stop_step == 0)] = _INTERVAL_STAYS
+    steps[(start_step == 0) & (stop_step == 1)] = _INTERVAL_GROWS
+    steps[(start_step == 1) & ((stop_step == 0) | (stop_step == 1))] = _INTERVAL_SLIDES
     empty = start >= stop
-    steps[empty[1:] != empty[:-1]] = _JUMP
+    steps[empty[1:] != empty[:-1]] = _INTERVAL_JUMPS
     return steps
 
 
 def _merge_cheap_groups(groups: list[_RowGroup]) -> list[_RowGroup]:
-    """Merge adjacent groups if one masked call over both costs less than two calls."""
+    """Merge adjacent groups of queries if one masked call over both costs less than two calls."""
     kept: list[_RowGroup] = []
     for group in groups:
         newest = group

@@ -1,14 +1,14 @@
 """The key and value buffers of a cache, filled step by step: growing, with a fixed capacity, or with a window.
 
 Tokens are appended with PyTorch's operations. A native operator that writes the new keys into the buffers and attends
-in one call was tried. At 8 heads of 64 and 512 cached keys it saves 32 microseconds per decoding step, which then takes
-0.90 of the time in float32 and 0.92 in bfloat16; at 4,096 keys it takes 0.95 (AMD EPYC, AVX2, one thread). An operator
-that only writes saves 12 microseconds. With the combined operator, nothing is written before the attention runs, and a
-call that needs a plan, a listener or another kernel would need a second implementation of writing.
+in one call was tried. At 8 heads of 64 and 512 cached keys this operator saves 32 microseconds per decoding step, which
+then takes 0.90 of the time in float32 and 0.92 in bfloat16; at 4,096 keys it takes 0.95 (AMD EPYC, AVX2, one thread).
+An operator that only writes saves 12 microseconds. With the combined operator, nothing is written before the attention
+runs, and a call that needs a plan, a listener or another kernel would need a second implementation of writing.
 
-A cache with a window slides. Keys stay in order in a buffer of about two windows; when it is full, the kept keys move
-to a new one. Masks keep referring to positions, views that were returned stay valid, and each key is copied once per
-window. A ring buffer would save the second window but need a mask per rotation.
+A cache with a window keeps its keys in order in a buffer of about two windows; when the buffer is full, the keys of the
+last window move to a new buffer. Masks keep referring to positions, views that were returned stay valid, and each key
+is copied once per window. A ring buffer would save the memory of the second window, but its keys would be out of order.
 
 A cache returns views of its buffers. Later tokens are written after these views, so a record of an earlier call stays
 unchanged; a write that would overwrite a token of a view goes to a new buffer.
@@ -33,7 +33,8 @@ from multihead.layer.cache.positions import SlotCounts
 from multihead.tensors.shapes import numbers_per_sample
 from multihead.tensors.tracing import is_in_backward_pass, is_traced
 
-# A buffer is (batch, kv_heads, slots + 1, dim): padding is written as zeros to the last slot, which is never read.
+# A buffer is (batch, kv_heads, slots + 1, dim), with one slot per token; padding is written as zeros to the last slot,
+# which is never read.
 
 
 def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, is_token: Tensor | None = None, copy: bool) -> Tensor:
@@ -54,7 +55,7 @@ def write_slots(buffer: Tensor, new: Tensor, slots: Tensor, *, is_token: Tensor 
 
 
 def copy_slots(buffer: Tensor, first: int | Tensor, stop: int | Tensor, *, slots: int) -> Tensor:
-    """Copy the slots [first, stop) of a buffer to the beginning of a new one, and fill the remaining slots with 0.
+    """Copy the tokens in the slots [first, stop) of a buffer to the first slots of a new buffer; other slots are 0.
 
     `first` and `stop` are ints, or (batch,). `buffer` and the result are (batch, kv_heads, slots + 1, dim), each with
     its own number of slots; the last slot is for padding.
@@ -96,11 +97,11 @@ def check_token_counts(
     return checked
 
 
-MIN_SLOTS = 64
+INITIAL_SLOTS = 64
 """Initial number of slots of a growing buffer."""
 
-SPARE = 64
-"""Tokens kept beyond a window, so that `crop` can remove as many."""
+SPARE_SLOTS = 64
+"""Number of tokens that are kept besides those in the window, so that `crop` can remove up to that many."""
 
 
 class CachedKeyValues(NamedTuple):
@@ -124,7 +125,7 @@ class CachedKeyValues(NamedTuple):
 
 
 class KeyValueBuffers:
-    """Buffers of keys and values, one slot per token, and the number of slots in use.
+    """Buffers of keys and values, one slot per token, and the number of slots in use (`slot_counts`).
 
     Args:
         k: the first keys, (batch, kv_heads, new tokens, head_dim); later keys must have the same sizes, dtype and
@@ -147,8 +148,8 @@ class KeyValueBuffers:
         _check_keys_fit_values(k, v)
         self.dtype, self.int8 = k.dtype, int8
         self.capacity, self.window = capacity, window
-        self.progress = SlotCounts(len(k), k.device, in_graphs=capacity is not None)
-        self._checked: tuple[object, ...] | None = (
+        self.slot_counts = SlotCounts(len(k), k.device, in_graphs=capacity is not None)
+        self._last_checked: tuple[object, ...] | None = (
             None  # shapes, dtypes and devices of the last k and v that `check` accepted
         )
         self.tensors = tuple(
@@ -157,7 +158,7 @@ class KeyValueBuffers:
         )
 
     def _to_stored_dtype(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors to store: k and v, or with int8 quantised k and v and their scales."""
+        """Return the tensors to store: k and v; with int8, the quantised k and v and their scales."""
         if not self.int8:
             return k, v
         (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
@@ -166,7 +167,7 @@ class KeyValueBuffers:
     def __deepcopy__(self, memo: dict[int, object]) -> KeyValueBuffers:
         """Copy the buffers by clone, because deepcopy rejects tensors with an autograd graph."""
         copied = KeyValueBuffers.__new__(KeyValueBuffers)
-        copied.__dict__.update(self.__dict__, progress=deepcopy(self.progress, memo))
+        copied.__dict__.update(self.__dict__, slot_counts=deepcopy(self.slot_counts, memo))
         copied.map_tensors(torch.clone)
         return copied
 
@@ -175,13 +176,13 @@ class KeyValueBuffers:
         form = None
         if not torch.compiler.is_compiling():  # in a graph, the previous shapes would be constants
             form = k.shape, v.shape, k.dtype, v.dtype, k.device, v.device
-            if form == self._checked:  # usually true: decoding steps have equal shapes
+            if form == self._last_checked:  # usually true: decoding steps have equal shapes
                 return
         check_fits_cached("k", k, self.tensors[0], self.dtype)
         check_fits_cached("v", v, self.tensors[1], self.dtype)
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give one value per key.")
-        self._checked = form
+        self._last_checked = form
 
     def extend(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeyValues:
         """Append keys and values of new tokens, and return those that the new queries may attend to.
@@ -202,7 +203,7 @@ class KeyValueBuffers:
         if self.int8:
             reject_int8_gradient(k, v)
         copy = not in_graph and (needs_grad or is_traced())
-        if lengths is None and self.progress.is_uniform and not (copy or in_graph):
+        if lengths is None and self.slot_counts.is_uniform and not (copy or in_graph):
             return self._append(k, v)
         if copy and not compiling and is_in_backward_pass():
             raise ArgumentError(
@@ -213,7 +214,7 @@ class KeyValueBuffers:
         new, stored = k.shape[2], self._to_stored_dtype(k, v)
         if not in_graph:
             self._ensure_slots(new, lengths, copy=copy)
-        start = self.progress.add_tokens(new, lengths)
+        start = self.slot_counts.add_tokens(new, lengths)
         if not isinstance(start, Tensor):
             kept = (tensor.narrow(2, 0, start) for tensor in self.tensors)
             self.tensors = tuple(torch.cat(pair, 2) for pair in zip(kept, stored, strict=True))
@@ -221,20 +222,20 @@ class KeyValueBuffers:
         slots, inside = _slots_of_tokens(start, new, lengths)
         if in_graph:
             self._assert_capacity(slots, inside)
-        stop = self.capacity if in_graph and self.capacity is not None else self.progress.longest
+        stop = self.capacity if in_graph and self.capacity is not None else self.slot_counts.longest
         self.tensors = tuple(
             write_slots(tensor, each, slots, is_token=inside, copy=copy)
             for tensor, each in zip(self.tensors, stored, strict=True)
         )
-        return self._slots_attended_to(start, stop, self.progress.counts)
+        return self._slots_attended_to(start, stop, self.slot_counts.counts)
 
     def _append(self, k: Tensor, v: Tensor) -> CachedKeyValues:
         """Write new tokens in place, the same number for each sample: the fast path of a decoding step."""
-        tensors, new, start = self.tensors, k.shape[2], self.progress.longest
+        tensors, new, start = self.tensors, k.shape[2], self.slot_counts.longest
         if tensors[0].is_inference() or start + new >= tensors[0].shape[2]:
             self._ensure_slots(new, None, copy=False)
-            tensors, start = self.tensors, self.progress.longest
-        self.progress.add_tokens(new)
+            tensors, start = self.tensors, self.slot_counts.longest
+        self.slot_counts.add_tokens(new)
         stop = start + new
         for tensor, each in zip(tensors, self._to_stored_dtype(k, v) if self.int8 else (k, v), strict=True):
             # A write through `.data` is unknown to autograd: a backward pass may still read earlier slots.
@@ -248,13 +249,13 @@ class KeyValueBuffers:
 
         The slots are copied to new buffers, because callers may still hold views of slots that later steps overwrite.
         """
-        self.progress.set_counts(count)
+        self.slot_counts.set_counts(count)
         slots = self.tensors[0].shape[2] - 1
         self.map_tensors(lambda tensor: copy_slots(tensor, 0, count, slots=slots))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each buffer by the result of a function of it."""
-        self._checked = None
+        """Replace each buffer by the result of a function of the buffer."""
+        self._last_checked = None
         self.tensors = tuple(function(tensor) for tensor in self.tensors)
 
     def _assert_capacity(self, slots: Tensor, is_token: Tensor | None) -> None:
@@ -275,16 +276,16 @@ class KeyValueBuffers:
             factors = Scales(self.tensors[2][:, :, first:stop, 0], self.tensors[3][:, :, first:stop, 0])
         if self.window is None:
             return CachedKeyValues(k, v, start, lengths, 0, factors)
-        held = CachedKeyValues(k, v, start - first, lengths, self.progress.dropped + first, factors)
+        cached = CachedKeyValues(k, v, start - first, lengths, self.slot_counts.dropped + first, factors)
         if self.tensors[0].shape[2] > self._default_slots() + 1 and not k.requires_grad:
             self._reallocate(0, at_least=self._default_slots())  # frees the memory of a prompt longer than the window
-        return held
+        return cached
 
     def _ensure_slots(self, new: int, lengths: Tensor | None, *, copy: bool) -> None:
         """Reallocate the buffers if new tokens do not fit; raise an ArgumentError if they exceed the capacity."""
         # Tensors created in inference mode cannot be written outside of it.
         locked = not copy and self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
-        stop = self.progress.longest + new
+        stop = self.slot_counts.longest + new
         if self.capacity is not None:
             if copy:
                 raise ArgumentError(
@@ -293,7 +294,7 @@ class KeyValueBuffers:
                     "flow.",
                 )
             if lengths is not None:
-                stop = int((self.progress.counts + lengths).max()) if len(lengths) else 0
+                stop = int((self.slot_counts.counts + lengths).max()) if len(lengths) else 0
             if stop > self.capacity:
                 raise ArgumentError(
                     f"The cache has a capacity of {self.capacity} tokens, and this call needs {stop}.",
@@ -301,25 +302,29 @@ class KeyValueBuffers:
                 )
             if locked:
                 self._reallocate(0, at_least=self.capacity)
-        elif copy and (self.window is not None or lengths is not None or not self.progress.is_uniform):
+        elif copy and (self.window is not None or lengths is not None or not self.slot_counts.is_uniform):
             self._reallocate(new)
         elif not copy and (locked or stop >= self.tensors[0].shape[2]):
             self._reallocate(new, at_least=self._default_slots())
 
     def _default_slots(self) -> int:
-        """Return the number of slots to allocate: twice the current number, or twice (window + SPARE)."""
-        return max(MIN_SLOTS, 2 * (self.tensors[0].shape[2] - 1)) if self.window is None else 2 * (self.window + SPARE)
+        """Return the number of slots to allocate: twice the current number, or twice (window + SPARE_SLOTS)."""
+        return (
+            max(INITIAL_SLOTS, 2 * (self.tensors[0].shape[2] - 1))
+            if self.window is None
+            else 2 * (self.window + SPARE_SLOTS)
+        )
 
     def _reallocate(self, new: int, *, at_least: int = 0) -> None:
         """Copy the slots in use to larger buffers, without keys outside the window of later queries."""
-        stop: int | Tensor = self.progress.next_slot
+        stop: int | Tensor = self.slot_counts.next_slot
         first: int | Tensor = 0
         if self.window is not None:
             # The next query sees its own key and the `window - 1` keys before it.
-            before = stop - (self.window - 1 + SPARE)
+            before = stop - (self.window - 1 + SPARE_SLOTS)
             first = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
-            self.progress.drop_slots(first)
-        slots = max(self.progress.longest + new, at_least)
+            self.slot_counts.drop_slots(first)
+        slots = max(self.slot_counts.longest + new, at_least)
         self.map_tensors(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
 
 
@@ -332,18 +337,18 @@ def _slots_of_tokens(start: Tensor, new: int, lengths: Tensor | None) -> tuple[T
     return slots + token, None if lengths is None else token < lengths[:, None]
 
 
-def check_fits_cached(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
-    """Reject new keys or values whose sizes, dtype or device differ from the cached tensor `held`."""
-    shape, size = new.shape, held.shape
+def check_fits_cached(name: str, new: Tensor, cached: Tensor, dtype: torch.dtype) -> None:
+    """Reject new keys or values whose sizes, dtype or device differ from the cached tensor `cached`."""
+    shape, size = new.shape, cached.shape
     if len(shape) != 4 or shape[0] != size[0] or shape[1] != size[1] or shape[3] != size[3]:
         raise ShapeError(
             f"{name} has shape {tuple(shape)}, and the cache holds {size[0]} samples of {size[1]} heads with {size[3]} "
             "features.",
             f"Give ({size[0]}, {size[1]}, new tokens, {size[3]}), or call cache.reset() to start over.",
         )
-    if new.dtype != dtype or new.device != held.device:
+    if new.dtype != dtype or new.device != cached.device:
         raise DtypeError(
-            f"{name} is {new.dtype} on {new.device}, and the cache holds {dtype} on {held.device}.",
+            f"{name} is {new.dtype} on {new.device}, and the cache holds {dtype} on {cached.device}.",
             "Convert it, move the cache with cache.to(device), or call cache.reset() to start over.",
         )
 

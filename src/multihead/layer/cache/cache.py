@@ -15,17 +15,17 @@ from multihead.kernels import head_changes
 from multihead.kernels.call import PositionInSequence
 from multihead.kernels.quantised import Scales, quantise
 from multihead.layer.cache.buffers import (
-    SPARE,
+    SPARE_SLOTS,
     CachedKeyValues,
     KeyValueBuffers,
     check_token_counts,
     reject_int8_gradient,
 )
-from multihead.layer.cache.positions import SlotCounts, Snapshot
+from multihead.layer.cache.positions import CountsSnapshot, SlotCounts
 from multihead.masks import Mask
 from multihead.tensors.tracing import can_read_values, is_traced
 
-_HEADS = "(batch, kv_heads, new tokens, head_dim)"
+_NEW_KEYS_AXES = "(batch, kv_heads, new tokens, head_dim)"
 
 
 class ProjectedMemory(NamedTuple):
@@ -54,11 +54,11 @@ class ProjectedMemory(NamedTuple):
         return self.map(torch.clone)
 
 
-_State: TypeAlias = tuple[
+_CacheState: TypeAlias = tuple[
     ProjectedMemory | None,
     PositionInSequence | None,
     SlotCounts | None,
-    Snapshot | None,
+    CountsSnapshot | None,
     KeyValueBuffers | None,
     tuple[Tensor, ...] | None,
 ]
@@ -114,19 +114,21 @@ class KeyValueCache:
         """Empty the cache, including the memory of a cross-attention; the next call starts a new sequence."""
         self.memory: ProjectedMemory | None = None
         self._buffers: KeyValueBuffers | None = None
-        self._progress: SlotCounts | None = None  # counts cached tokens, or in cross-attention queries
-        self._filled: frozenset[object] = frozenset()  # the changes of heads under which the cache was filled
+        self._slot_counts: SlotCounts | None = None  # counts cached tokens, or in cross-attention queries
+        self._changes_when_filled: frozenset[object] = (
+            frozenset()
+        )  # the changes of heads under which the cache was filled
         self._begin_sequence()
 
     def _begin_sequence(self) -> None:
         """Start a new sequence, so that listeners do not treat later calls as a continuation of earlier calls."""
         self._sequence = object()
-        self._continued: PositionInSequence | None = None
+        self._last_position: PositionInSequence | None = None
 
     @property
     def query_start(self) -> int | Tensor:
         """The position of the next token: an int, or (batch,) if samples differ or in a compiled graph."""
-        return 0 if self._progress is None else self._progress.next_position
+        return 0 if self._slot_counts is None else self._slot_counts.next_position
 
     @property
     def length(self) -> int:
@@ -137,13 +139,13 @@ class KeyValueCache:
     @property
     def lengths(self) -> Tensor:
         """(batch,), int64: number of tokens of each sample, including dropped tokens."""
-        progress = self._progress
-        return torch.zeros(0, dtype=torch.int64) if progress is None else progress.counts + progress.dropped
+        slot_counts = self._slot_counts
+        return torch.zeros(0, dtype=torch.int64) if slot_counts is None else slot_counts.counts + slot_counts.dropped
 
     @property
     def last_call_position(self) -> PositionInSequence | None:
         """Position of the last call in its sequence, for listeners; None before a call and in a compiled graph."""
-        return None if torch.compiler.is_compiling() else self._continued
+        return None if torch.compiler.is_compiling() else self._last_position
 
     @property
     def nbytes(self) -> int:
@@ -155,12 +157,12 @@ class KeyValueCache:
     def __repr__(self) -> str:
         options = {"capacity": self.capacity, "window": self.window, "dtype": self.dtype}
         option = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
-        if self._progress is None:
+        if self._slot_counts is None:
             return f"KeyValueCache({option}): empty"
         tokens = sorted(set(self.lengths.tolist())) or [0]
         content = f"{tokens[0]} tokens" if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]} tokens"
         content += "" if self.memory is None else f", a memory of {self.memory.k.shape[2]}"
-        batch = self._progress.batch
+        batch = self._slot_counts.batch
         return f"KeyValueCache({option}): {content}, {batch} sample{'s' if batch != 1 else ''}, {self.nbytes:,} bytes"
 
     def extend(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> CachedKeyValues:
@@ -188,13 +190,13 @@ class KeyValueCache:
             )
         if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
             name, given = ("v", v) if isinstance(k, Tensor) else ("k", k)
-            raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_HEADS}.")
+            raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_NEW_KEYS_AXES}.")
         buffers = self._buffers
         if buffers is None:
             buffers = self._buffers = KeyValueBuffers(
                 k, v, capacity=self.capacity, window=self.window, int8=self.dtype == "int8"
             )
-            self._progress = buffers.progress
+            self._slot_counts = buffers.slot_counts
         buffers.check(k, v)
         counts = (
             None if lengths is None else check_token_counts(lengths, batch=len(k), limit=k.shape[2], device=k.device)
@@ -203,7 +205,7 @@ class KeyValueCache:
             counts = None  # without padding one int suffices for all samples
         held = buffers.extend(k, v, counts)
         if not torch.compiler.is_compiling():
-            self._continued = PositionInSequence(self._sequence, held.key_start, counts)
+            self._last_position = PositionInSequence(self._sequence, held.key_start, counts)
         return held
 
     def rollback_on_error(self) -> AbstractContextManager[object]:
@@ -212,21 +214,21 @@ class KeyValueCache:
             return nullcontext()
         return _RestoreOnError(self)
 
-    def _snapshot(self) -> _State:
+    def _snapshot(self) -> _CacheState:
         """Return the state of the cache, for `_restore`."""
-        progress, buffers = self._progress, self._buffers
-        counted = None if progress is None else progress.snapshot
+        slot_counts, buffers = self._slot_counts, self._buffers
+        counted = None if slot_counts is None else slot_counts.snapshot
         stored = None if buffers is None else buffers.tensors
-        return self.memory, self._continued, progress, counted, buffers, stored
+        return self.memory, self._last_position, slot_counts, counted, buffers, stored
 
-    def _restore(self, state: _State) -> None:
-        self.memory, self._continued, progress, counted, buffers, stored = state
-        self._progress, self._buffers = progress, buffers
-        if progress is not None and counted is not None:
-            progress.snapshot = counted
+    def _restore(self, state: _CacheState) -> None:
+        self.memory, self._last_position, slot_counts, counted, buffers, stored = state
+        self._slot_counts, self._buffers = slot_counts, buffers
+        if slot_counts is not None and counted is not None:
+            slot_counts.snapshot = counted
         if buffers is not None and stored is not None:
             buffers.tensors = stored
-            buffers.crop(buffers.progress.next_slot)  # removes tokens that were written in place
+            buffers.crop(buffers.slot_counts.next_slot)  # removes tokens that were written in place
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first `length` tokens and remove later tokens, for example tokens that speculative decoding rejects.
@@ -238,31 +240,31 @@ class KeyValueCache:
             ArgumentError: a length is negative or larger than the number of tokens, or the next query would see keys
                 that were dropped by the window.
         """
-        progress, total = self._slot_counts_or_raise("Crop"), self.length
+        slot_counts, total = self._slot_counts_or_raise("Crop"), self.length
         if isinstance(length, int):
             check_integer("length", length, least=0)
             if length > total:
                 raise ArgumentError(f"length is {length}, and there are {total} tokens.", f"Give at most {total}.")
         else:
             length = check_token_counts(
-                length, batch=progress.batch, limit=total, device=progress.device, name="length"
+                length, batch=slot_counts.batch, limit=total, device=slot_counts.device, name="length"
             )
-        slots = length - progress.dropped
-        if isinstance(slots, Tensor) or not progress.is_uniform:
-            slots = torch.minimum(progress.counts, torch.as_tensor(slots, device=progress.device))
+        slots = length - slot_counts.dropped
+        if isinstance(slots, Tensor) or not slot_counts.is_uniform:
+            slots = torch.minimum(slot_counts.counts, torch.as_tensor(slots, device=slot_counts.device))
         lookback = 0 if self.window is None else self.window - 1
-        needed = torch.as_tensor(slots + progress.dropped).clamp(max=lookback)
+        needed = torch.as_tensor(slots + slot_counts.dropped).clamp(max=lookback)
         if bool((torch.as_tensor(slots) < needed).any()):
             raise ArgumentError(
                 "The next query would see keys that the cache has dropped: with a window, only the last "
-                f"{SPARE} tokens can be removed.",
+                f"{SPARE_SLOTS} tokens can be removed.",
                 "Remove fewer tokens, or use KeyValueCache(), which keeps all of them.",
             )
-        if not isinstance(slots, Tensor) and slots == progress.longest:
+        if not isinstance(slots, Tensor) and slots == slot_counts.longest:
             return
         self._begin_sequence()
         if self._buffers is None:
-            progress.set_counts(slots)
+            slot_counts.set_counts(slots)
         else:
             self._buffers.crop(slots)
 
@@ -275,22 +277,22 @@ class KeyValueCache:
         Raises:
             ArgumentError: an index is out of range or not an integer, or the cache is empty.
         """
-        progress = self._slot_counts_or_raise("Reorder")
+        slot_counts = self._slot_counts_or_raise("Reorder")
         if isinstance(index, str):
             raise ArgumentError(
                 f"index is {index!r}.", "Give integers: for each new sample, the index of the old sample."
             )
-        batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
+        batch, chosen = slot_counts.batch, torch.as_tensor(index, device=slot_counts.device)
         if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
             raise ArgumentError(
                 f"index is {index!r}.", "Give integers: for each new sample, the index of the old sample."
             )
-        if can_read_values(progress.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
+        if can_read_values(slot_counts.device) and not bool(((chosen >= 0) & (chosen < batch)).all()):
             raise ArgumentError(
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
             )
         self._begin_sequence()
-        progress.select_samples(chosen)
+        slot_counts.select_samples(chosen)
         if self._buffers is not None:
             self._buffers.map_tensors(lambda tensor: tensor.index_select(0, chosen))
         if self.memory is not None:
@@ -298,8 +300,8 @@ class KeyValueCache:
 
     def to(self, device: torch.device | str) -> KeyValueCache:
         """Move the cache to a device, in place, and return it."""
-        if self._progress is not None:
-            self._progress.move_to(device)
+        if self._slot_counts is not None:
+            self._slot_counts.move_to(device)
         if self._buffers is not None:
             self._buffers.map_tensors(lambda tensor: tensor.to(device))
         if self.memory is not None:
@@ -317,11 +319,11 @@ class KeyValueCache:
         Raises:
             ArgumentError: the cache is not empty, or a gradient would flow through int8.
         """
-        if self._progress is not None:
+        if self._slot_counts is not None:
             raise ArgumentError(
                 "The cache is in use.", "Use a separate cache for each attention, or call cache.reset() to start over."
             )
-        self._progress = SlotCounts(len(k), k.device, in_graphs=self.capacity is not None)
+        self._slot_counts = SlotCounts(len(k), k.device, in_graphs=self.capacity is not None)
         if self.dtype == "int8":
             reject_int8_gradient(k, v)
             (k, k_scales), (v, v_scales) = quantise(k.contiguous()), quantise(v.contiguous())
@@ -340,13 +342,13 @@ class KeyValueCache:
         Raises:
             ArgumentError: the cache is empty.
         """
-        progress = self._slot_counts_or_raise("Advance")
+        slot_counts = self._slot_counts_or_raise("Advance")
         counts = None
         if lengths is not None:
-            counts = check_token_counts(lengths, batch=progress.batch, limit=queries, device=progress.device)
-        start = progress.add_tokens(queries, counts)
+            counts = check_token_counts(lengths, batch=slot_counts.batch, limit=queries, device=slot_counts.device)
+        start = slot_counts.add_tokens(queries, counts)
         if not torch.compiler.is_compiling():
-            self._continued = PositionInSequence(self._sequence, 0, counts, start)
+            self._last_position = PositionInSequence(self._sequence, 0, counts, start)
         return start
 
     def check_same_memory(self, memory: Tensor) -> None:
@@ -365,16 +367,16 @@ class KeyValueCache:
         Raises:
             ModelError: other heads are switched off.
         """
-        if not head_changes.active and not self._filled:
+        if not head_changes.active_changes and not self._changes_when_filled:
             return
-        states = head_changes.states_of(layer)
-        if self._progress is None and self.memory is None:
-            self._filled = states or frozenset()
+        states = head_changes.change_states_of(layer)
+        if self._slot_counts is None and self.memory is None:
+            self._changes_when_filled = states or frozenset()
         else:
-            head_changes.check_same_states(self._filled, states)
+            head_changes.check_same_states(self._changes_when_filled, states)
 
     def check_window_fits_mask(self, mask: Mask) -> None:
-        """Reject a mask that shows keys outside the window of the cache, which are dropped.
+        """Reject a mask that shows keys outside the window of the cache, because the cache drops these keys.
 
         Raises:
             MaskError: the mask has no bounded lookback, its lookback exceeds the window, or it is a tensor with a
@@ -399,15 +401,15 @@ class KeyValueCache:
             )
 
     def _slot_counts_or_raise(self, verb: str) -> SlotCounts:
-        if self._progress is None:
+        if self._slot_counts is None:
             raise ArgumentError("The cache is empty.", f"{verb} it after the first call.")
-        return self._progress
+        return self._slot_counts
 
 
 class _RestoreOnError:
     """Context manager that restores a cache if an exception leaves the context."""
 
-    # A class, because it is faster than @contextmanager, and every decoding step enters this context.
+    # This is a class, because it is faster than @contextmanager, and every decoding step enters this context.
     def __init__(self, cache: KeyValueCache) -> None:
         self.cache, self.state = cache, cache._snapshot()  # noqa: SLF001 - a part of the cache
 

@@ -1,7 +1,7 @@
 """Count the cached tokens of each sample: as an int if all samples have the same number, else as a tensor.
 
-A step that is not compiled keeps no tensor of counts. Only compiled graphs need such a tensor, and incrementing it took
-as long as copying the new token into the cache. The call with the prompt still creates the tensor, so that the compiled
+A step that is not compiled keeps no tensor of counts. Only compiled graphs need the tensor, and incrementing it took as
+long as copying the new token into the cache. The call with the prompt still creates the tensor, so that the compiled
 steps after it share one graph; if the first compiled step comes directly after uncompiled ones, it is compiled once
 more.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.tensors.tracing import is_traced
 
-Snapshot: TypeAlias = tuple[int | None, Tensor | None, bool, int | Tensor]
+CountsSnapshot: TypeAlias = tuple[int | None, Tensor | None, bool, int | Tensor]
 
 
 class SlotCounts:
@@ -30,10 +30,10 @@ class SlotCounts:
     Attributes:
         dropped: number of dropped tokens, which were before the first slot, an int or (batch,).
 
-    >>> progress = SlotCounts(2, torch.device("cpu"))
-    >>> progress.add_tokens(3), progress.next_slot
+    >>> slot_counts = SlotCounts(2, torch.device("cpu"))
+    >>> slot_counts.add_tokens(3), slot_counts.next_slot
     (0, 3)
-    >>> progress.add_tokens(4, torch.tensor([4, 1])), progress.next_slot
+    >>> slot_counts.add_tokens(4, torch.tensor([4, 1])), slot_counts.next_slot
     (tensor([3, 3]), tensor([7, 4]))
     """
 
@@ -41,23 +41,23 @@ class SlotCounts:
         self.batch, self.device = batch, device
         self._longest: int | None = 0  # None if only the tensor _counts is up to date
         self._in_graphs = in_graphs
-        # None if all samples have `_longest` tokens and no graph needs a tensor
+        # (batch,), or None if all samples have `_longest` tokens and no graph needs a tensor
         self._counts = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None
         self._uniform = True
         self.dropped: int | Tensor = 0
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CountsSnapshot:
         """The counts as an immutable tuple; assigning it restores them."""
         return self._longest, self._counts, self._uniform, self.dropped
 
     @snapshot.setter
-    def snapshot(self, snapshot: Snapshot) -> None:
+    def snapshot(self, snapshot: CountsSnapshot) -> None:
         self._longest, self._counts, self._uniform, self.dropped = snapshot
 
     @property
     def next_position(self) -> int | Tensor:
-        """Position of the next token in the sequence (dropped tokens count): an int, or (batch,) if samples differ."""
+        """Position of the next token in the sequence, with dropped tokens: an int, or (batch,) if samples differ."""
         return self.next_slot + self.dropped
 
     @property
@@ -87,7 +87,7 @@ class SlotCounts:
         return self._longest
 
     def add_tokens(self, new: int, lengths: Tensor | None = None) -> int | Tensor:
-        """Count `new` tokens per sample, or `lengths` (batch,) if some are padding; return the slot of the first."""
+        """Count `new` tokens per sample, or `lengths` (batch,) if some are padding; return the first new slot."""
         if self._in_graphs and torch.compiler.is_compiling():
             return self._add_in_graph(new, lengths)
         if lengths is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.kinds import KINDS, MIXED, NEAR, Kind
+from multihead.kinds import KINDS, MIXED, NEAR_MASS, Kind
 from multihead.locale.escaping import visible
 from multihead.locale.texts import section
 from multihead.probes.catalogue import SEPARATOR, statistic
@@ -150,7 +150,7 @@ def heads_of_kinds(
             measured = evidence_of_kind(kind, one.evidence)
             assert measured is not None
             error, n = float(measured.error[head]), int(measured.count[head])
-            written = (kind.written(share), kind.written(level))
+            written = (kind.format_value(share), kind.format_value(level))
             found.append(HeadKind(one.number, head, one.name, kind.name, share, level, error, n, written))
     return found
 
@@ -303,7 +303,7 @@ def _profile_of_layer(
             if name in layer.repeated.chance
         }
     named = kinds_of_heads(found, heads=layer.num_heads, cross_attention=cross_attention, among=among)
-    means.pop(NEAR.name, None)  # used for kinds only, because records do not store the share near the query
+    means.pop(NEAR_MASS.name, None)  # used for kinds only, because records do not store the share near the query
     chances = {name: found[name].chance for name in means if name in found}
     return LayerProfile(layer.number, layer.name, means, chances, found, named, cross_attention, seen[0])
 
@@ -323,7 +323,7 @@ def _statistics_and_chance(
     marks = one.text.special if special is None else special
     marks = marks if marks is not None and len(marks) == one.num_keys else None
     levels = chance_of_probes(
-        one, [*(statistic(name, shown) for name in found), NEAR], special=marks, known=known, progress=progress
+        one, [*(statistic(name, shown) for name in found), NEAR_MASS], special=marks, known=known, progress=progress
     )
     if marks is not None and any(marks[1:]) and "special_mass" in found:
         # special_mass includes the first token if that token is special; its mass is subtracted.
@@ -336,7 +336,7 @@ def _statistics_and_chance(
             level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
             levels[SEPARATOR.name] = level.clamp(min=0)
     if not cross_attention:
-        found[NEAR.name] = MeasuredStatistic(near_mass(one, visibility), one.sees)
+        found[NEAR_MASS.name] = MeasuredStatistic(near_mass(one, visibility), one.sees)
     return found, levels
 
 
