@@ -36,6 +36,7 @@ TARGETS = (
     "docs",
     "bench",
     "bench-native",
+    "cuda",
     "families",
     "sanitize",
     "arm",
