@@ -20,9 +20,10 @@ EVERY_SET := --config-settings cmake.define.MULTIHEAD_SETS=all --config-settings
 INSTALL := $(BIN)/python -m tools.install --constraint constraints.txt --no-build-isolation
 SETS := $(if $(wildcard $(ALL_SETS)),$(EVERY_SET))
 
-# Processes that run the tests; each takes about 2 GB of memory and all cores. A file stays in one process.
+# Processes that run the tests; each takes about 2 GB of memory and all cores. A file stays in one process. If one is
+# killed, the run ends, because pytest-xdist 3.8 may wait for ever for the files of a process that it starts again.
 WORKERS ?= 2
-PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Models come from installed packages; nothing is downloaded while the code runs.
 export HF_HUB_OFFLINE := 1

@@ -123,14 +123,14 @@ def test_a_program_is_saved_and_loaded() -> None:
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
 def test_a_program_and_a_trace_are_loaded_in_a_new_process(tmp_path: Path) -> None:
-    """Their operators are registered without anything of multihead being used."""
+    """Their operators are registered without anything of multihead being used, here where torch is imported first."""
     model, (x, lengths) = Padded().eval(), given(2, 7)
     torch.export.save(exported(model), tmp_path / "program.pt2")
     traced: Any = torch.jit.trace(lambda x: attention(x, x, x), (x[:, None],), check_trace=False)
     torch.jit.save(traced, str(tmp_path / "trace.pt"))
     torch.save((x, lengths, model(x, lengths)), tmp_path / "call.pt")
     code = """
-        import multihead, torch
+        import torch, multihead
         x, lengths, expected = torch.load("call.pt")
         assert (torch.export.load("program.pt2").module()(x, lengths) - expected).abs().max() < 1e-6
         print(torch.jit.load("trace.pt")(x[:, None]).shape)
@@ -138,9 +138,8 @@ def test_a_program_and_a_trace_are_loaded_in_a_new_process(tmp_path: Path) -> No
     assert in_a_new_process(dedent(code), tmp_path) == f"torch.Size({[2, 1, 7, EMBED]})\n"
 
 
-@pytest.mark.parametrize("imports", ["import torch, multihead", "import multihead.masks, torch"])
-def test_operators_are_registered_in_every_order_of_imports(imports: str, tmp_path: Path) -> None:
-    found = in_a_new_process(f"{imports}\nprint(torch.ops.multihead.attention)", tmp_path)
+def test_operators_are_registered_where_torch_is_imported_last(tmp_path: Path) -> None:
+    found = in_a_new_process("import multihead.masks, torch\nprint(torch.ops.multihead.attention)", tmp_path)
     assert found == "multihead.attention\n"
 
 

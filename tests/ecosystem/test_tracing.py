@@ -390,6 +390,7 @@ def test_aot_inductor_compiles_an_exported_layer_for_other_sizes(tmp_path: Path)
         )
         # One file of each kind is compiled: no other would use precompiled headers, which take half of the time.
         options = {"cpp_cache_precompile_headers": False, "aot_inductor.precompile_headers": False}
+        options |= {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp.vec_isa_ok": True}
         path = torch._inductor.aoti_compile_and_package(
             program, package_path=str(tmp_path / "layer.pt2"), inductor_configs=options
         )

@@ -284,10 +284,10 @@ def test_a_block_mask_is_made_once_for_calls_with_equal_masks_and_sizes(monkeypa
 def test_what_a_cuda_graph_captures_is_not_kept_for_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (flex, plan_bounds):
         monkeypatch.setattr(module, "is_captured", lambda device: True)
-    before = len(plan_bounds.BOUNDS.entries)
+    before = len(plan_bounds.BOUNDS_CACHE.entries)
     k = torch.randn(1, 2, 9, 16)
     mh.attention(Q, k, k, mask=masks.Prefix(5), kernel="flex")
-    assert len(plan_bounds.BOUNDS.entries) == before
+    assert len(plan_bounds.BOUNDS_CACHE.entries) == before
     bounds = plan_bounds.key_bounds(masks.Prefix(5), queries=4, keys=9)
     request = request_of(Q, k, k, masks.Prefix(5))
     one, other = (flex._known_block_mask(request, bounds, backward=False) for _ in range(2))

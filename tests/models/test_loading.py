@@ -546,10 +546,11 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list
             while True:
                 connection = hub.accept()[0]
                 received = connection.recv(1)
+                if received:
+                    calls.append(received)  # before the caller sees that it is refused
                 connection.close()
-                if received == b"":
+                if not received:
                     return
-                calls.append(received)
 
         refusing = threading.Thread(target=refuse)
         refusing.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,23 +106,20 @@ def computed(
 def split_call(
     group: Any, rank: int, ranks: int, strategy: Any, layout: Any, mask: str, terms: str, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Compute a call over ranks, and join what they found."""
+    """Compute a call over ranks: what this rank found of its tokens."""
     with context_parallel(group, strategy=strategy, layout=layout):
         taken = Layout(layout, ranks)
-        found = computed(tensors(dtype), MASKS[mask](), terms, lambda x: taken.take(x, rank, 2))
-    return joined(group, found, layout)
+        return computed(tensors(dtype), MASKS[mask](), terms, lambda x: taken.take(x, rank, 2))
 
 
-def joined(group: Any, found: dict[str, Tensor], layout: Any) -> dict[str, Tensor]:
+def joined(found: Sequence[dict[str, Tensor]], layout: Any) -> dict[str, Tensor]:
     """Join what each rank found of its tokens, and sum the gradients of what all tokens share."""
+    assert all(each.keys() == found[0].keys() for each in found)
     whole = {}
-    for name, each in found.items():
-        if name in ("output", "logsumexp", "gradient of q", "gradient of k", "gradient of v"):
-            whole[name] = unshard(group, each, layout=layout, dim=2)
-        else:
-            total = each.clone()
-            torch.distributed.all_reduce(total, group=group)
-            whole[name] = total
+    for name in found[0]:
+        parts = [each[name] for each in found]
+        of_tokens = name in ("output", "logsumexp", "gradient of q", "gradient of k", "gradient of v")
+        whole[name] = Layout(layout, len(found)).join(parts, 2) if of_tokens else torch.stack(parts).sum(0)
     return whole
 
 
@@ -251,8 +248,7 @@ def split_with_nan(
 ) -> dict[str, Tensor]:
     taken = Layout(layout, ranks)
     with context_parallel(group, strategy=strategy, layout=layout):
-        found = with_nan(lambda x: taken.take(x, rank, 2), hidden=hidden, dtype=dtype)
-    return joined(group, found, layout)
+        return with_nan(lambda x: taken.take(x, rank, 2), hidden=hidden, dtype=dtype)
 
 
 def split_dropped(

@@ -17,14 +17,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PATIENCE = 90  # seconds until a test fails that waits for a process
-# What the tests of ranks import, imported once by the process from which all others fork.
+# What the tests of ranks import, imported once by the process from which all others fork. Packages that import their
+# modules lazily are not enough: each process would import the modules.
 IMPORTED = (
-    "multihead",
+    "multihead.compat",
+    "multihead.interventions.ablate",
+    "multihead.models.use",
+    "multihead.parallel",
+    "multihead.probes.streaming",
+    "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "transformers",
+    "torch.nn.attention.flex_attention",
+    "transformers.models.llama.modeling_llama",
 )
 
 

@@ -195,18 +195,16 @@ def test_a_rank_sees_its_queries(four: Processes) -> None:
     assert found[0][3] == 8
 
 
-@pytest.mark.parametrize(
-    "function", [lambda seen: seen.layers[0].weights(0), lambda seen: seen.layers[0].samples[0].visible()]
-)
-def test_a_rank_alone_has_no_map(four: Processes, function: Any) -> None:
-    record = four.results(whole_record, "padded")[1]
-    with pytest.raises(ProbeError) as error:
-        function(record)
-    assert str(error.value) == (
-        "first was observed on one of several ranks, which has 4 queries of the text and not all keys. Join the "
-        'records of all ranks: seen.reduce(group), or Record.load("run.*.safetensors") after each rank has saved its '
-        "own."
-    )
+def test_a_rank_alone_has_no_map(four: Processes) -> None:
+    layer = four.results(whole_record, "padded")[1].layers[0]
+    for read in (lambda: layer.weights(0), layer.samples[0].visible):
+        with pytest.raises(ProbeError) as error:
+            read()
+        assert str(error.value) == (
+            "first was observed on one of several ranks, which has 4 queries of the text and not all keys. Join the "
+            'records of all ranks: seen.reduce(group), or Record.load("run.*.safetensors") after each rank has saved '
+            "its own."
+        )
 
 
 def whole_record(group: Any, rank: int, mask: str) -> Record:

@@ -69,15 +69,11 @@ def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tupl
 def cut(
     dense: Tensor, heads: list[int], rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int]
 ) -> BlockSums:
-    """Sum weights and cells block by block, in loops."""
-    found = []
-    for first in range(*rows, block[0]):
-        line = []
-        for key in range(*columns, block[1]):
-            part = dense[:, heads, first : min(first + block[0], rows[1]), key : min(key + block[1], columns[1])]
-            line.append(part.sum((-2, -1)))
-        found.append(torch.stack(line, -1))
-    both = torch.stack(found, -2)
+    """Sum weights and cells over the rows and then over the keys of each block."""
+    lines = torch.stack(
+        [part.sum(-2) for part in dense[:, heads, slice(*rows), slice(*columns)].split(block[0], -2)], -2
+    )
+    both = torch.stack([part.sum(-1) for part in lines.split(block[1], -1)], -1)
     return BlockSums(both[0], both[1].long())
 
 

@@ -54,12 +54,13 @@ def test_blocks_are_sums_of_the_weights(
     weights = weights if head is None else weights[head : head + 1]
     rows = range(0, weights.shape[1], height)
     columns = range(0, weights.shape[2], width)
-    assert found.sums.shape == found.counts.shape == (len(weights), len(rows), len(columns))
+    sums, counts = torch.zeros(2, len(weights), len(rows), len(columns), dtype=torch.float64).unbind()
     for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
         cell = slice(row, row + height), slice(column, column + width)
-        expected = weights[:, cell[0], cell[1]].sum((1, 2))
-        torch.testing.assert_close(found.sums[:, i, j], expected, atol=1e-6, rtol=1e-6)
-        assert found.counts[:, i, j].tolist() == [int(shown[cell].sum())] * len(weights)
+        sums[:, i, j] = weights[:, cell[0], cell[1]].sum((1, 2))
+        counts[:, i, j] = shown[cell].sum()
+    torch.testing.assert_close(found.sums, sums, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found.counts, counts.long())
 
 
 @pytest.mark.parametrize("name", SAMPLES)
