@@ -290,7 +290,7 @@ def test_what_a_cuda_graph_captures_is_not_kept_for_other_calls(monkeypatch: pyt
     assert len(plan_bounds.BOUNDS_CACHE.entries) == before
     bounds = plan_bounds.key_bounds(masks.Prefix(5), queries=4, keys=9)
     request = request_of(Q, k, k, masks.Prefix(5))
-    one, other = (flex._known_block_mask(request, bounds, backward=False) for _ in range(2))
+    one, other = (flex._cached_block_mask(request, bounds, backward=False) for _ in range(2))
     assert one is not other
 
 
