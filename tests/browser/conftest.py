@@ -25,17 +25,19 @@ from tests.browser.records import (
     translating,
     whole,
 )
-from tests.browser.shown import Shown
 from tests.viewer.serving import TOKEN, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+    from tests.browser.shown import Shown
+
 SILENT = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 
 
-# `make browser` runs these tests: it installs a browser and the packages that they import.
-collect_ignore_glob = [] if os.environ.get("MULTIHEAD_BROWSER") else ["test_*.py"]
+# `make browser` runs these tests: it installs a browser and the packages that they import. `make test` reads this file
+# too, so what those packages give is imported where it is used.
+collect_ignore_glob = [] if os.environ.get("MULTIHEAD_BROWSER") else ["*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +86,8 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
 @pytest.fixture
 def opened(browser: Browser, served: Callable[..., str]) -> Iterator[Callable[..., Shown]]:
     """Open pages; fails at the end if one requested another address or logged an error."""
+    from tests.browser.shown import Shown
+
     shown: list[Shown] = []
 
     def open_page(*names: str, place: str = "", lang: str = "en", wait: bool = True, **options: Any) -> Shown:
