@@ -14,6 +14,9 @@ from multihead import masks
 from multihead.errors import ArgumentError, MaskError, MultiheadError
 from multihead.functional import attention
 from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
+from multihead.masks.leading_keys import LeadingKeys
+from multihead.masks.positions import TilePositions
+from tests import oracle
 
 TENSOR = torch.tensor([True, False])
 
@@ -247,3 +250,44 @@ def test_a_window_of_any_size_hides_nothing_within_it(size: int) -> None:
         torch.testing.assert_close(widest, attention(q, q, q))
         behind = attention(q, q, q, mask=Window(size) & Keep(TENSOR.new_ones(5), "keys"), query_start=start)
         torch.testing.assert_close(behind, attention(q, q, q, mask=Causal(), query_start=start))
+
+
+PER_HEAD = torch.rand(2, 3, 4, 9, generator=torch.Generator().manual_seed(0)) < 0.7
+WITH_PARTS = [
+    Full(),
+    Causal(),
+    Window(2, after=1),
+    Prefix((3, 5)),
+    Lengths((6, 9)),
+    Lengths(torch.tensor([6, 9])),
+    Documents((2, 3, 0, 4)),
+    Documents(((2, 7, 0), (5, 1, 3))),
+    Keep(PER_HEAD),
+    Drop(PER_HEAD[:, 0, 0], "batch keys"),
+    Causal() & Keep(PER_HEAD[0, :, 0], "heads keys"),
+    Window(3) | Prefix((1, 2)),
+]
+
+
+@pytest.mark.parametrize("mask", WITH_PARTS, ids=str)
+@pytest.mark.parametrize("outer", [None, "leading keys", "dropped keys", "dropped keys of each sample"])
+def test_a_part_of_a_mask_is_that_part_of_its_cells(mask: Mask, outer: str | None) -> None:
+    """Of a sample, of some heads, and of the first keys."""
+    cells = oracle.shown(mask, (2, 3, 4, 9), 3)
+    if outer == "leading keys":
+        mask, cells = LeadingKeys(2, mask), torch.nn.functional.pad(cells, (2, 0), value=True)
+    elif outer is not None:
+        each = outer == "dropped keys of each sample" and not mask.has_key_axis
+        mask, cells = mask.after_dropping_keys(torch.tensor([2, 2]) if each else 2), cells[..., 2:]
+    keys, position = cells.shape[-1], 3 + cells.shape[-1] - 9
+
+    def assert_shows(part: Mask, expected: torch.Tensor) -> None:
+        found = part.tile(TilePositions.of(4, expected.shape[-1], query_start=position)).expand(expected.shape)
+        torch.testing.assert_close(found, expected)
+
+    for sample in range(2):
+        assert_shows(mask.select_sample(sample), cells[sample : sample + 1])
+    assert_shows(mask.select_heads(lambda x: x[:, 1:] if x.shape[1] > 1 else x), cells[:, 1:])
+    for count in (keys - 1, 3, 1):
+        if (part := mask.restrict_to_first_keys(count)) is not None:
+            assert_shows(part, cells[..., :count])

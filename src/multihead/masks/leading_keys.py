@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import KeyBounds, Mask, check_is_mask
+from multihead.masks.distance import Full
 from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 from multihead.tensors.tracing import is_traced
 
@@ -91,6 +92,8 @@ class LeadingKeys(Mask):
             max(self.count - first_key, 0), self.mask.select_span(SampleSpan(span.sample, span.queries, keys))
         )
 
-    def restrict_to_first_keys(self, count: int) -> LeadingKeys | None:
-        inner = self.mask.restrict_to_first_keys(max(count - self.count, 0))
+    def restrict_to_first_keys(self, count: int) -> Mask | None:
+        if count <= self.count:
+            return Full()
+        inner = self.mask.restrict_to_first_keys(count - self.count)
         return None if inner is None else LeadingKeys(self.count, inner)

@@ -1,9 +1,9 @@
 """Find modules of a running Hugging Face model that compute attention without calling this library.
 
 Some bypasses can only be detected at run time: a layer may compute its own attention at one layer index only, or read
-    the mask and ignore transformers' AttentionInterface. So hooks watch the modules that look attention up in the
-    interface, and the modules that read the mask of `transformers_mask`. Each watched module must call this library's
-    attention at least once during its forward pass.
+the mask and ignore transformers' AttentionInterface. So forward hooks watch each `nn.Module` that looks up its function
+in this interface or reads the mask that `transformers_mask` returned. Each watched module must call this library's
+attention at least once during its forward pass.
 """
 
 from __future__ import annotations

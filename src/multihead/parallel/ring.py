@@ -17,8 +17,8 @@ as in one process. With other kernels the attention to each part is computed aga
 differentiated.
 
 Dropout over ranks runs on the native kernel only, whose dropped weights are a function of the seed and of the position
-of each weight in the whole call (`AttentionRequest.dropout_slice`). Rank 0's seed travels with the comparison of every
-call with dropout, so that ranks need not have equal generators.
+of each weight in the whole call (`AttentionRequest.dropout_slice`). In every call with dropout, rank 0 sends its
+seed in the message by which the ranks compare their arguments, so that their random generators may differ.
 """
 
 from __future__ import annotations

@@ -449,7 +449,7 @@ class _SplitOverRanks:
     def _requests_of_chunks(
         self, request: AttentionRequest, ring_plan: RingPlan, k: Tensor, v: Tensor
     ) -> Iterator[tuple[AttentionRequest, TokenRange]]:
-        """Yield a request for each chunk of this rank's queries and the range of keys that they see, and the range."""
+        """Yield, per chunk of this rank's queries, its request with the keys it sees, and the range of these keys."""
         first = 0
         for rows in self.layout.chunks(self.ranks.rank, ring_plan.length):
             q = request.q[:, :, first : first + rows[1] - rows[0]]
