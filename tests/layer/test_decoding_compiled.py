@@ -27,18 +27,13 @@ def _anew() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compiled(layer: nn.Module, *, traced: bool = False) -> tuple[Compiled, list[int]]:
-    """Compile a layer to one graph, and note each time it is compiled.
-
-    Args:
-        layer: what is compiled.
-        traced: leaves out AOTAutograd, which takes half of the time, and which the first tests go through.
-    """
+def compiled(layer: nn.Module) -> tuple[Compiled, list[int]]:
+    """Compile a layer to one graph, and note each time it is compiled."""
     times: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         times.append(len(times))
-        return graph if traced else aot_eager(graph, inputs)
+        return aot_eager(graph, inputs)
 
     return torch.compile(layer, backend=backend, fullgraph=True), times
 
@@ -109,7 +104,7 @@ def test_a_compiled_prompt_of_different_lengths_and_its_steps() -> None:
 
 def test_what_was_compiled_goes_on_uncompiled_and_back() -> None:
     layer, x = drawn(rotary=Rotary())
-    step, _ = compiled(layer, traced=True)
+    step, _ = compiled(layer)
     cache = KeyValueCache(capacity=LENGTH)
     ways = [layer, step, step, layer, layer, step]
     found = [way(x[:, i : i + 1], cache=cache, mask=CAUSAL) for i, way in enumerate(ways)]
@@ -122,7 +117,7 @@ def test_what_was_compiled_goes_on_uncompiled_and_back() -> None:
 
 def test_more_than_the_capacity_is_refused_when_the_graph_runs() -> None:
     layer, x = drawn()
-    step, _ = compiled(layer, traced=True)
+    step, _ = compiled(layer)
     cache = KeyValueCache(capacity=4)
     layer(x[:, :3], cache=cache, mask=CAUSAL)
     step(x[:, 3:4], cache=cache, mask=CAUSAL)
@@ -132,7 +127,7 @@ def test_more_than_the_capacity_is_refused_when_the_graph_runs() -> None:
 
 def test_caches_of_other_capacities_share_a_graph_after_the_second() -> None:
     layer, x = drawn()
-    step, times = compiled(layer, traced=True)
+    step, times = compiled(layer)
     for capacity in (6, 9, 12, 20):
         cache = KeyValueCache(capacity=capacity)
         found = [layer(x[:, :3], cache=cache, mask=CAUSAL)]
@@ -153,7 +148,7 @@ def test_a_growing_cache_in_a_graph_gives_the_same_and_is_compiled_a_few_times()
 
 def test_a_memory_is_compiled_once_for_all_steps() -> None:
     layer, x = drawn(rotary=Rotary())
-    step, times = compiled(layer, traced=True)
+    step, times = compiled(layer)
     memory, cache = torch.randn(2, 9, WIDTH, dtype=torch.float64), KeyValueCache(capacity=LENGTH)
     found = [layer(x[:, :3], memory, cache=cache)]
     found += [step(x[:, i : i + 1], memory, cache=cache) for i in range(3, LENGTH)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -42,6 +43,11 @@ def placeholders(sentence: str) -> set[str]:
     return set(re.findall(r"\{(\w+)[^}]*\}", sentence))
 
 
+def joined_names(sentence: str) -> set[str]:
+    """Names such as PyTorch, which are not translated."""
+    return set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w*", sentence))
+
+
 LABELS = ("common.statistic.", "common.short statistic.", "common.unit.")  # in English those of the definitions
 TRANSLATED = {key: sentence for key, sentence in CHINESE.items() if not key.startswith(LABELS)}
 
@@ -58,9 +64,10 @@ def test_every_built_in_statistic_has_a_chinese_label_and_unit() -> None:
     assert {key for key in CHINESE if key.startswith(LABELS[2])} == {LABELS[2] + unit for unit in units}
 
 
-def test_a_text_has_the_same_placeholders_in_both_languages() -> None:
-    assert {key: placeholders(sentence) for key, sentence in ENGLISH.items()} == {
-        key: placeholders(sentence) for key, sentence in TRANSLATED.items()
+@pytest.mark.parametrize("parts", [placeholders, joined_names])
+def test_a_text_has_the_same_placeholders_and_names_in_both_languages(parts: Callable[[str], set[str]]) -> None:
+    assert {key: parts(sentence) for key, sentence in ENGLISH.items()} == {
+        key: parts(sentence) for key, sentence in TRANSLATED.items()
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
@@ -252,6 +252,14 @@ def test_a_window_of_any_size_hides_nothing_within_it(size: int) -> None:
         torch.testing.assert_close(behind, attention(q, q, q, mask=Causal(), query_start=start))
 
 
+@dataclass(frozen=True)
+class EveryNth(Mask):
+    n: int
+
+    def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return keys % self.n == 0
+
+
 PER_HEAD = torch.rand(2, 3, 4, 9, generator=torch.Generator().manual_seed(0)) < 0.7
 WITH_PARTS = [
     Full(),
@@ -266,6 +274,7 @@ WITH_PARTS = [
     Drop(PER_HEAD[:, 0, 0], "batch keys"),
     Causal() & Keep(PER_HEAD[0, :, 0], "heads keys"),
     Window(3) | Prefix((1, 2)),
+    EveryNth(2) & Causal(),
 ]
 
 
@@ -273,20 +282,24 @@ WITH_PARTS = [
 @pytest.mark.parametrize("outer", [None, "leading keys", "dropped keys", "dropped keys of each sample"])
 def test_a_part_of_a_mask_is_that_part_of_its_cells(mask: Mask, outer: str | None) -> None:
     """Of a sample, of some heads, and of the first keys."""
-    cells = oracle.shown(mask, (2, 3, 4, 9), 3)
+    cells, start = oracle.shown(mask, (2, 3, 4, 9), 3), torch.tensor([3, 3])  # position of each sample's first query
     if outer == "leading keys":
-        mask, cells = LeadingKeys(2, mask), torch.nn.functional.pad(cells, (2, 0), value=True)
+        mask, cells, start = LeadingKeys(2, mask), torch.nn.functional.pad(cells, (2, 0), value=True), start + 2
     elif outer is not None:
         each = outer == "dropped keys of each sample" and not mask.has_key_axis
-        mask, cells = mask.after_dropping_keys(torch.tensor([2, 2]) if each else 2), cells[..., 2:]
-    keys, position = cells.shape[-1], 3 + cells.shape[-1] - 9
+        dropped = torch.tensor([2, 1 if each else 2])
+        mask, start = mask.after_dropping_keys(dropped if each else 2), start - dropped
+        cells = torch.stack(
+            [of_sample[..., count : count + 7] for of_sample, count in zip(cells, dropped, strict=True)]
+        )
+    keys = cells.shape[-1]
 
-    def assert_shows(part: Mask, expected: torch.Tensor) -> None:
-        found = part.tile(TilePositions.of(4, expected.shape[-1], query_start=position)).expand(expected.shape)
+    def assert_shows(part: Mask, expected: torch.Tensor, start: torch.Tensor = start) -> None:
+        found = part.tile(TilePositions.of(4, expected.shape[-1], query_start=start)).expand(expected.shape)
         torch.testing.assert_close(found, expected)
 
     for sample in range(2):
-        assert_shows(mask.select_sample(sample), cells[sample : sample + 1])
+        assert_shows(mask.select_sample(sample), cells[sample : sample + 1], start[sample])
     assert_shows(mask.select_heads(lambda x: x[:, 1:] if x.shape[1] > 1 else x), cells[:, 1:])
     for count in (keys - 1, 3, 1):
         if (part := mask.restrict_to_first_keys(count)) is not None:

@@ -117,7 +117,7 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found, wanted, atol=tolerance * scale, rtol=0)
 
 
-def change_states_of(output: Any) -> tuple[Tensor, ...]:
+def states_of(output: Any) -> tuple[Tensor, ...]:
     found = output.get("hidden_states")
     return output.encoder_hidden_states if found is None else found
 
@@ -138,8 +138,8 @@ class TestEveryFamily:
         assert rows.sizes[0] == ((BATCH, LENGTH) if runs_padded else (1, int(real.sum())))
         assert_close(output.loss, expected.loss, tolerance)
         assert output.keys() == expected.keys()
-        states = change_states_of(output)
-        for found, wanted in zip(states, change_states_of(expected), strict=True):
+        states = states_of(output)
+        for found, wanted in zip(states, states_of(expected), strict=True):
             assert_close(found[real], wanted[real], tolerance)
             assert runs_padded or not found[~real].any()
         at_tokens = real if output.logits.shape[:2] == real.shape else slice(None)

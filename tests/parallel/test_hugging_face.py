@@ -150,7 +150,7 @@ def decoder(name: str, **options: Any) -> Any:
     return model.eval()
 
 
-HOW_TO_SPLIT: dict[str, tuple[Callable[[], Any], int]] = {
+SPLIT: dict[str, tuple[Callable[[], Any], int]] = {
     "llama": (partial(family, "llama"), 2),
     "fewer key/value heads than ranks": (partial(decoder, "Llama"), 4),
     "norms of heads": (partial(decoder, "Qwen3"), 2),
@@ -161,7 +161,7 @@ HOW_TO_SPLIT: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 def made(name: str) -> Any:
-    model = HOW_TO_SPLIT[name][0]()
+    model = SPLIT[name][0]()
     return model if name == "sinks" else model.double()
 
 
@@ -177,11 +177,11 @@ def by_heads(group: Any, rank: int, name: str) -> dict[str, Tensor]:
     return of_model(parallelize(made(name), DeviceMesh.from_group(group, "cpu")))
 
 
-@pytest.mark.parametrize("name", HOW_TO_SPLIT)
+@pytest.mark.parametrize("name", SPLIT)
 def test_heads_are_split_over_ranks(four: Processes, name: str) -> None:
     tolerance = 1e-3 if name == "sinks" else 1e-8
     expected = of_model(made(name))
-    for found in four.results(by_heads, name, ranks=HOW_TO_SPLIT[name][1]):
+    for found in four.results(by_heads, name, ranks=SPLIT[name][1]):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 

@@ -40,10 +40,7 @@ CSV_BLOCK_BYTES = 1 << 22
 MAX_BROKEN_CSV_ROWS = 100_000
 """Largest number of consecutive broken rows in a csv file; with more the whole file counts as broken."""
 
-_MAX_DECODED_BYTES, _MAX_DECODED_ROWS = (
-    1 << 22,
-    1024,
-)  # bytes of texts, and rows, of a parquet file that are decoded at once
+_MAX_DECODED_BYTES, _MAX_DECODED_ROWS = 1 << 22, 1024  # of texts, in a parquet file, that are decoded at once
 _BYTES_PER_READ = 1 << 16  # number of bytes per read of a file
 _ARROW_MAGIC, _ARROW_MESSAGE = b"ARROW1", b"\xff\xff\xff\xff"  # beginning of a file, and of each message in a stream
 

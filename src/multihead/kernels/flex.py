@@ -6,12 +6,11 @@ compiled one on the CPU, which computes no logsumexp and no gradient; tests/kern
 The key intervals of each 128 queries are rounded out to blocks of 128 keys. Full blocks need no mask, partial ones
 compare a key with the `[start, stop)` of its query and look up `bounds.remainder`, and hidden ones are skipped; the
 lists of blocks are computed in closed form on the device, without waiting for a value, and kept for equal masks and
-sizes. Softcap, tensor
-biases and `RelativeBias` modify the scores, scale and grouped heads are those of flex_attention, and sinks are a factor
-of the output. flex_attention is compiled once per kind of call. What PyTorch cannot compile is computed by the
-reference kernel, with a warning. Second derivatives are computed by the reference kernel too. This kernel refuses
-float64, dropout, the gradient of a bias, heads of fewer than 16 or more than 256 columns, empty calls, transforms,
-export, `torch.jit.trace`, `make_fx` and `FakeTensorMode`, and machines without Triton.
+sizes. Softcap, tensor biases and `RelativeBias` modify the scores, scale and grouped heads are those of flex_attention,
+and sinks are a factor of the output. flex_attention is compiled once per kind of call. What PyTorch cannot compile is
+computed by the reference kernel, with a warning. Second derivatives are computed by the reference kernel too. This
+kernel refuses float64, dropout, the gradient of a bias, heads of fewer than 16 or more than 256 columns, empty calls,
+transforms, export, `torch.jit.trace`, `make_fx` and `FakeTensorMode`, and machines without Triton.
 """
 
 from __future__ import annotations
