@@ -11,14 +11,22 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 
-__all__ = ["CONTENTS", "Content", "Length", "Match", "Spread", "Vectors", "match_vectors"]
+__all__ = [
+    "KEY_CONTENTS",
+    "KeyContent",
+    "MatchRates",
+    "MeanOverSeeds",
+    "RowLengthResult",
+    "VectorMatching",
+    "match_vectors",
+]
 
-Content = Literal["even", "uneven", "groups", "part", "two"]
-CONTENTS: tuple[Content, ...] = ("even", "uneven", "groups", "part", "two")
+KeyContent = Literal["even", "uneven", "groups", "part", "two"]
+KEY_CONTENTS: tuple[KeyContent, ...] = ("even", "uneven", "groups", "part", "two")
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeanOverSeeds:
     """A mean over seeds and the standard deviation between them, None with a single seed.
 
     `error` is the binomial standard error of one value, where it is a share of a number of questions; else 0.
@@ -29,7 +37,7 @@ class Spread:
     error: float = 0.0
 
     @classmethod
-    def of(cls, values: list[float], *, questions: int = 0) -> Spread:
+    def from_values(cls, values: list[float], *, questions: int = 0) -> MeanOverSeeds:
         """Summarise one value per seed, each a share of some questions, or no share if there are none."""
         each = torch.tensor(values, dtype=torch.float64)
         mean, error = float(each.mean()), 0.0
@@ -38,7 +46,7 @@ class Spread:
             error = math.sqrt(share * (1 - share) / questions)
         return cls(mean, float(each.std()) if len(values) > 1 else None, error)
 
-    def apart(self, other: Spread) -> bool:
+    def differs_from(self, other: MeanOverSeeds) -> bool:
         """Return whether the means differ by more than both deviations, each at least the error; not with one seed."""
         if self.deviation is None or other.deviation is None:
             return False
@@ -47,52 +55,54 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Match:
+class MatchRates:
     """One kind of content at one strength of noise; all shares are of trials, 0 to 1.
 
     Attributes:
         content: "even" (all columns have equal variance), "uneven" (few directions have most of the variance),
             "groups" (candidates resemble each other in groups), "part" (query and partner agree in one short row
             only), "two" (one half matches one partner, the other half another).
-        noise: standard deviation of the noise added to the query; that of the content is 1.
-        long: share found by one long row.
-        short: share found by the mean weight of all short rows.
-        own: share found by only the short rows that carry the content; for "two" each half must find its own partner.
+        query_noise: standard deviation of the noise added to the query; that of the content is 1.
+        by_long_row: share found by one long row.
+        by_all_short_rows: share found by the mean weight of all short rows.
+        by_short_rows_with_content: share found by only the short rows that carry the content; for "two" each half must
+            find its own partner.
     """
 
-    content: Content
-    noise: float
-    long: Spread
-    short: Spread
-    own: Spread
+    content: KeyContent
+    query_noise: float
+    by_long_row: MeanOverSeeds
+    by_all_short_rows: MeanOverSeeds
+    by_short_rows_with_content: MeanOverSeeds
 
 
 @dataclass(frozen=True)
-class Length:
+class RowLengthResult:
     """Results for rows of one length with "even" content.
 
     Attributes:
         columns: the length of a row.
-        found: share of trials in which the largest weight is the partner's.
-        scaled_keys, plain_keys: effective number of keys, exp(entropy), of queries that have no partner, with the
-            scores divided by sqrt(columns) and without.
-        scaled_slope, plain_slope: mean of p (1 - p) of the largest weight p, the derivative of softmax.
+        match_rate: share of trials in which the largest weight is the partner's.
+        scaled_effective_keys, unscaled_effective_keys: effective number of keys, exp(entropy), of queries that have no
+            partner, with the scores divided by sqrt(columns) and without.
+        scaled_softmax_slope, unscaled_softmax_slope: mean of p (1 - p) of the largest weight p, the derivative of
+            softmax.
     """
 
     columns: int
-    found: Spread
-    scaled_keys: Spread
-    plain_keys: Spread
-    scaled_slope: Spread
-    plain_slope: Spread
+    match_rate: MeanOverSeeds
+    scaled_effective_keys: MeanOverSeeds
+    unscaled_effective_keys: MeanOverSeeds
+    scaled_softmax_slope: MeanOverSeeds
+    unscaled_softmax_slope: MeanOverSeeds
 
 
 @dataclass(frozen=True)
-class Vectors:
+class VectorMatching:
     """The settings and results of the measurement.
 
     Attributes:
-        columns, parts: the length of a long row, and the number of short rows that it is split into.
+        columns, short_rows: the length of a long row, and the number of short rows that it is split into.
         candidates: number of keys per query.
         trials: queries per seed.
         seeds: number of seeds.
@@ -102,12 +112,12 @@ class Vectors:
     """
 
     columns: int
-    parts: int
+    short_rows: int
     candidates: int
     trials: int
     seeds: int
-    matches: tuple[Match, ...]
-    lengths: tuple[Length, ...]
+    matches: tuple[MatchRates, ...]
+    lengths: tuple[RowLengthResult, ...]
     length_noise: float
 
 
@@ -122,7 +132,7 @@ def match_vectors(
     lengths: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256, 512),
     length_noise: float = 2.0,
     seed: int = 0,
-) -> Vectors:
+) -> VectorMatching:
     """Match noisy queries with their partners among candidates, as one long row and as several short ones.
 
     A long row compares by softmax(q . k / sqrt(columns)). The short rows are the same numbers, split as heads are: each
@@ -155,25 +165,28 @@ def match_vectors(
             "Give at least 2 candidates, 1 trial and 1 seed.",
         )
     matches = []
-    for content in CONTENTS:
+    for content in KEY_CONTENTS:
         for noise in noises:
             shares = [
-                _shares_of_matches(content, noise, columns, parts, candidates, trials, seed + index)
-                for index in range(seeds)
+                _match_rates(content, noise, columns, parts, candidates, trials, seed + index) for index in range(seeds)
             ]
-            long, short, own = (Spread.of([share[column] for share in shares], questions=trials) for column in range(3))
-            matches.append(Match(content, noise, long, short, own))
+            long, short, own = (
+                MeanOverSeeds.from_values([share[column] for share in shares], questions=trials) for column in range(3)
+            )
+            matches.append(MatchRates(content, noise, long, short, own))
     measured = []
     for length in lengths:
         rows = [_measure_length(length, length_noise, candidates, trials, seed + index) for index in range(seeds)]
         columns_of = list(zip(*rows, strict=True))
-        found = Spread.of(list(columns_of[0]), questions=trials)
-        measured.append(Length(length, found, *(Spread.of(list(column)) for column in columns_of[1:])))
-    return Vectors(columns, parts, candidates, trials, seeds, tuple(matches), tuple(measured), length_noise)
+        found = MeanOverSeeds.from_values(list(columns_of[0]), questions=trials)
+        measured.append(
+            RowLengthResult(length, found, *(MeanOverSeeds.from_values(list(column)) for column in columns_of[1:]))
+        )
+    return VectorMatching(columns, parts, candidates, trials, seeds, tuple(matches), tuple(measured), length_noise)
 
 
 def _draw_candidates(
-    content: Content, columns: int, candidates: int, trials: int, generator: torch.Generator
+    content: KeyContent, columns: int, candidates: int, trials: int, generator: torch.Generator
 ) -> Tensor:
     """Draw the candidates of every trial: (trials, candidates, columns), with variance 1."""
     keys = torch.randn(trials, candidates, columns, generator=generator)
@@ -190,8 +203,8 @@ def _draw_candidates(
     return keys
 
 
-def _shares_of_matches(
-    content: Content, noise: float, columns: int, parts: int, candidates: int, trials: int, seed: int
+def _match_rates(
+    content: KeyContent, noise: float, columns: int, parts: int, candidates: int, trials: int, seed: int
 ) -> tuple[float, float, float]:
     """Return the shares of trials in which the long row, the mean of the short rows, and the relevant ones match."""
     generator = torch.Generator().manual_seed(seed)

@@ -13,58 +13,65 @@ from multihead.functional import attention_weights
 from multihead.layer import MultiHeadAttention
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 
-__all__ = ["HeadCount", "Pair", "Parameter", "Parameters", "Shape", "parameters"]
+__all__ = [
+    "HeadCountComparison",
+    "IntermediateTensor",
+    "LayerWithHeadCount",
+    "ParameterComparison",
+    "ParameterShape",
+    "compare_parameters",
+]
 
-PACKED = ("q_proj", "k_proj", "v_proj")
+PACKED_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterShape:
     """The name and the shape of one parameter tensor."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
-    def count(self) -> int:
+    def num_values(self) -> int:
         """Number of values."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
-class HeadCount:
+class LayerWithHeadCount:
     """A layer with one number of heads.
 
     Attributes:
         num_heads, head_dim: number of heads, and columns per head.
-        packed: the parameters with the projections of q, k and v stacked, as in `nn.MultiheadAttention`.
-        separate: the parameters as in this library, one projection each for q, k and v.
-        torch: the parameters of `nn.MultiheadAttention` itself.
-        features_read: per head, the number of input features with a non-zero derivative.
-        cut_features_read: the same if each head read only its own part of the input.
-        cut_total: number of parameters of such a layer.
-        independent_difference: largest difference between the layer and as many single-head layers, each built from
-            its rows of the packed projection.
+        packed_parameters: the parameters with the projections of q, k and v stacked, as in `nn.MultiheadAttention`.
+        separate_parameters: the parameters as in this library, one projection each for q, k and v.
+        torch_parameters: the parameters of `nn.MultiheadAttention` itself.
+        features_read_by_head: per head, the number of input features with a non-zero derivative.
+        features_read_by_head_of_split_input: the same if each head reads only its own part of the input.
+        parameters_with_split_input: number of parameters of a layer whose heads each read only their own part.
+        difference_from_single_head_layers: largest difference between the layer's output and that of as many
+            single-head layers, each built from its rows of the packed projection.
     """
 
     num_heads: int
     head_dim: int
-    packed: tuple[Parameter, ...]
-    separate: tuple[Parameter, ...]
-    torch: tuple[Parameter, ...]
-    features_read: tuple[int, ...]
-    cut_features_read: tuple[int, ...]
-    cut_total: int
-    independent_difference: float
+    packed_parameters: tuple[ParameterShape, ...]
+    separate_parameters: tuple[ParameterShape, ...]
+    torch_parameters: tuple[ParameterShape, ...]
+    features_read_by_head: tuple[int, ...]
+    features_read_by_head_of_split_input: tuple[int, ...]
+    parameters_with_split_input: int
+    difference_from_single_head_layers: float
 
     @property
-    def total(self) -> int:
+    def num_parameters(self) -> int:
         """Number of trained parameters."""
-        return sum(parameter.count for parameter in self.packed)
+        return sum(parameter.num_values for parameter in self.packed_parameters)
 
 
 @dataclass(frozen=True)
-class Shape:
+class IntermediateTensor:
     """One intermediate tensor: its name, the code that computes it, its axes and its shape."""
 
     name: str
@@ -74,46 +81,46 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Pair:
+class HeadCountComparison:
     """The same weights, split into two different numbers of heads.
 
     Attributes:
-        first, second: the numbers of heads.
+        first_num_heads, second_num_heads: the numbers of heads.
         output_difference: norm of the difference of the outputs, as a share of the norm of the first.
         gradient_difference: the same for the gradients of all weights, with the same loss.
         score_difference: largest difference between the sums of q . k over heads, which are equal up to rounding.
     """
 
-    first: int
-    second: int
+    first_num_heads: int
+    second_num_heads: int
     output_difference: float
     gradient_difference: float
     score_difference: float
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterComparison:
     """The results of all comparisons.
 
     Attributes:
         embed_dim, length: width and tokens of the input, (1, length, embed_dim).
-        counts: one result per number of heads.
-        shapes_of: the number of heads whose shapes are listed.
-        shapes: every tensor from input to output.
-        pairs: one result per pair of numbers of heads, in the order of `counts`.
+        layers: one result per number of heads.
+        num_heads_of_tensors: the number of heads whose shapes are listed.
+        intermediate_tensors: every tensor from input to output.
+        comparisons: one result per pair of numbers of heads, in the order of `layers`.
     """
 
     embed_dim: int
     length: int
-    counts: tuple[HeadCount, ...]
-    shapes_of: int
-    shapes: tuple[Shape, ...]
-    pairs: tuple[Pair, ...]
+    layers: tuple[LayerWithHeadCount, ...]
+    num_heads_of_tensors: int
+    intermediate_tensors: tuple[IntermediateTensor, ...]
+    comparisons: tuple[HeadCountComparison, ...]
 
 
-def parameters(
+def compare_parameters(
     *, embed_dim: int = 512, length: int = 12, heads: Sequence[int] = (1, 2, 4, 8), shapes_of: int = 2, seed: int = 0
-) -> Parameters:
+) -> ParameterComparison:
     """Build layers that differ only in their number of heads, and compare them in float64.
 
     Args:
@@ -131,10 +138,10 @@ def parameters(
 
     Source: arXiv:1706.03762, section 3.2.2.
 
-    >>> found = parameters(embed_dim=8, length=3, heads=(1, 2))
-    >>> [count.total for count in found.counts]
+    >>> found = compare_parameters(embed_dim=8, length=3, heads=(1, 2))
+    >>> [layer.num_parameters for layer in found.layers]
     [288, 288]
-    >>> [count.features_read for count in found.counts]
+    >>> [layer.features_read_by_head for layer in found.layers]
     [(8,), (8, 8)]
     """
     if not heads:
@@ -146,27 +153,29 @@ def parameters(
         return _compare_head_counts(embed_dim, length, tuple(heads), shapes_of, seed)
 
 
-def _compare_head_counts(embed_dim: int, length: int, heads: tuple[int, ...], shapes_of: int, seed: int) -> Parameters:
+def _compare_head_counts(
+    embed_dim: int, length: int, heads: tuple[int, ...], shapes_of: int, seed: int
+) -> ParameterComparison:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, length, embed_dim, generator=generator, dtype=torch.float64)
-    layers = [_layer_of_seed(embed_dim, num_heads, seed) for num_heads in heads]
+    layers = [_build_layer(embed_dim, num_heads, seed) for num_heads in heads]
     measured = [_measure_layer(layer, x, seed) for layer in layers]
     pairs = [
-        Pair(layers[i].num_heads, layers[j].num_heads, *_differences_of_layers(measured[i], measured[j]))
+        HeadCountComparison(layers[i].num_heads, layers[j].num_heads, *_relative_differences(measured[i], measured[j]))
         for i in range(len(layers))
         for j in range(i + 1, len(layers))
     ]
-    return Parameters(
+    return ParameterComparison(
         embed_dim=embed_dim,
         length=length,
-        counts=tuple(_count_parameters(layer, x, seed) for layer in layers),
-        shapes_of=shapes_of,
-        shapes=_list_shapes(_layer_of_seed(embed_dim, shapes_of, seed), x),
-        pairs=tuple(pairs),
+        layers=tuple(_count_parameters(layer, x, seed) for layer in layers),
+        num_heads_of_tensors=shapes_of,
+        intermediate_tensors=_list_intermediate_tensors(_build_layer(embed_dim, shapes_of, seed), x),
+        comparisons=tuple(pairs),
     )
 
 
-def _layer_of_seed(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool = True) -> MultiHeadAttention:
+def _build_layer(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool = True) -> MultiHeadAttention:
     """Build a layer in float64 whose weights depend on the seed but not on the number of heads."""
     layer = MultiHeadAttention(embed_dim, num_heads, output_projection=output_projection, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -177,39 +186,43 @@ def _layer_of_seed(embed_dim: int, num_heads: int, seed: int, *, output_projecti
     return layer
 
 
-def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> HeadCount:
+def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerWithHeadCount:
     heads, head_dim, embed_dim = layer.num_heads, layer.head_dim, layer.embed_dim
     packed = {
-        "in_proj_weight": torch.cat([layer.get_parameter(f"{name}.weight") for name in PACKED]),
-        "in_proj_bias": torch.cat([layer.get_parameter(f"{name}.bias") for name in PACKED]),
+        "in_proj_weight": torch.cat([layer.get_parameter(f"{name}.weight") for name in PACKED_PROJECTIONS]),
+        "in_proj_bias": torch.cat([layer.get_parameter(f"{name}.bias") for name in PACKED_PROJECTIONS]),
         "out_proj.weight": layer.get_parameter("out_proj.weight"),
         "out_proj.bias": layer.get_parameter("out_proj.bias"),
     }
-    bare = _layer_of_seed(embed_dim, heads, seed, output_projection=False)
-    cut = _layer_of_seed(embed_dim, heads, seed, output_projection=False)
+    bare = _build_layer(embed_dim, heads, seed, output_projection=False)
+    cut = _build_layer(embed_dim, heads, seed, output_projection=False)
     own = torch.block_diag(*[torch.ones(head_dim, head_dim, dtype=x.dtype)] * heads)
     with torch.no_grad():
         for projection in (cut.q_proj, cut.k_proj, cut.v_proj):
             projection.weight *= own
     lost = 3 * int((own == 0).sum())
-    return HeadCount(
+    return LayerWithHeadCount(
         num_heads=heads,
         head_dim=head_dim,
-        packed=_list_parameters(packed),
-        separate=_list_parameters(dict(layer.named_parameters())),
-        torch=_list_parameters(dict(nn.MultiheadAttention(embed_dim, heads, device="meta").named_parameters())),
-        features_read=_features_read(bare, x, seed),
-        cut_features_read=_features_read(cut, x, seed),
-        cut_total=sum(tensor.numel() for tensor in packed.values()) - lost,
-        independent_difference=float((_heads_as_own_layers(bare, packed, x) - bare(x)).abs().max().detach()),
+        packed_parameters=_list_parameters(packed),
+        separate_parameters=_list_parameters(dict(layer.named_parameters())),
+        torch_parameters=_list_parameters(
+            dict(nn.MultiheadAttention(embed_dim, heads, device="meta").named_parameters())
+        ),
+        features_read_by_head=_count_features_read(bare, x, seed),
+        features_read_by_head_of_split_input=_count_features_read(cut, x, seed),
+        parameters_with_split_input=sum(tensor.numel() for tensor in packed.values()) - lost,
+        difference_from_single_head_layers=float(
+            (_sum_single_head_layers(bare, packed, x) - bare(x)).abs().max().detach()
+        ),
     )
 
 
-def _list_parameters(tensors: dict[str, Tensor]) -> tuple[Parameter, ...]:
-    return tuple(Parameter(name, tuple(tensor.shape)) for name, tensor in tensors.items())
+def _list_parameters(tensors: dict[str, Tensor]) -> tuple[ParameterShape, ...]:
+    return tuple(ParameterShape(name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
-def _features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int, ...]:
+def _count_features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int, ...]:
     """Count, for each head, the input features that its result depends on."""
     x = x.clone().requires_grad_()
     z_heads = split_heads(layer(x), layer.num_heads)  # (batch, heads, length, head_dim)
@@ -222,7 +235,7 @@ def _features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int
     return tuple(found)
 
 
-def _heads_as_own_layers(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
+def _sum_single_head_layers(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
     """Compute every head with its own single-head layer from its rows of the packed projection; concatenate them."""
     heads, head_dim = layer.num_heads, layer.head_dim
     # (3 * embed_dim, embed_dim): the rows of q, then of k, then of v; within each, head after head.
@@ -252,17 +265,21 @@ def _measure_layer(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str,
     }
 
 
-def _differences_of_layers(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[float, float, float]:
-    """Return the differences of outputs, gradients and scores, as in `Pair`."""
+def _relative_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[float, float, float]:
+    """Return the differences of outputs, gradients and scores, as in `HeadCountComparison`."""
 
-    def share(name: str) -> float:
+    def relative_difference(name: str) -> float:
         return float((second[name] - first[name]).norm() / first[name].norm())
 
-    return share("output"), share("gradient"), float((second["scores"] - first["scores"]).abs().max())
+    return (
+        relative_difference("output"),
+        relative_difference("gradient"),
+        float((second["scores"] - first["scores"]).abs().max()),
+    )
 
 
 @torch.no_grad()
-def _list_shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
+def _list_intermediate_tensors(layer: MultiHeadAttention, x: Tensor) -> tuple[IntermediateTensor, ...]:
     """Recompute the layer step by step, and list every shape."""
     heads = layer.num_heads
     wide, split = ("batch", "length", "heads*head_dim"), ("batch", "heads", "length", "head_dim")
@@ -285,4 +302,4 @@ def _list_shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
         ("merged", "merge_heads(z_heads)", wide, merged),
         ("output", "out_proj(merged)", ("batch", "length", "embed_dim"), output),
     ]
-    return tuple(Shape(name, code, axes, tuple(each.shape)) for name, code, axes, each in listed)
+    return tuple(IntermediateTensor(name, code, axes, tuple(each.shape)) for name, code, axes, each in listed)

@@ -4,48 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multihead_lab.charts import Bar, Curve, bars, chart
-from multihead_lab.matching import Match, Spread, Vectors
-from multihead_lab.parameters import Parameter, Parameters
-from multihead_lab.run import Answers
-from multihead_lab.tasks import Induction, Lookup, task_named
+from multihead_lab.charts import Bar, Curve, draw_bar_chart, draw_line_chart
+from multihead_lab.matching import MatchRates, MeanOverSeeds, VectorMatching
+from multihead_lab.parameters import ParameterComparison, ParameterShape
+from multihead_lab.run import LabResults
+from multihead_lab.tasks import InductionTask, LookupTask, find_task
 from multihead_lab.text import Chapter, Phrases, Table, format_percent, format_rounding_error, format_shape
-from multihead_lab.training import REACHED, TESTED, Experiment, Training
+from multihead_lab.training import LEARNED_ACCURACY, TEST_QUESTIONS, Experiment, TrainedModel
 
 __all__ = ["build_chapters", "copies_chapter", "experiment_chapter"]
 
 
-def build_chapters(answers: Answers, phrases: Phrases) -> tuple[Chapter, ...]:
+def build_chapters(answers: LabResults, phrases: Phrases) -> tuple[Chapter, ...]:
     """Build the chapters in the order in which their questions arise."""
     chapters: list[Chapter] = []
     if answers.parameters is not None:
         found = answers.parameters
-        chapters += [_count_chapter(found, phrases), _shapes_chapter(found, phrases)]
-        chapters += [_outputs_chapter(found, phrases)] if found.pairs else []
-        chapters.append(_reads_chapter(found, phrases))
+        chapters += [_parameter_count_chapter(found, phrases), _shapes_chapter(found, phrases)]
+        chapters += [_outputs_chapter(found, phrases)] if found.comparisons else []
+        chapters.append(_features_read_chapter(found, phrases))
     chapters += [experiment_chapter(experiment, answers, phrases) for experiment in answers.experiments]
-    if answers.copies is not None:
-        chapters.append(copies_chapter(answers.copies, answers.experiments, phrases))
-    if answers.vectors is not None:
-        chapters += [_matches_chapter(answers.vectors, phrases), _lengths_chapter(answers.vectors, phrases)]
+    if answers.experiment_with_copied_heads is not None:
+        chapters.append(copies_chapter(answers.experiment_with_copied_heads, answers.experiments, phrases))
+    if answers.vector_matching is not None:
+        chapters += [
+            _matches_chapter(answers.vector_matching, phrases),
+            _lengths_chapter(answers.vector_matching, phrases),
+        ]
     return tuple(chapters)
 
 
-def _count_chapter(found: Parameters, phrases: Phrases) -> Chapter:
+def _parameter_count_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
     """Build the chapter "Do more heads mean more parameters?"."""
-    translate, counts = phrases.translate, found.counts
+    translate, counts = phrases.translate, found.layers
     first = counts[0]
-    if all(count.packed == first.packed for count in counts):
-        heads = phrases.listed((str(count.num_heads) for count in counts), "or")
-        answer = translate("count.same", heads=heads, tensors=len(first.packed), total=f"{first.total:,}")
+    if all(count.packed_parameters == first.packed_parameters for count in counts):
+        heads = phrases.join_items((str(count.num_heads) for count in counts), "or")
+        answer = translate(
+            "count.same", heads=heads, tensors=len(first.packed_parameters), total=f"{first.num_parameters:,}"
+        )
     else:
-        totals = phrases.listed(f"{phrases.heads(count.num_heads)} {count.total:,}" for count in counts)
+        totals = phrases.join_items(
+            f"{phrases.format_head_count(count.num_heads)} {count.num_parameters:,}" for count in counts
+        )
         answer = translate("count.differ", totals=totals)
-    alike = all(set(count.torch) == set(count.packed) for count in counts)
-    names = [parameter.name for parameter in first.packed]
-    rows = [(name, *(_shape_of(count.packed, name) for count in counts)) for name in names]
-    rows.append((translate("all together"), *(f"{count.total:,}" for count in counts)))
-    columns = (translate("parameter"), *(phrases.heads(count.num_heads) for count in counts))
+    alike = all(set(count.torch_parameters) == set(count.packed_parameters) for count in counts)
+    names = [parameter.name for parameter in first.packed_parameters]
+    rows = [(name, *(_shape_of(count.packed_parameters, name) for count in counts)) for name in names]
+    rows.append((translate("all together"), *(f"{count.num_parameters:,}" for count in counts)))
+    columns = (translate("parameter"), *(phrases.format_head_count(count.num_heads) for count in counts))
     text = (
         translate("count.text", embed_dim=found.embed_dim),
         translate("count.torch same" if alike else "count.torch differ"),
@@ -55,18 +62,18 @@ def _count_chapter(found: Parameters, phrases: Phrases) -> Chapter:
     )
 
 
-def _shape_of(parameters: tuple[Parameter, ...], name: str) -> str:
+def _shape_of(parameters: tuple[ParameterShape, ...], name: str) -> str:
     return next((format_shape(each.shape) for each in parameters if each.name == name), "")
 
 
-def _shapes_chapter(found: Parameters, phrases: Phrases) -> Chapter:
+def _shapes_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
     """Build the chapter on the shapes from input to output."""
     translate = phrases.translate
-    heads = phrases.heads(found.shapes_of)
-    sizes = {each.name: each.shape for each in found.shapes}
+    heads = phrases.format_head_count(found.num_heads_of_tensors)
+    sizes = {each.name: each.shape for each in found.intermediate_tensors}
     rows = tuple(
         (each.name, each.code or translate("the input"), format_shape(each.shape), " ".join(each.axes))
-        for each in found.shapes
+        for each in found.intermediate_tensors
     )
     columns = (translate("tensor"), translate("made by"), translate("shape"), translate("axes"))
     return Chapter(
@@ -78,10 +85,10 @@ def _shapes_chapter(found: Parameters, phrases: Phrases) -> Chapter:
     )
 
 
-def _outputs_chapter(found: Parameters, phrases: Phrases) -> Chapter:
+def _outputs_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
     """Build the chapter "Do the same weights give the same output?"."""
     translate = phrases.translate
-    far = max(found.pairs, key=lambda pair: pair.output_difference)
+    far = max(found.comparisons, key=lambda pair: pair.output_difference)
     key = "outputs.same" if far.output_difference < 1e-9 else "outputs.differ"
     output = (
         format_rounding_error(far.output_difference)
@@ -90,19 +97,19 @@ def _outputs_chapter(found: Parameters, phrases: Phrases) -> Chapter:
     )
     answer = translate(
         key,
-        first=phrases.heads(far.first),
-        second=phrases.heads(far.second),
+        first=phrases.format_head_count(far.first_num_heads),
+        second=phrases.format_head_count(far.second_num_heads),
         output=output,
         gradient=format_percent(far.gradient_difference, 0),
     )
     rows = tuple(
         (
-            translate("two counts", first=pair.first, second=pair.second),
+            translate("two counts", first=pair.first_num_heads, second=pair.second_num_heads),
             format_percent(pair.output_difference),
             format_percent(pair.gradient_difference),
             format_rounding_error(pair.score_difference),
         )
-        for pair in found.pairs
+        for pair in found.comparisons
     )
     columns = (
         translate("heads column"),
@@ -110,16 +117,18 @@ def _outputs_chapter(found: Parameters, phrases: Phrases) -> Chapter:
         translate("gradient differs"),
         translate("scores differ"),
     )
-    text = translate("outputs.text", scores=format_rounding_error(max(pair.score_difference for pair in found.pairs)))
+    text = translate(
+        "outputs.text", scores=format_rounding_error(max(pair.score_difference for pair in found.comparisons))
+    )
     groups = [
         (
-            translate("two counts", first=pair.first, second=pair.second),
+            translate("two counts", first=pair.first_num_heads, second=pair.second_num_heads),
             [
                 Bar(translate("bar.output"), "c1", pair.output_difference),
                 Bar(translate("bar.gradient"), "c0", pair.gradient_difference),
             ],
         )
-        for pair in found.pairs
+        for pair in found.comparisons
     ]
     return Chapter(
         "outputs",
@@ -127,26 +136,26 @@ def _outputs_chapter(found: Parameters, phrases: Phrases) -> Chapter:
         answer,
         (text,),
         (Table(translate("outputs.caption"), columns, rows),),
-        (bars(groups, label=translate("outputs.label")), translate("outputs.label")),
+        (draw_bar_chart(groups, label=translate("outputs.label")), translate("outputs.label")),
     )
 
 
-def _reads_chapter(found: Parameters, phrases: Phrases) -> Chapter:
+def _features_read_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
     """Build the chapter "Does each head see only a part of the input?"."""
     translate = phrases.translate
-    read = [number for count in found.counts for number in count.features_read]
+    read = [number for count in found.layers for number in count.features_read_by_head]
     key = "reads.all" if min(read) == found.embed_dim else "reads.some"
     answer = translate(key, features=found.embed_dim, least=min(read), most=max(read))
     rows = tuple(
         (
-            phrases.heads(count.num_heads),
+            phrases.format_head_count(count.num_heads),
             str(count.head_dim),
-            _range_of_values(count.features_read),
-            _range_of_values(count.cut_features_read),
-            f"{count.cut_total:,}",
-            format_rounding_error(count.independent_difference),
+            _range_of_values(count.features_read_by_head),
+            _range_of_values(count.features_read_by_head_of_split_input),
+            f"{count.parameters_with_split_input:,}",
+            format_rounding_error(count.difference_from_single_head_layers),
         )
-        for count in found.counts
+        for count in found.layers
     )
     columns = (
         translate("heads column"),
@@ -156,7 +165,7 @@ def _reads_chapter(found: Parameters, phrases: Phrases) -> Chapter:
         translate("numbers if cut"),
         translate("independent"),
     )
-    largest = max(count.independent_difference for count in found.counts)
+    largest = max(count.difference_from_single_head_layers for count in found.layers)
     text = translate("reads.text"), translate("reads.independent", difference=format_rounding_error(largest))
     return Chapter("reads", translate("reads.title"), answer, text, (Table(translate("reads.caption"), columns, rows),))
 
@@ -165,18 +174,20 @@ def _range_of_values(values: tuple[int, ...]) -> str:
     return str(values[0]) if min(values) == max(values) else f"{min(values)}–{max(values)}"
 
 
-def _matches_chapter(found: Vectors, phrases: Phrases) -> Chapter:
+def _matches_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
     """Build the chapter "Does one long row match worse than several short ones?"."""
     translate = phrases.translate
-    width = found.columns // found.parts
-    sizes = {"columns": found.columns, "parts": found.parts, "width": width}
+    width = found.columns // found.short_rows
+    sizes = {"columns": found.columns, "parts": found.short_rows, "width": width}
     rows = tuple(
         (
             translate(f"content.{match.content}"),
-            f"{match.noise:g}",
-            phrases.spread(match.long),
-            phrases.spread(match.short),
-            phrases.spread(match.own) if match.content in ("part", "two") else "",
+            f"{match.query_noise:g}",
+            phrases.format_percent_with_deviation(match.by_long_row),
+            phrases.format_percent_with_deviation(match.by_all_short_rows),
+            phrases.format_percent_with_deviation(match.by_short_rows_with_content)
+            if match.content in ("part", "two")
+            else "",
         )
         for match in found.matches
     )
@@ -189,12 +200,23 @@ def _matches_chapter(found: Vectors, phrases: Phrases) -> Chapter:
     )
     groups = [
         (
-            translate("content and noise", content=translate(f"content.{match.content}"), noise=f"{match.noise:g}"),
+            translate(
+                "content and noise", content=translate(f"content.{match.content}"), noise=f"{match.query_noise:g}"
+            ),
             [
-                Bar(translate("bar.long"), "c1", match.long.mean, match.long.deviation or 0.0),
-                Bar(translate("bar.short"), "c0", match.short.mean, match.short.deviation or 0.0),
+                Bar(translate("bar.long"), "c1", match.by_long_row.mean, match.by_long_row.deviation or 0.0),
+                Bar(
+                    translate("bar.short"), "c0", match.by_all_short_rows.mean, match.by_all_short_rows.deviation or 0.0
+                ),
                 *(
-                    [Bar(translate("bar.own"), "c3", match.own.mean, match.own.deviation or 0.0)]
+                    [
+                        Bar(
+                            translate("bar.own"),
+                            "c3",
+                            match.by_short_rows_with_content.mean,
+                            match.by_short_rows_with_content.deviation or 0.0,
+                        )
+                    ]
                     if match.content in ("part", "two")
                     else []
                 ),
@@ -202,38 +224,38 @@ def _matches_chapter(found: Vectors, phrases: Phrases) -> Chapter:
         )
         for match in found.matches
     ]
-    noises = phrases.listed(dict.fromkeys(f"{match.noise:g}" for match in found.matches))
+    noises = phrases.join_items(dict.fromkeys(f"{match.query_noise:g}" for match in found.matches))
     settings = {
         "candidates": found.candidates,
         "trials": found.trials,
-        "seeds": phrases.seeds(found.seeds),
+        "seeds": phrases.format_seed_count(found.seeds),
         "noises": noises,
     }
     return Chapter(
         "vectors",
         translate("vectors.title"),
-        _verdict_on_rows(found, sizes, phrases),
+        _compare_long_and_short_rows(found, sizes, phrases),
         (translate("vectors.text", **sizes, **settings),),
         (Table(translate("vectors.caption"), columns, rows),),
-        (bars(groups, label=translate("vectors.label")), translate("vectors.label")),
+        (draw_bar_chart(groups, label=translate("vectors.label")), translate("vectors.label")),
     )
 
 
-def _verdict_on_rows(found: Vectors, sizes: dict[str, int], phrases: Phrases) -> str:
+def _compare_long_and_short_rows(found: VectorMatching, sizes: dict[str, int], phrases: Phrases) -> str:
     """Name the contents for which one long row, or several short ones, find more partners."""
     translate = phrases.translate
-    if any(match.long.deviation is None for match in found.matches):
+    if any(match.by_long_row.deviation is None for match in found.matches):
         return translate("vectors.one seed")
-    ways: dict[str, list[Match]] = {"vectors.long": [], "vectors.short": [], "vectors.level": []}
+    ways: dict[str, list[MatchRates]] = {"vectors.long": [], "vectors.short": [], "vectors.level": []}
     for match in found.matches:
         # The short rows count by the better of two scores: their mean, or the rows that carry the content.
-        short = max(match.short, match.own, key=lambda share: share.mean)
-        if not match.long.apart(short):
+        short = max(match.by_all_short_rows, match.by_short_rows_with_content, key=lambda share: share.mean)
+        if not match.by_long_row.differs_from(short):
             ways["vectors.level"].append(match)
         else:
-            ways["vectors.long" if match.long.mean > short.mean else "vectors.short"].append(match)
+            ways["vectors.long" if match.by_long_row.mean > short.mean else "vectors.short"].append(match)
     sentences = [
-        translate(key, **sizes, contents=_list_contents(matches, found, phrases))
+        translate(key, **sizes, contents=_join_content_names(matches, found, phrases))
         for key, matches in ways.items()
         if matches
     ]
@@ -241,56 +263,59 @@ def _verdict_on_rows(found: Vectors, sizes: dict[str, int], phrases: Phrases) ->
         sentences.insert(0, translate("vectors.depends"))
     elif ways["vectors.long"] or ways["vectors.short"]:
         sentences.insert(0, translate("vectors.never" if ways["vectors.long"] else "vectors.always"))
-    return phrases.joined(sentences)
+    return phrases.join_sentences(sentences)
 
 
-def _list_contents(matches: list[Match], found: Vectors, phrases: Phrases) -> str:
+def _join_content_names(matches: list[MatchRates], found: VectorMatching, phrases: Phrases) -> str:
     """List kinds of content, with the noise only if the result depends on it."""
     named = []
     for content in dict.fromkeys(match.content for match in matches):
-        noises = [f"{match.noise:g}" for match in matches if match.content == content]
+        noises = [f"{match.query_noise:g}" for match in matches if match.content == content]
         name = phrases.translate(f"content.{content}")
         everywhere = len(noises) == sum(match.content == content for match in found.matches)
-        alone = phrases.translate("at noise", content=name, noise=phrases.listed(noises))
+        alone = phrases.translate("at noise", content=name, noise=phrases.join_items(noises))
         named.append(name if everywhere else alone)
-    return phrases.words["join.parts"].join(named)
+    return phrases.texts_by_key["join.parts"].join(named)
 
 
-def _lengths_chapter(found: Vectors, phrases: Phrases) -> Chapter:
+def _lengths_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
     """Build the chapter on the effect of the length of a row."""
     translate = phrases.translate
     first, last = found.lengths[0], found.lengths[-1]
-    better = last.found.mean > first.found.mean and last.found.apart(first.found)
-    one_seed = first.found.deviation is None
+    better = last.match_rate.mean > first.match_rate.mean and last.match_rate.differs_from(first.match_rate)
+    one_seed = first.match_rate.deviation is None
     answer = translate(
         "lengths.one seed" if one_seed else "lengths.better" if better else "lengths.worse",
         first=first.columns,
         last=last.columns,
-        low=phrases.spread(first.found),
-        high=phrases.spread(last.found),
+        low=phrases.format_percent_with_deviation(first.match_rate),
+        high=phrases.format_percent_with_deviation(last.match_rate),
     )
-    harmful = (last.plain_keys, last.scaled_keys), (last.plain_slope, last.scaled_slope)
+    harmful = (
+        (last.unscaled_effective_keys, last.scaled_effective_keys),
+        (last.unscaled_softmax_slope, last.scaled_softmax_slope),
+    )
     text = translate(
         "lengths.text one seed"
         if one_seed
         else "lengths.text"
-        if all(plain.mean < scaled.mean and plain.apart(scaled) for plain, scaled in harmful)
+        if all(plain.mean < scaled.mean and plain.differs_from(scaled) for plain, scaled in harmful)
         else "lengths.text level",
         last=last.columns,
         candidates=found.candidates,
-        plain=f"{last.plain_keys.mean:.1f}",
-        scaled=f"{last.scaled_keys.mean:.1f}",
-        plain_slope=f"{last.plain_slope.mean:.3f}",
-        scaled_slope=f"{last.scaled_slope.mean:.3f}",
+        plain=f"{last.unscaled_effective_keys.mean:.1f}",
+        scaled=f"{last.scaled_effective_keys.mean:.1f}",
+        plain_slope=f"{last.unscaled_softmax_slope.mean:.3f}",
+        scaled_slope=f"{last.scaled_softmax_slope.mean:.3f}",
     )
     rows = tuple(
         (
             str(row.columns),
-            phrases.spread(row.found),
-            phrases.number(row.scaled_keys),
-            phrases.number(row.plain_keys),
-            phrases.number(row.scaled_slope, 3),
-            phrases.number(row.plain_slope, 3),
+            phrases.format_percent_with_deviation(row.match_rate),
+            phrases.format_number_with_deviation(row.scaled_effective_keys),
+            phrases.format_number_with_deviation(row.unscaled_effective_keys),
+            phrases.format_number_with_deviation(row.scaled_softmax_slope, 3),
+            phrases.format_number_with_deviation(row.unscaled_softmax_slope, 3),
         )
         for row in found.lengths
     )
@@ -301,12 +326,12 @@ def _lengths_chapter(found: Vectors, phrases: Phrases) -> Chapter:
         translate("found name"),
         "c0",
         [row.columns for row in found.lengths],
-        [row.found.mean for row in found.lengths],
-        [max(row.found.mean - (row.found.deviation or 0.0), 0) for row in found.lengths],
-        [min(row.found.mean + (row.found.deviation or 0.0), 1) for row in found.lengths],
+        [row.match_rate.mean for row in found.lengths],
+        [max(row.match_rate.mean - (row.match_rate.deviation or 0.0), 0) for row in found.lengths],
+        [min(row.match_rate.mean + (row.match_rate.deviation or 0.0), 1) for row in found.lengths],
     )
     ticks = [row.columns for row in found.lengths]
-    drawn = chart(
+    drawn = draw_line_chart(
         [curve], label=translate("lengths.label"), x_label=translate("columns axis"), x_ticks=ticks, logarithmic=True
     )
     table = Table(translate("lengths.caption", noise=f"{found.length_noise:g}"), columns, rows)
@@ -315,66 +340,69 @@ def _lengths_chapter(found: Vectors, phrases: Phrases) -> Chapter:
     )
 
 
-HALF = 0.5  # share of a head's weight above which it attends to one thing more than to all others together
+LARGE_SHARE = 0.5  # share of a head's weight above which it attends to one thing more than to all others together
 
 
-def experiment_chapter(experiment: Experiment, answers: Answers, phrases: Phrases) -> Chapter:
+def experiment_chapter(experiment: Experiment, answers: LabResults, phrases: Phrases) -> Chapter:
     """Build the chapter of one task: the verdict, the numbers, the course of training, and the heads."""
     translate, name = phrases.translate, experiment.task
-    task = task_named(name)
-    facts = task.facts if isinstance(task, Lookup) else 0
-    sizes = phrases.listed((f"{size:,}" for size in sorted({each.parameters for each in experiment.trainings})), "or")
+    task = find_task(name)
+    facts = task.facts_per_row if isinstance(task, LookupTask) else 0
+    sizes = phrases.join_items(
+        (f"{size:,}" for size in sorted({each.num_parameters for each in experiment.models})), "or"
+    )
     settings = translate(
         "settings",
         parameters=sizes,
         steps=experiment.steps,
         batch=experiment.batch_size,
         rate=f"{experiment.learning_rate:g}",
-        seeds=phrases.seeds(answers.seeds),
-        chance=format_percent(experiment.chance),
+        seeds=phrases.format_seed_count(answers.models_per_head_count),
+        chance=format_percent(experiment.chance_accuracy),
     )
-    describe_heads = _induction_heads if isinstance(task, Induction) else _lookup_heads
+    describe_heads = _describe_induction_heads if isinstance(task, InductionTask) else _describe_lookup_heads
     looks, tables = describe_heads(experiment, phrases)
     return Chapter(
         name=name,
         title=translate(f"{name}.title"),
-        answer=_name_best_head_count(experiment, phrases),
-        text=(translate(f"{name}.task", facts=facts), settings),
+        short_answer=_name_best_head_count(experiment, phrases),
+        paragraphs=(translate(f"{name}.task", facts=facts), settings),
         tables=(_table_of_results(experiment, phrases),),
         chart=(_chart_of_training(experiment, phrases), translate("course.caption")),
-        task=name,
-        looks=looks,
-        looks_tables=tables,
+        pictured_task=name,
+        head_paragraphs=looks,
+        head_tables=tables,
     )
 
 
 def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrases: Phrases) -> Chapter:
     """Build the chapter that compares two heads that start as copies with two that do not."""
     translate = phrases.translate
-    drawn = [each for one in experiments if one.task == copies.task for each in one.of(2)]
-    groups = [("drawn", drawn), ("copied", list(copies.trainings))]
+    drawn = [each for one in experiments if one.task == copies.task for each in one.models_with_head_count(2)]
+    groups = [("drawn", drawn), ("copied", list(copies.models))]
     rows, right = [], {}
     for name, trainings in groups:
         if not trainings:
             continue
-        right[name] = Spread.of([each.right for each in trainings])
+        right[name] = MeanOverSeeds.from_values([each.final_accuracy for each in trainings])
         before, after = (
-            Spread.of([getattr(each, side) for each in trainings]) for side in ("apart_before", "apart_after")
+            MeanOverSeeds.from_values([getattr(each, side) for each in trainings])
+            for side in ("head_distance_before", "head_distance_after")
         )
         rows.append(
             (
                 translate(f"start.{name}"),
-                phrases.number(before, 2),
-                phrases.number(after, 2),
-                phrases.spread(right[name]),
+                phrases.format_number_with_deviation(before, 2),
+                phrases.format_number_with_deviation(after, 2),
+                phrases.format_percent_with_deviation(right[name]),
             )
         )
     drawn_bars = [
         (translate(f"start.{name}"), [Bar(translate("bar.right"), "c1", share.mean, share.deviation or 0.0)])
         for name, share in right.items()
     ]
-    apart = max(each.apart_after for each in copies.trainings)
-    shares = {name: phrases.spread(share) for name, share in right.items()}
+    apart = max(each.head_distance_after for each in copies.models)
+    shares = {name: phrases.format_percent_with_deviation(share) for name, share in right.items()}
     key = "copies.answer" if apart == 0 else "copies.answer other"
     columns = (translate("start.column"), translate("apart before"), translate("apart after"), translate("right"))
     return Chapter(
@@ -383,47 +411,63 @@ def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrase
         translate(key, apart=f"{apart:.2g}", copied=shares["copied"], drawn=shares.get("drawn", "–")),
         (translate("copies.text"), *([translate("copies.equal")] if apart == 0 else [])),
         (Table(translate("copies.caption"), columns, tuple(rows)),),
-        (bars(drawn_bars, label=translate("copies.label")), translate("copies.label")),
+        (draw_bar_chart(drawn_bars, label=translate("copies.label")), translate("copies.label")),
     )
 
 
 def _name_best_head_count(experiment: Experiment, phrases: Phrases) -> str:
     """Name the best number of heads, and those that are worse by more than the spread."""
-    translate, verdict = phrases.translate, experiment.verdict()
-    found = {summary.num_heads: summary.right for summary in experiment.summaries()}
-    best, share = phrases.heads(verdict.best), phrases.spread(found[verdict.best])
+    translate, verdict = phrases.translate, experiment.compare_head_counts()
+    found = {summary.num_heads: summary.accuracy for summary in experiment.summarise_seeds()}
+    best, share = (
+        phrases.format_head_count(verdict.best_num_heads),
+        phrases.format_percent_with_deviation(found[verdict.best_num_heads]),
+    )
     if len(found) == 1:
         return translate("verdict.alone", best=best, share=share)
     if any(each.deviation is None for each in found.values()):
         shares = [
-            translate("with share", heads=phrases.heads(each), share=phrases.spread(found[each])) for each in found
+            translate(
+                "with share",
+                heads=phrases.format_head_count(each),
+                share=phrases.format_percent_with_deviation(found[each]),
+            )
+            for each in found
         ]
-        return translate("verdict.one seed", list=phrases.listed(shares))
+        return translate("verdict.one seed", list=phrases.join_items(shares))
 
-    def listed(heads: Sequence[int]) -> str:
-        return phrases.listed(
-            translate("with share", heads=phrases.heads(each), share=phrases.spread(found[each])) for each in heads
+    def join_head_counts(heads: Sequence[int]) -> str:
+        return phrases.join_items(
+            translate(
+                "with share",
+                heads=phrases.format_head_count(each),
+                share=phrases.format_percent_with_deviation(found[each]),
+            )
+            for each in heads
         )
 
-    single = _is_one_head_enough(experiment, phrases)
-    if not verdict.worse:
+    single = _describe_single_head(experiment, phrases)
+    if not verdict.worse_num_heads:
         worst = min(found, key=lambda each: found[each].mean)
-        low = phrases.spread(found[worst])
-        if format_percent(found[worst].mean) == format_percent(found[verdict.best].mean):
-            return phrases.joined([single, translate("verdict.tie", list=listed(tuple(found)))])
-        level = translate("verdict.level all", best=best, share=share, worst=phrases.heads(worst), low=low)
-        return phrases.joined([single, level])
-    sentences = [single, translate("verdict.apart", best=best, share=share, worse=listed(verdict.worse))]
-    if verdict.level:
-        sentences.append(translate("verdict.level some", level=listed(verdict.level)))
-    return phrases.joined(sentences)
+        low = phrases.format_percent_with_deviation(found[worst])
+        if format_percent(found[worst].mean) == format_percent(found[verdict.best_num_heads].mean):
+            return phrases.join_sentences([single, translate("verdict.tie", list=join_head_counts(tuple(found)))])
+        level = translate("verdict.level all", best=best, share=share, worst=phrases.format_head_count(worst), low=low)
+        return phrases.join_sentences([single, level])
+    sentences = [
+        single,
+        translate("verdict.apart", best=best, share=share, worse=join_head_counts(verdict.worse_num_heads)),
+    ]
+    if verdict.equal_num_heads:
+        sentences.append(translate("verdict.level some", level=join_head_counts(verdict.equal_num_heads)))
+    return phrases.join_sentences(sentences)
 
 
-def _is_one_head_enough(experiment: Experiment, phrases: Phrases) -> str:
+def _describe_single_head(experiment: Experiment, phrases: Phrases) -> str:
     """Answer the title: does one head do as well as the best?"""
-    if 1 not in experiment.heads:
+    if 1 not in experiment.head_counts:
         return ""
-    worse = 1 in experiment.verdict().worse
+    worse = 1 in experiment.compare_head_counts().worse_num_heads
     return phrases.translate(f"{experiment.task}.{'worse' if worse else 'level'}")
 
 
@@ -431,82 +475,99 @@ def _table_of_results(experiment: Experiment, phrases: Phrases) -> Table:
     translate = phrases.translate
     rows = tuple(
         (
-            phrases.heads(summary.num_heads),
-            phrases.spread(summary.right),
-            format_percent(min(summary.each)),
-            format_percent(max(summary.each)),
-            translate("seeds of", n=summary.learned, of=len(summary.each)),
-            translate("never") if summary.learned_at is None else phrases.number(summary.learned_at, 0),
+            phrases.format_head_count(summary.num_heads),
+            phrases.format_percent_with_deviation(summary.accuracy),
+            format_percent(min(summary.accuracy_by_seed)),
+            format_percent(max(summary.accuracy_by_seed)),
+            translate("seeds of", n=summary.seeds_that_learned, of=len(summary.accuracy_by_seed)),
+            translate("never")
+            if summary.first_learned_step is None
+            else phrases.format_number_with_deviation(summary.first_learned_step, 0),
         )
-        for summary in experiment.summaries()
+        for summary in experiment.summarise_seeds()
     )
     columns = tuple(
         translate(key) for key in ("heads column", "right", "worst seed", "best seed", "learned", "learned at")
     )
-    return Table(translate("result.caption", tested=TESTED), columns, rows)
+    return Table(translate("result.caption", tested=TEST_QUESTIONS), columns, rows)
 
 
 def _chart_of_training(experiment: Experiment, phrases: Phrases) -> str:
     """Draw the share of correct answers over the steps, one curve per number of heads."""
     curves = []
-    for place, num_heads in enumerate(experiment.heads):
-        courses = [[moment.right for moment in each.moments] for each in experiment.of(num_heads)]
+    for place, num_heads in enumerate(experiment.head_counts):
+        courses = [
+            [moment.accuracy for moment in each.learning_curve] for each in experiment.models_with_head_count(num_heads)
+        ]
         points = list(zip(*courses, strict=True))
         curves.append(
             Curve(
-                phrases.heads(num_heads),
+                phrases.format_head_count(num_heads),
                 f"c{place % 4}",
-                [moment.step for moment in experiment.of(num_heads)[0].moments],
+                [moment.step for moment in experiment.models_with_head_count(num_heads)[0].learning_curve],
                 [sum(point) / len(point) for point in points],
                 [min(point) for point in points],
                 [max(point) for point in points],
             )
         )
     ticks = sorted({round(experiment.steps * part / 4) for part in range(5)})
-    return chart(
+    return draw_line_chart(
         curves,
         label=phrases.translate("course.label"),
         x_label=phrases.translate("steps axis"),
         x_ticks=ticks,
-        level=(experiment.chance, phrases.translate("guess")),
+        level=(experiment.chance_accuracy, phrases.translate("guess")),
     )
 
 
-def _lookup_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
+def _describe_lookup_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
     """Count the heads that attend to each name of the question, and the seeds in which two heads share two names."""
     translate, two = phrases.translate, experiment.task == "two"
     measures = ("first lookup", "second lookup") if two else ("first lookup",)
     rows, items = [], []
-    for num_heads in experiment.heads:
-        trainings = experiment.of(num_heads)
-        counts = [[_heads_on(training, name) for training in trainings] for name in measures]
+    for num_heads in experiment.head_counts:
+        trainings = experiment.models_with_head_count(num_heads)
+        counts = [[_count_heads_above_half(training, name) for training in trainings] for name in measures]
         neither = [num_heads - sum(each) for each in zip(*counts, strict=True)]
         entropy = [_mean_over_heads(training, "entropy") for training in trainings]
-        cells = [phrases.number(Spread.of([float(value) for value in column])) for column in (*counts, neither)]
-        rows.append((phrases.heads(num_heads), *cells, phrases.number(Spread.of(entropy), 2)))
+        cells = [
+            phrases.format_number_with_deviation(MeanOverSeeds.from_values([float(value) for value in column]))
+            for column in (*counts, neither)
+        ]
+        rows.append(
+            (
+                phrases.format_head_count(num_heads),
+                *cells,
+                phrases.format_number_with_deviation(MeanOverSeeds.from_values(entropy), 2),
+            )
+        )
         shared = sum(all(each) for each in zip(*counts, strict=True))
         if two and num_heads > 1:
-            items.append(translate("looks.two item", heads=phrases.heads(num_heads), yes=shared, of=len(trainings)))
+            items.append(
+                translate("looks.two item", heads=phrases.format_head_count(num_heads), yes=shared, of=len(trainings))
+            )
     named = ("on first", "on second", "on neither") if two else ("on lookup", "not on it")
     columns = (translate("heads column"), *(translate(key) for key in named), translate("entropy"))
-    sentences = (translate("looks.two", list=phrases.listed(items)),) if items else ()
+    sentences = (translate("looks.two", list=phrases.join_items(items)),) if items else ()
     return sentences, (Table(translate("looks.caption lookup"), columns, tuple(rows)),)
 
 
-def _induction_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
+def _describe_induction_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
     """Measure the strongest previous-token head of layer 0 and the strongest induction head of layer 1."""
     translate, rows = phrases.translate, []
-    for num_heads in experiment.heads:
-        ends = [training.moments[-1].looks for training in experiment.of(num_heads)]
+    for num_heads in experiment.head_counts:
+        ends = [
+            training.learning_curve[-1].head_measurements for training in experiment.models_with_head_count(num_heads)
+        ]
         previous = [max(look.measures["previous"] for look in looks if look.layer == 0) for looks in ends]
         found = [[look.measures["induction"] for look in looks if look.layer == 1] for looks in ends]
-        many = [float(sum(share > HALF for share in shares)) for shares in found]
+        many = [float(sum(share > LARGE_SHARE for share in shares)) for shares in found]
         rows.append(
             (
-                phrases.heads(num_heads),
-                phrases.spread(Spread.of(previous)),
-                phrases.spread(Spread.of([max(shares) for shares in found])),
-                phrases.number(Spread.of(many)),
+                phrases.format_head_count(num_heads),
+                phrases.format_percent_with_deviation(MeanOverSeeds.from_values(previous)),
+                phrases.format_percent_with_deviation(MeanOverSeeds.from_values([max(shares) for shares in found])),
+                phrases.format_number_with_deviation(MeanOverSeeds.from_values(many)),
             )
         )
     columns = (
@@ -515,20 +576,24 @@ def _induction_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[st
         translate("strongest induction"),
         translate("many induction"),
     )
-    able = [training for training in experiment.trainings if training.right >= REACHED]
+    able = [training for training in experiment.models if training.final_accuracy >= LEARNED_ACCURACY]
     without = sum(not _has_induction_head(training) for training in able)
     sentences = (translate("looks.induction count", of=len(able), without=without),) if without else ()
     return sentences, (Table(translate("looks.caption induction"), columns, tuple(rows)),)
 
 
-def _has_induction_head(training: Training) -> bool:
-    return any(look.measures["induction"] > HALF for look in training.moments[-1].looks if look.layer == 1)
+def _has_induction_head(training: TrainedModel) -> bool:
+    return any(
+        look.measures["induction"] > LARGE_SHARE
+        for look in training.learning_curve[-1].head_measurements
+        if look.layer == 1
+    )
 
 
-def _heads_on(training: Training, name: str) -> int:
-    return sum(look.measures[name] > HALF for look in training.moments[-1].looks)
+def _count_heads_above_half(training: TrainedModel, name: str) -> int:
+    return sum(look.measures[name] > LARGE_SHARE for look in training.learning_curve[-1].head_measurements)
 
 
-def _mean_over_heads(training: Training, name: str) -> float:
-    looks = training.moments[-1].looks
+def _mean_over_heads(training: TrainedModel, name: str) -> float:
+    looks = training.learning_curve[-1].head_measurements
     return sum(look.measures[name] for look in looks) / len(looks)

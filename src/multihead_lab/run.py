@@ -12,56 +12,56 @@ import torch
 from multihead.errors import ArgumentError
 from multihead.layer.heads import head_dim_of
 from multihead_lab import training
-from multihead_lab.matching import Vectors, match_vectors
-from multihead_lab.parameters import Parameters, parameters
-from multihead_lab.tasks import task_named
-from multihead_lab.training import Experiment, compare
+from multihead_lab.matching import VectorMatching, match_vectors
+from multihead_lab.parameters import ParameterComparison, compare_parameters
+from multihead_lab.tasks import find_task
+from multihead_lab.training import Experiment, run_experiment
 
-__all__ = ["PARTS", "Answers", "Part", "answer"]
+__all__ = ["LAB_PARTS", "LabPart", "LabResults", "run_lab"]
 
-Part = Literal["parameters", "tasks", "vectors"]
-PARTS: tuple[Part, ...] = ("parameters", "tasks", "vectors")
+LabPart = Literal["parameters", "tasks", "vectors"]
+LAB_PARTS: tuple[LabPart, ...] = ("parameters", "tasks", "vectors")
 TRAINED_TASKS = ("one", "two", "induction")
 
-Progress = Callable[[str, int, int], None]
+LabProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Answers:
+class LabResults:
     """The results of the lab; a part that did not run is None or empty.
 
     Attributes:
         parameters: what the number of heads changes in a layer.
         experiments: the tasks, each trained with every number of heads.
-        copies: the task "two" again, with 2 heads that start as copies of each other.
-        vectors: long rows against short ones.
-        seeds, seed: models per number of heads, and the first seed.
+        experiment_with_copied_heads: the task "two" again, with 2 heads that start as copies of each other.
+        vector_matching: long rows against short ones.
+        models_per_head_count, first_seed: models per number of heads, and the first seed.
         quick: whether training and matching were shortened.
         torch_version: the version of PyTorch.
         seconds: the duration of all parts.
     """
 
-    parameters: Parameters | None
+    parameters: ParameterComparison | None
     experiments: tuple[Experiment, ...]
-    copies: Experiment | None
-    vectors: Vectors | None
-    seeds: int
-    seed: int
+    experiment_with_copied_heads: Experiment | None
+    vector_matching: VectorMatching | None
+    models_per_head_count: int
+    first_seed: int
     quick: bool
     torch_version: str
     seconds: float
 
 
-def answer(
+def run_lab(
     *,
-    parts: Sequence[Part] = PARTS,
+    parts: Sequence[LabPart] = LAB_PARTS,
     heads: Sequence[int] = (1, 2, 4, 8),
     seeds: int = 5,
     seed: int = 0,
     quick: bool = False,
     workers: int = 1,
-    progress: Progress | None = None,
-) -> Answers:
+    progress: LabProgress | None = None,
+) -> LabResults:
     """Count, train and measure.
 
     `seeds` are models per number of heads, and draws of the vectors. With `quick` training is half as long, and fewer
@@ -72,8 +72,8 @@ def answer(
             divide the widths (512 and 32).
     """
     for part in parts:
-        if part not in PARTS:
-            raise ArgumentError(f"There is no part {part!r}.", f"Give some of {', '.join(PARTS)}.")
+        if part not in LAB_PARTS:
+            raise ArgumentError(f"There is no part {part!r}.", f"Give some of {', '.join(LAB_PARTS)}.")
     if seeds < 1:
         raise ArgumentError(f"The number of seeds is {seeds}.", "Give at least 1.")
     if seed < 0:
@@ -81,39 +81,41 @@ def answer(
     if "tasks" in parts:  # rejected now, not after a minute of other work
         for name in TRAINED_TASKS:
             for num_heads in heads:
-                head_dim_of(task_named(name).embed_dim, num_heads)
+                head_dim_of(find_task(name).embed_dim, num_heads)
     began = time.monotonic()
     report = progress if progress is not None else _ignore_progress
     counted = matched = copies = None
     experiments = []
     if "parameters" in parts:
         report("parameters", 0, 1)
-        counted = parameters(heads=heads, seed=seed)
+        counted = compare_parameters(heads=heads, seed=seed)
         report("parameters", 1, 1)
     if "tasks" in parts:
-        with training.workers(workers) as pool:
+        with training.open_worker_pool(workers) as pool:
             for name in TRAINED_TASKS:
-                task = task_named(name)
+                task = find_task(name)
                 steps = task.steps // 2 if quick else task.steps
                 task_progress = _progress_of_part(name, report)
                 experiments.append(
-                    compare(task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=task_progress)
+                    run_experiment(
+                        task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=task_progress
+                    )
                 )
-            two, task_progress = task_named("two"), _progress_of_part("copies", report)
+            two, task_progress = find_task("two"), _progress_of_part("copies", report)
             steps = two.steps // 2 if quick else two.steps
-            copies = compare(
+            copies = run_experiment(
                 two, heads=(2,), seeds=seeds, seed=seed, steps=steps, start="copied", pool=pool, progress=task_progress
             )
     if "vectors" in parts:
         report("vectors", 0, 1)
         matched = match_vectors(trials=100 if quick else 400, seeds=seeds, seed=seed)
         report("vectors", 1, 1)
-    return Answers(
+    return LabResults(
         counted, tuple(experiments), copies, matched, seeds, seed, quick, torch.__version__, time.monotonic() - began
     )
 
 
-def _progress_of_part(name: str, report: Progress) -> Callable[[int, int], None]:
+def _progress_of_part(name: str, report: LabProgress) -> Callable[[int, int], None]:
     """Bind the name of a part to a progress function."""
     return lambda done, total: report(name, done, total)
 

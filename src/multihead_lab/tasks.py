@@ -13,13 +13,13 @@ from multihead.layer import MultiHeadAttention
 from multihead.masks import Causal
 from multihead.observation.observe import observe
 
-__all__ = ["TASKS", "Batch", "HeadLook", "Induction", "Lookup", "Task"]
+__all__ = ["TASKS", "HeadMeasurement", "InductionTask", "LookupTask", "Task", "TaskBatch"]
 
-ROWS = 12  # questions in the picture of a lookup
+MAX_PICTURE_ROWS = 12  # questions in the picture of a lookup
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TaskBatch:
     """Questions and answers.
 
     Attributes:
@@ -34,19 +34,19 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class HeadLook:
+class HeadMeasurement:
     """What one head attends to.
 
     Attributes:
         layer, head: indices of the head.
         measures: shares of its weight on different targets, 0 to 1, and its entropy (nats).
-        picture: rows of weights, 0 to 1.
+        weights: rows of weights, 0 to 1.
     """
 
     layer: int
     head: int
     measures: dict[str, float]
-    picture: tuple[tuple[float, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
 
 
 class Task(Protocol):
@@ -78,29 +78,29 @@ class Task(Protocol):
         ...
 
     @property
-    def chance(self) -> float:
+    def chance_accuracy(self) -> float:
         """Share of correct answers of random guessing."""
         ...
 
-    def build(self, num_heads: int) -> nn.Module:
+    def build_model(self, num_heads: int) -> nn.Module:
         """Build a model; the parameters have the same number and the same distribution for every number of heads."""
         ...
 
-    def draw(self, samples: int, generator: torch.Generator) -> Batch:
+    def draw_batch(self, samples: int, generator: torch.Generator) -> TaskBatch:
         """Draw random questions."""
         ...
 
-    def right(self, logits: Tensor, batch: Batch) -> float:
+    def share_correct(self, logits: Tensor, batch: TaskBatch) -> float:
         """Return the share of questions that are answered correctly."""
         ...
 
-    def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
+    def measure_heads(self, model: nn.Module, batch: TaskBatch) -> tuple[HeadMeasurement, ...]:
         """Measure what every head attends to on a batch."""
         ...
 
 
 @dataclass(frozen=True)
-class Lookup:
+class LookupTask:
     """A list of facts, each a name and its value, and a question with one or two names: what are their values?
 
     One attention layer goes from the question to the facts, and a linear map reads the values from its output. A fact
@@ -109,67 +109,74 @@ class Lookup:
 
     Attributes:
         name: the name of the task.
-        lookups: names per question, 1 or 2.
+        lookups_per_question: names per question, 1 or 2.
         steps, batch_size, learning_rate, embed_dim: see `Task`.
-        names: number of different names.
-        values: number of different values.
-        facts: facts per list.
+        num_names: number of different names.
+        num_values: number of different values.
+        facts_per_row: facts per list.
     """
 
     name: str
-    lookups: int
+    lookups_per_question: int
     steps: int = 300
     batch_size: int = 64
     learning_rate: float = 1e-2
     embed_dim: int = 32
-    names: int = 32
-    values: int = 8
-    facts: int = 12
+    num_names: int = 32
+    num_values: int = 8
+    facts_per_row: int = 12
 
     @property
-    def chance(self) -> float:
+    def chance_accuracy(self) -> float:
         """Share of correct answers of random guessing: every value of a question must be correct."""
-        return float((1 / self.values) ** self.lookups)
+        return float((1 / self.num_values) ** self.lookups_per_question)
 
-    def build(self, num_heads: int) -> nn.Module:
+    def build_model(self, num_heads: int) -> nn.Module:
         """Build a model with this number of heads."""
         return _LookupModel(self, num_heads)
 
-    def draw(self, samples: int, generator: torch.Generator) -> Batch:
+    def draw_batch(self, samples: int, generator: torch.Generator) -> TaskBatch:
         """Draw facts with different names, and a question about one or two of them."""
-        names = torch.rand(samples, self.names, generator=generator).argsort(1)[:, : self.facts]
-        values = torch.randint(self.values, (samples, self.facts), generator=generator)
-        targets = torch.rand(samples, self.facts, generator=generator).argsort(1)[:, : self.lookups]
-        return Batch((names, values, names.gather(1, targets)), values.gather(1, targets), targets)
+        names = torch.rand(samples, self.num_names, generator=generator).argsort(1)[:, : self.facts_per_row]
+        values = torch.randint(self.num_values, (samples, self.facts_per_row), generator=generator)
+        targets = torch.rand(samples, self.facts_per_row, generator=generator).argsort(1)[
+            :, : self.lookups_per_question
+        ]
+        return TaskBatch((names, values, names.gather(1, targets)), values.gather(1, targets), targets)
 
-    def right(self, logits: Tensor, batch: Batch) -> float:
+    def share_correct(self, logits: Tensor, batch: TaskBatch) -> float:
         """Return the share of questions whose values are all correct."""
         return float((logits.argmax(-1) == batch.answers).all(1).double().mean())
 
-    def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
+    def measure_heads(self, model: nn.Module, batch: TaskBatch) -> tuple[HeadMeasurement, ...]:
         """Measure the share of each head's weight on the facts in question, which come first in the picture."""
         maps, means = _observe_model(model, batch)
         (weights,), (entropy,) = maps, means["entropy"]
         weights = weights[:, :, 0]  # (batch, heads, facts): the question is the only query
-        others = torch.ones(batch.targets.shape[0], self.facts, dtype=torch.bool).scatter(1, batch.targets, value=False)
+        others = torch.ones(batch.targets.shape[0], self.facts_per_row, dtype=torch.bool).scatter(
+            1, batch.targets, value=False
+        )
         places = torch.cat([batch.targets, others.nonzero()[:, 1].view(len(others), -1)], 1)
         ordered = weights.gather(2, places[:, None].expand_as(weights))  # the facts in question first
         shares = ordered.mean(0)  # (heads, facts)
-        names = ("first lookup", "second lookup")[: self.lookups]
+        names = ("first lookup", "second lookup")[: self.lookups_per_question]
         return tuple(
-            HeadLook(
+            HeadMeasurement(
                 layer=0,
                 head=head,
                 measures={name: float(shares[head, place]) for place, name in enumerate(names)}
-                | {"the others": float(shares[head, self.lookups :].sum()), "entropy": float(entropy[head])},
-                picture=_round_rows(ordered[:ROWS, head]),
+                | {
+                    "the others": float(shares[head, self.lookups_per_question :].sum()),
+                    "entropy": float(entropy[head]),
+                },
+                weights=_round_rows(ordered[:MAX_PICTURE_ROWS, head]),
             )
             for head in range(weights.shape[1])
         )
 
 
 @dataclass(frozen=True)
-class Induction:
+class InductionTask:
     """A row of different tokens that repeats: which token followed this token before?
 
     The model is two causal attention layers with residuals. To continue [A] [B] ... [A] the second layer must find the
@@ -178,7 +185,7 @@ class Induction:
 
     Attributes:
         name, steps, batch_size, learning_rate, embed_dim: see `Task`.
-        vocabulary: number of different tokens.
+        vocabulary_size: number of different tokens.
         length: tokens of a sequence.
     """
 
@@ -187,36 +194,36 @@ class Induction:
     batch_size: int = 32
     learning_rate: float = 1e-2
     embed_dim: int = 32
-    vocabulary: int = 16
+    vocabulary_size: int = 16
     length: int = 24
 
     @property
-    def chance(self) -> float:
+    def chance_accuracy(self) -> float:
         """Share of correct answers of random guessing."""
-        return 1 / self.vocabulary
+        return 1 / self.vocabulary_size
 
-    def build(self, num_heads: int) -> nn.Module:
+    def build_model(self, num_heads: int) -> nn.Module:
         """Build a model with this number of heads."""
         return _InductionModel(self, num_heads)
 
-    def draw(self, samples: int, generator: torch.Generator) -> Batch:
+    def draw_batch(self, samples: int, generator: torch.Generator) -> TaskBatch:
         """Draw rows of a third to half of the length, repeated; the questions start with the first repeat."""
         period = torch.randint(self.length // 3, self.length // 2 + 1, (samples, 1), generator=generator)
-        tokens = torch.rand(samples, self.vocabulary, generator=generator).argsort(1)
+        tokens = torch.rand(samples, self.vocabulary_size, generator=generator).argsort(1)
         place = torch.arange(self.length)
         row = tokens.gather(1, place % period)
         questions = (place >= period) & (place < self.length - 1)
         following = torch.cat([row[:, 1:], row[:, :1]], 1)
         # The position after the latest earlier occurrence of the same token.
         targets = torch.where(questions, place + 1 - period, -1)
-        return Batch((row,), torch.where(questions, following, -1), targets)
+        return TaskBatch((row,), torch.where(questions, following, -1), targets)
 
-    def right(self, logits: Tensor, batch: Batch) -> float:
+    def share_correct(self, logits: Tensor, batch: TaskBatch) -> float:
         """Return the share of questions whose token is predicted correctly."""
         questions = batch.answers >= 0
         return float((logits.argmax(-1) == batch.answers)[questions].double().mean())
 
-    def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
+    def measure_heads(self, model: nn.Module, batch: TaskBatch) -> tuple[HeadMeasurement, ...]:
         """Measure the share of each head's weight on the previous token, and on the token that followed before."""
         maps, means = _observe_model(model, batch)
         questions = batch.targets >= 0
@@ -226,7 +233,7 @@ class Induction:
             on_target = weights.gather(3, places)[..., 0]  # (batch, heads, queries)
             induction = (on_target * questions[:, None]).sum((0, 2)) / questions.sum()
             looks += [
-                HeadLook(
+                HeadMeasurement(
                     layer=layer,
                     head=head,
                     measures={
@@ -236,7 +243,7 @@ class Induction:
                         "first": float(means["first_mass"][layer][head]),
                         "entropy": float(means["entropy"][layer][head]),
                     },
-                    picture=_round_rows(weights[0, head]),
+                    weights=_round_rows(weights[0, head]),
                 )
                 for head in range(weights.shape[1])
             ]
@@ -244,14 +251,16 @@ class Induction:
 
 
 class _LookupModel(nn.Module):
-    def __init__(self, task: Lookup, num_heads: int) -> None:
+    def __init__(self, task: LookupTask, num_heads: int) -> None:
         super().__init__()
-        self.lookups, self.values = task.lookups, task.values
-        self.name_vectors = nn.Embedding(task.names, task.embed_dim)
-        self.value_vectors = nn.Embedding(task.values, task.embed_dim)
-        self.question_vectors = nn.ModuleList(nn.Embedding(task.names, task.embed_dim) for _ in range(task.lookups))
+        self.lookups, self.values = task.lookups_per_question, task.num_values
+        self.name_vectors = nn.Embedding(task.num_names, task.embed_dim)
+        self.value_vectors = nn.Embedding(task.num_values, task.embed_dim)
+        self.question_vectors = nn.ModuleList(
+            nn.Embedding(task.num_names, task.embed_dim) for _ in range(task.lookups_per_question)
+        )
         self.attention = MultiHeadAttention(task.embed_dim, num_heads)
-        self.read = nn.Linear(task.embed_dim, task.lookups * task.values)
+        self.read = nn.Linear(task.embed_dim, task.lookups_per_question * task.num_values)
 
     def forward(self, names: Tensor, values: Tensor, questions: Tensor) -> Tensor:
         facts = self.name_vectors(names) + self.value_vectors(values)  # (batch, facts, embed_dim)
@@ -262,16 +271,16 @@ class _LookupModel(nn.Module):
 
 
 class _InductionModel(nn.Module):
-    def __init__(self, task: Induction, num_heads: int) -> None:
+    def __init__(self, task: InductionTask, num_heads: int) -> None:
         super().__init__()
         width = task.embed_dim
-        self.token_vectors = nn.Embedding(task.vocabulary, width)
+        self.token_vectors = nn.Embedding(task.vocabulary_size, width)
         self.place_vectors = nn.Embedding(task.length, width)
         for table in (self.token_vectors, self.place_vectors):
             nn.init.normal_(table.weight, std=0.5)
         self.attentions = nn.ModuleList(MultiHeadAttention(width, num_heads) for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.read = nn.Linear(width, task.vocabulary)
+        self.read = nn.Linear(width, task.vocabulary_size)
 
     def forward(self, row: Tensor) -> Tensor:
         x = self.token_vectors(row) + self.place_vectors.weight  # (batch, length, embed_dim)
@@ -281,7 +290,7 @@ class _InductionModel(nn.Module):
         return read  # (batch, length, vocabulary)
 
 
-def _observe_model(model: nn.Module, batch: Batch) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _observe_model(model: nn.Module, batch: TaskBatch) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Run a model; returns each layer's weights, (batch, heads, queries, keys), and the means of its statistics."""
     with torch.no_grad(), observe(model, probes=("entropy", "previous_mass", "self_mass", "first_mass")) as seen:
         model(*batch.inputs)
@@ -295,17 +304,17 @@ def _round_rows(rows: Tensor) -> tuple[tuple[float, ...], ...]:
 
 
 TASKS: dict[str, Task] = {
-    "one": Lookup("one", lookups=1),
-    "two": Lookup("two", lookups=2),
-    "induction": Induction(),
+    "one": LookupTask("one", lookups_per_question=1),
+    "two": LookupTask("two", lookups_per_question=2),
+    "induction": InductionTask(),
 }
 """The tasks by name: one lookup (for which one head suffices), two lookups, and induction."""
 
 
-def task_named(name: str) -> Task:
+def find_task(name: str) -> Task:
     """Find a task by its name, or raise an ArgumentError.
 
-    >>> task_named("two").chance
+    >>> find_task("two").chance_accuracy
     0.015625
     """
     if name not in TASKS:

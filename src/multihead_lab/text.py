@@ -8,10 +8,19 @@ from functools import cache
 from typing import Any
 
 from multihead.locale.texts import section
-from multihead_lab.locale import STORE
-from multihead_lab.matching import Spread
+from multihead_lab.locale import LOCALE_PACKAGE
+from multihead_lab.matching import MeanOverSeeds
 
-__all__ = ["NBSP", "Chapter", "Phrases", "Table", "format_percent", "format_rounding_error", "format_shape", "language"]
+__all__ = [
+    "NBSP",
+    "Chapter",
+    "Phrases",
+    "Table",
+    "format_percent",
+    "format_rounding_error",
+    "format_shape",
+    "load_phrases",
+]
 
 NBSP = "\u00a0"  # keeps "67 %" on one line
 
@@ -32,24 +41,24 @@ class Chapter:
     Attributes:
         name: the anchor on the page.
         title: the question.
-        answer: the answer in a sentence or two, with the measured numbers.
-        text: paragraphs that explain the answer.
+        short_answer: the answer in a sentence or two, with the measured numbers.
+        paragraphs: paragraphs that explain the answer.
         tables: the numbers.
         chart: an SVG chart and its caption, or None.
-        task: the task whose heads are pictured here, or "".
-        looks: paragraphs about these pictures.
-        looks_tables: their numbers.
+        pictured_task: the task whose heads are pictured here, or "".
+        head_paragraphs: paragraphs about these pictures.
+        head_tables: their numbers.
     """
 
     name: str
     title: str
-    answer: str
-    text: tuple[str, ...]
+    short_answer: str
+    paragraphs: tuple[str, ...]
     tables: tuple[Table, ...]
     chart: tuple[str, str] | None = None
-    task: str = ""
-    looks: tuple[str, ...] = ()
-    looks_tables: tuple[Table, ...] = ()
+    pictured_task: str = ""
+    head_paragraphs: tuple[str, ...] = ()
+    head_tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,45 +66,49 @@ class Phrases:
     """The lab's texts in one language, by key and with {placeholders}."""
 
     lang: str
-    words: Mapping[str, str]
+    texts_by_key: Mapping[str, str]
 
     def translate(self, key: str, **values: Any) -> str:
         """Return a text with its placeholders filled in."""
-        return self.words[key].format(**values)
+        return self.texts_by_key[key].format(**values)
 
-    def heads(self, number: int) -> str:
+    def format_head_count(self, number: int) -> str:
         """Format a number of heads.
 
-        >>> language("en").heads(2).replace(NBSP, " ")
+        >>> load_phrases("en").format_head_count(2).replace(NBSP, " ")
         '2 heads'
         """
-        return self.words["1 head"] if number == 1 else self.translate("heads", n=number)
+        return self.texts_by_key["1 head"] if number == 1 else self.translate("heads", n=number)
 
-    def seeds(self, number: int) -> str:
+    def format_seed_count(self, number: int) -> str:
         """Format a number of seeds.
 
-        >>> language("en").seeds(1).replace(NBSP, " ")
+        >>> load_phrases("en").format_seed_count(1).replace(NBSP, " ")
         '1 seed'
         """
-        return self.words["1 seed"] if number == 1 else self.translate("seeds", n=number)
+        return self.texts_by_key["1 seed"] if number == 1 else self.translate("seeds", n=number)
 
-    def listed(self, items: Iterable[str], last: str = "and") -> str:
+    def join_items(self, items: Iterable[str], last: str = "and") -> str:
         """Join items: "1, 2 or 4".
 
-        >>> language("en").listed("124", "or")
+        >>> load_phrases("en").join_items("124", "or")
         '1, 2 or 4'
         """
         *before, final = items
-        return self.words["join.comma"].join(before) + self.words[f"join.{last}"] + final if before else final
+        return (
+            self.texts_by_key["join.comma"].join(before) + self.texts_by_key[f"join.{last}"] + final
+            if before
+            else final
+        )
 
-    def joined(self, sentences: Iterable[str]) -> str:
+    def join_sentences(self, sentences: Iterable[str]) -> str:
         """Join sentences into a paragraph."""
-        return self.words["join.sentences"].join(sentence for sentence in sentences if sentence)
+        return self.texts_by_key["join.sentences"].join(sentence for sentence in sentences if sentence)
 
-    def spread(self, value: Spread) -> str:
+    def format_percent_with_deviation(self, value: MeanOverSeeds) -> str:
         """Format a share and its spread over seeds in percent.
 
-        >>> language("en").spread(Spread(0.5, 0.01)).replace(NBSP, " ")
+        >>> load_phrases("en").format_percent_with_deviation(MeanOverSeeds(0.5, 0.01)).replace(NBSP, " ")
         '50.0 ± 1.0 %'
         """
         if value.deviation is None:
@@ -103,7 +116,7 @@ class Phrases:
         mean, deviation = f"{100 * value.mean:.1f}", f"{100 * value.deviation:.1f}{NBSP}%"
         return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
-    def number(self, value: Spread, digits: int = 1) -> str:
+    def format_number_with_deviation(self, value: MeanOverSeeds, digits: int = 1) -> str:
         """Format a number and its spread over seeds."""
         if value.deviation is None:
             return f"{value.mean:.{digits}f}"
@@ -139,6 +152,6 @@ def format_shape(sizes: Sequence[int]) -> str:
 
 
 @cache
-def language(lang: str) -> Phrases:
+def load_phrases(lang: str) -> Phrases:
     """Return the lab's texts in a language, "en" or "zh"."""
-    return Phrases(lang, {**section(lang, "common"), **section(lang, "lab", store=STORE)})
+    return Phrases(lang, {**section(lang, "common"), **section(lang, "lab", store=LOCALE_PACKAGE)})

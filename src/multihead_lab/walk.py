@@ -13,16 +13,16 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 
-__all__ = ["CHAPTERS", "MAX_VALUES", "Chapter", "Sizes", "Step", "Walk", "walk"]
+__all__ = ["CHAPTERS", "MAX_TENSOR_VALUES", "Walk", "WalkChapter", "WalkSizes", "WalkStep", "walk"]
 
 # About 30 tensors are stored, in float64: one gigabyte if each has this many values.
-MAX_VALUES = 2**22
+MAX_TENSOR_VALUES = 2**22
 
-Part = Literal["split", "attention"]
+WalkPart = Literal["split", "attention"]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WalkSizes:
     """The sizes of a walk, already checked.
 
     Attributes:
@@ -47,13 +47,13 @@ class Sizes:
         return 1 / math.sqrt(self.head_dim)
 
     @property
-    def flat(self) -> int:
+    def batch_times_heads(self) -> int:
         """Length of the first axis, batch * heads, once heads are folded into the batch."""
         return self.batch * self.num_heads
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class WalkStep:
     """One tensor of the walk and the code that computed it.
 
     Attributes:
@@ -63,16 +63,16 @@ class Step:
         axes: one name per axis.
         tensor: the values.
         head_axis: the axis along which heads vary, or None if heads are mixed.
-        heads: the head of each entry along ``head_axis``.
+        head_of_entry: the head of each entry along ``head_axis``.
     """
 
-    part: Part
+    part: WalkPart
     name: str
     code: str
     axes: tuple[str, ...]
     tensor: Tensor
     head_axis: int | None = None
-    heads: tuple[int, ...] = ()
+    head_of_entry: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,17 +86,17 @@ class Walk:
             ``scaled_dot_product_attention`` on the same q, k and v.
     """
 
-    sizes: Sizes
-    steps: tuple[Step, ...]
+    sizes: WalkSizes
+    steps: tuple[WalkStep, ...]
     sdpa_difference: float
 
-    def __getitem__(self, name: str) -> Step:
+    def __getitem__(self, name: str) -> WalkStep:
         for step in self.steps:
             if step.name == name:
                 return step
         raise KeyError(name)
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[WalkStep]:
         return iter(self.steps)
 
 
@@ -151,8 +151,8 @@ def walk(
             f"bias is {bias!r}, and must be 'distance' or 'none'.",
             "Give 'distance' for a bias that grows with distance, or 'none'.",
         )
-    split = _split_and_merge(sizes)
-    inputs = _project_inputs(sizes, split[0].tensor)
+    split = _split_and_merge_steps(sizes)
+    inputs = _projection_steps(sizes, split[0].tensor)
     attention = _attention_steps(sizes, {step.name: step.tensor for step in inputs}, bias)
     return Walk(sizes, (*split, *inputs, *attention), _sdpa_difference(sizes, inputs, attention))
 
@@ -164,15 +164,15 @@ def _checked_sizes(
     num_heads: int,
     lengths: Sequence[int] | None,
     seed: int,
-) -> Sizes:
+) -> WalkSizes:
     sizes = {"batch": batch, "length": length, "model_dim": model_dim, "num_heads": num_heads}
     for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(f"{name} is {size}, and must be at least 1.", "Give 1 or more.")
     largest = max(batch * length * model_dim, batch * num_heads * length * length, model_dim * model_dim)
-    if largest > MAX_VALUES:
+    if largest > MAX_TENSOR_VALUES:
         raise ArgumentError(
-            f"These sizes need a tensor of {largest:,} values, and a walk allows at most {MAX_VALUES:,}.",
+            f"These sizes need a tensor of {largest:,} values, and a walk allows at most {MAX_TENSOR_VALUES:,}.",
             "Give a smaller batch, length, model_dim or number of heads.",
         )
     head_dim = head_dim_of(model_dim, num_heads, name="model_dim")
@@ -193,10 +193,10 @@ def _checked_sizes(
                 "the length of the sequence.",
                 "Give a length in that range.",
             )
-    return Sizes(batch, length, model_dim, num_heads, head_dim, tuple(lengths), seed)
+    return WalkSizes(batch, length, model_dim, num_heads, head_dim, tuple(lengths), seed)
 
 
-def _split_and_merge(sizes: Sizes) -> list[Step]:
+def _split_and_merge_steps(sizes: WalkSizes) -> list[WalkStep]:
     """Split columns into heads in the batch and merge them again, and show the reshape that mixes positions."""
     b, n, m = sizes.batch, sizes.length, sizes.model_dim
     h, d = sizes.num_heads, sizes.head_dim
@@ -219,25 +219,25 @@ def _split_and_merge(sizes: Sizes) -> list[Step]:
     cut = ("batch", "length", "heads", "head_dim")
     turned = ("batch", "heads", "length", "head_dim")
     return [
-        Step("split", "x", f"torch.arange({b * n * m}).reshape({b}, {n}, {m})", columns, x, 2,
+        WalkStep("split", "x", f"torch.arange({b * n * m}).reshape({b}, {n}, {m})", columns, x, 2,
              per_column),
-        Step("split", "grouped", f"x.reshape({b}, {n}, {h}, {d})", cut, grouped, 2, per_head),
-        Step("split", "by_head", "grouped.transpose(1, 2)", turned, by_head, 1, per_head),
-        Step("split", "flat", f"by_head.reshape({b * h}, {n}, {d})",
+        WalkStep("split", "grouped", f"x.reshape({b}, {n}, {h}, {d})", cut, grouped, 2, per_head),
+        WalkStep("split", "by_head", "grouped.transpose(1, 2)", turned, by_head, 1, per_head),
+        WalkStep("split", "flat", f"by_head.reshape({b * h}, {n}, {d})",
              ("batch*heads", "length", "head_dim"), flat, 0, per_block),
-        Step("split", "unflat", f"flat.reshape({b}, {h}, {n}, {d})", turned, unflat, 1, per_head),
-        Step("split", "ungrouped", "unflat.transpose(1, 2)", cut, ungrouped, 2, per_head),
-        Step("split", "merged", f"ungrouped.reshape({b}, {n}, {m})", columns, merged, 2,
+        WalkStep("split", "unflat", f"flat.reshape({b}, {h}, {n}, {d})", turned, unflat, 1, per_head),
+        WalkStep("split", "ungrouped", "unflat.transpose(1, 2)", cut, ungrouped, 2, per_head),
+        WalkStep("split", "merged", f"ungrouped.reshape({b}, {n}, {m})", columns, merged, 2,
              per_column),
-        Step("split", "wrong", f"x.reshape({b}, {h}, {n}, {d})", turned, wrong),
-        Step("split", "wrong_position", f"torch.arange({h * n}).reshape({h}, {n}) // {h}",
+        WalkStep("split", "wrong", f"x.reshape({b}, {h}, {n}, {d})", turned, wrong),
+        WalkStep("split", "wrong_position", f"torch.arange({h * n}).reshape({h}, {n}) // {h}",
              ("heads", "length"), rows // h),
-        Step("split", "wrong_head", f"torch.arange({h * n}).reshape({h}, {n}) % {h}",
+        WalkStep("split", "wrong_head", f"torch.arange({h * n}).reshape({h}, {n}) % {h}",
              ("heads", "length"), rows % h),
     ]  # fmt: skip
 
 
-def _project_inputs(sizes: Sizes, x: Tensor) -> list[Step]:
+def _projection_steps(sizes: WalkSizes, x: Tensor) -> list[WalkStep]:
     """Scale x down, draw the four projections, and compute q, k and v of every head."""
     m, h = sizes.model_dim, sizes.num_heads
     per_column = tuple(column // sizes.head_dim for column in range(m))
@@ -246,7 +246,7 @@ def _project_inputs(sizes: Sizes, x: Tensor) -> list[Step]:
     smaller = 10 ** max(len(str(x.numel() - 1)) - 1, 0)
     finer = 10 if m <= 16 else 100 if m <= 1600 else 1000
     inputs = x.double() / smaller
-    steps = [Step("attention", "inputs", f"x.double() / {smaller}", columns, inputs)]
+    steps = [WalkStep("attention", "inputs", f"x.double() / {smaller}", columns, inputs)]
 
     seeded = torch.Generator().manual_seed(sizes.seed)
     draw = f"torch.randint(-4, 5, ({m}, {m}), generator=seeded).double() / {finer}"
@@ -257,60 +257,60 @@ def _project_inputs(sizes: Sizes, x: Tensor) -> list[Step]:
         # A head has its columns of w_q, w_k and w_v, and its rows of w_o.
         axes = ("heads*head_dim", "output_dim") if letter == "o" else ("model_dim", "heads*head_dim")
         head_axis = 0 if letter == "o" else 1
-        steps.append(Step("attention", f"w_{letter}", draw, axes, drawn, head_axis, per_column))
+        steps.append(WalkStep("attention", f"w_{letter}", draw, axes, drawn, head_axis, per_column))
     wide = ("batch", "length", "heads*head_dim")
     projected = {letter: inputs @ weights[letter] for letter in "qkv"}
     for letter, tensor in projected.items():
-        steps.append(Step("attention", letter, f"inputs @ w_{letter}", wide, tensor, 2, per_column))
+        steps.append(WalkStep("attention", letter, f"inputs @ w_{letter}", wide, tensor, 2, per_column))
     per_block = tuple(range(h)) * sizes.batch
     for letter, rows in (("q", "queries"), ("k", "keys"), ("v", "keys")):
         heads = split_heads(projected[letter], h).flatten(0, 1)
         code = f"split_heads({letter}, {h}).flatten(0, 1)"
         folded = ("batch*heads", rows, "head_dim")
-        steps.append(Step("attention", f"{letter}_heads", code, folded, heads, 0, per_block))
+        steps.append(WalkStep("attention", f"{letter}_heads", code, folded, heads, 0, per_block))
     return steps
 
 
-def _attention_steps(sizes: Sizes, inputs: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[Step]:
+def _attention_steps(sizes: WalkSizes, inputs: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[WalkStep]:
     """Compute the steps from scores to output, with heads folded into the batch."""
     b, n, m = sizes.batch, sizes.length, sizes.model_dim
     h, d = sizes.num_heads, sizes.head_dim
     per_head = tuple(range(h))
-    steps: list[Step] = []
+    steps: list[WalkStep] = []
 
-    def keep(name: str, code: str, axes: tuple[str, ...], tensor: Tensor, head_axis: int) -> Tensor:
+    def add_step(name: str, code: str, axes: tuple[str, ...], tensor: Tensor, head_axis: int) -> Tensor:
         along = axes[head_axis]
         heads = per_head * b if along == "batch*heads" else per_head
         if along == "heads*head_dim":
             heads = tuple(column // d for column in range(m))
-        steps.append(Step("attention", name, code, axes, tensor, head_axis, heads))
+        steps.append(WalkStep("attention", name, code, axes, tensor, head_axis, heads))
         return tensor
 
     maps = ("batch*heads", "queries", "keys")
     scores = inputs["q_heads"] @ inputs["k_heads"].transpose(1, 2)
-    keep("scores", "q_heads @ k_heads.transpose(1, 2)", maps, scores, 0)
-    scaled = keep("scaled", f"scores / math.sqrt({d})", maps, scores / math.sqrt(d), 0)
+    add_step("scores", "q_heads @ k_heads.transpose(1, 2)", maps, scores, 0)
+    scaled = add_step("scaled", f"scores / math.sqrt({d})", maps, scores / math.sqrt(d), 0)
     to_mask, to_mask_name = scaled, "scaled"
     if bias == "distance":
-        slopes = keep("slopes", f"0.5 ** torch.arange(1, {h + 1})", ("heads",),
+        slopes = add_step("slopes", f"0.5 ** torch.arange(1, {h + 1})", ("heads",),
                       0.5 ** torch.arange(1, h + 1), 0)  # fmt: skip
         distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
         added = -distance * slopes[:, None, None]  # (heads, queries, keys)
-        keep("bias",
+        add_step("bias",
              f"-(torch.arange({n})[:, None] - torch.arange({n})).abs() * slopes[:, None, None]",
              ("heads", "queries", "keys"), added, 0)  # fmt: skip
         to_mask_name = "biased"
-        to_mask = keep("biased", f"scaled + bias.repeat({b}, 1, 1)", maps,
+        to_mask = add_step("biased", f"scaled + bias.repeat({b}, 1, 1)", maps,
                        scaled + added.repeat(b, 1, 1), 0)  # fmt: skip
 
     lengths = torch.tensor(sizes.lengths)
-    steps.append(Step("attention", "lengths", f"torch.tensor({list(sizes.lengths)})", ("batch",),
+    steps.append(WalkStep("attention", "lengths", f"torch.tensor({list(sizes.lengths)})", ("batch",),
                       lengths))  # fmt: skip
     repeated = lengths.repeat_interleave(h)
-    keep("lengths_per_head", f"lengths.repeat_interleave({h})", ("batch*heads",), repeated, 0)
+    add_step("lengths_per_head", f"lengths.repeat_interleave({h})", ("batch*heads",), repeated, 0)
     hidden = torch.arange(n) >= repeated[:, None, None]
     masked = to_mask.masked_fill(hidden, -torch.inf)
-    keep("masked",
+    add_step("masked",
          f"{to_mask_name}.masked_fill(torch.arange({n}) >= lengths_per_head[:, None, None], "
          "-torch.inf)", maps, masked, 0)  # fmt: skip
     weights, code = masked.softmax(-1), "masked.softmax(-1)"
@@ -318,19 +318,19 @@ def _attention_steps(sizes: Sizes, inputs: dict[str, Tensor], bias: Literal["dis
         # Softmax without any key is 0 / 0; by this library's contract the weights of such a query are 0.
         weights = weights.masked_fill(repeated[:, None, None] == 0, 0)
         code += ".masked_fill(lengths_per_head[:, None, None] == 0, 0)"
-    keep("weights", code, maps, weights, 0)
+    add_step("weights", code, maps, weights, 0)
 
-    z = keep("z", "weights @ v_heads", ("batch*heads", "queries", "head_dim"),
+    z = add_step("z", "weights @ v_heads", ("batch*heads", "queries", "head_dim"),
              weights @ inputs["v_heads"], 0)  # fmt: skip
     by_head = z.reshape(b, h, n, d)
-    concat = keep("concat", f"merge_heads(z.reshape({b}, {h}, {n}, {d}))",
+    concat = add_step("concat", f"merge_heads(z.reshape({b}, {h}, {n}, {d}))",
                   ("batch", "length", "heads*head_dim"), merge_heads(by_head), 2)  # fmt: skip
-    steps.append(Step("attention", "output", "concat @ w_o", ("batch", "length", "output_dim"),
+    steps.append(WalkStep("attention", "output", "concat @ w_o", ("batch", "length", "output_dim"),
                       concat @ inputs["w_o"]))  # fmt: skip
     return steps
 
 
-def _sdpa_difference(sizes: Sizes, inputs: list[Step], attention: list[Step]) -> float:
+def _sdpa_difference(sizes: WalkSizes, inputs: list[WalkStep], attention: list[WalkStep]) -> float:
     """Return the largest difference between the heads' results and PyTorch's attention on the same q, k and v."""
     found = {step.name: step.tensor for step in (*inputs, *attention)}
     q, k, v = (split_heads(found[letter], sizes.num_heads) for letter in "qkv")
@@ -344,32 +344,32 @@ def _sdpa_difference(sizes: Sizes, inputs: list[Step], attention: list[Step]) ->
 
 
 @dataclass(frozen=True)
-class Chapter:
+class WalkChapter:
     """One numbered chapter of the walk: its part and the tensors it shows; its texts are `walk.chapter` in a locale."""
 
     part: str
     name: str
-    steps: tuple[str, ...]
+    step_names: tuple[str, ...]
 
 
 CHAPTERS = (
-    Chapter("split", "x", ("x",)),
-    Chapter("split", "grouped", ("grouped",)),
-    Chapter("split", "by_head", ("by_head",)),
-    Chapter("split", "flat", ("flat",)),
-    Chapter("split", "back", ("unflat", "ungrouped", "merged")),
-    Chapter("split", "wrong", ("wrong",)),
-    Chapter("attention", "inputs", ("inputs",)),
-    Chapter("attention", "projections", ("w_q", "w_k", "w_v", "w_o")),
-    Chapter("attention", "qkv", ("q", "k", "v")),
-    Chapter("attention", "qkv_heads", ("q_heads", "k_heads", "v_heads")),
-    Chapter("attention", "scores", ("scores",)),
-    Chapter("attention", "scaled", ("scaled",)),
-    Chapter("attention", "bias", ("slopes", "bias", "biased")),
-    Chapter("attention", "lengths", ("lengths", "lengths_per_head")),
-    Chapter("attention", "masked", ("masked",)),
-    Chapter("attention", "weights", ("weights",)),
-    Chapter("attention", "z", ("z",)),
-    Chapter("attention", "concat", ("concat",)),
-    Chapter("attention", "output", ("output",)),
+    WalkChapter("split", "x", ("x",)),
+    WalkChapter("split", "grouped", ("grouped",)),
+    WalkChapter("split", "by_head", ("by_head",)),
+    WalkChapter("split", "flat", ("flat",)),
+    WalkChapter("split", "back", ("unflat", "ungrouped", "merged")),
+    WalkChapter("split", "wrong", ("wrong",)),
+    WalkChapter("attention", "inputs", ("inputs",)),
+    WalkChapter("attention", "projections", ("w_q", "w_k", "w_v", "w_o")),
+    WalkChapter("attention", "qkv", ("q", "k", "v")),
+    WalkChapter("attention", "qkv_heads", ("q_heads", "k_heads", "v_heads")),
+    WalkChapter("attention", "scores", ("scores",)),
+    WalkChapter("attention", "scaled", ("scaled",)),
+    WalkChapter("attention", "bias", ("slopes", "bias", "biased")),
+    WalkChapter("attention", "lengths", ("lengths", "lengths_per_head")),
+    WalkChapter("attention", "masked", ("masked",)),
+    WalkChapter("attention", "weights", ("weights",)),
+    WalkChapter("attention", "z", ("z",)),
+    WalkChapter("attention", "concat", ("concat",)),
+    WalkChapter("attention", "output", ("output",)),
 )

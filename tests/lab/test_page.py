@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from multihead_lab.page import page, write_page
+from multihead_lab.page import render_lab_page, write_page
 from multihead_lab.report import build_chapters
-from multihead_lab.text import language
+from multihead_lab.text import load_phrases
 from tests.lab.few import few_answers
 
 
@@ -31,23 +31,23 @@ def test_the_page_holds_every_answer_and_every_number_without_script(lang: str) 
             self.seen += data
 
     reader = Reader()
-    reader.feed(page(few_answers(), lang=lang))
-    for chapter in build_chapters(few_answers(), language(lang)):
-        for sentence in (chapter.title, chapter.answer, *chapter.text, *chapter.looks):
+    reader.feed(render_lab_page(few_answers(), lang=lang))
+    for chapter in build_chapters(few_answers(), load_phrases(lang)):
+        for sentence in (chapter.title, chapter.short_answer, *chapter.paragraphs, *chapter.head_paragraphs):
             assert sentence in reader.seen
-        for table in (*chapter.tables, *chapter.looks_tables):
+        for table in (*chapter.tables, *chapter.head_tables):
             assert all(cell in reader.seen for row in table.rows for cell in row)
 
 
 def test_the_page_asks_nothing_of_the_network() -> None:
-    html = page(few_answers())
+    html = render_lab_page(few_answers())
     assert not re.search(r'(?:src|href)="(?!#)', html)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|https?://", html)
     assert "default-src 'none';" in html
 
 
 def test_only_the_page_s_own_script_may_run() -> None:
-    html = page(few_answers())
+    html = render_lab_page(few_answers())
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in html
@@ -55,19 +55,19 @@ def test_only_the_page_s_own_script_may_run() -> None:
 
 
 def test_the_heads_of_the_first_seed_are_there_at_their_moments() -> None:
-    tasks = data_of(page(few_answers()))["tasks"]
+    tasks = data_of(render_lab_page(few_answers()))["tasks"]
     assert [task["name"] for task in tasks] == ["one", "two", "induction"]
     for task, experiment in zip(tasks, few_answers().experiments, strict=True):
         for course in task["courses"]:
-            watched = experiment.of(course["heads"])[0]
-            looked = [moment for moment in watched.moments if moment.looks]
+            watched = experiment.models_with_head_count(course["heads"])[0]
+            looked = [moment for moment in watched.learning_curve if moment.head_measurements]
             assert [moment["step"] for moment in course["moments"]] == [moment.step for moment in looked]
-            shown, seen = course["moments"][-1]["looks"][-1], looked[-1].looks[-1]
-            assert shown["picture"] == [[round(1000 * weight) for weight in row] for row in seen.picture]
+            shown, seen = course["moments"][-1]["looks"][-1], looked[-1].head_measurements[-1]
+            assert shown["picture"] == [[round(1000 * weight) for weight in row] for row in seen.weights]
 
 
 def test_every_text_of_the_script_is_on_the_page() -> None:
-    html = page(few_answers())
+    html = render_lab_page(few_answers())
     data = data_of(html)
     (texts,) = re.findall(r'<script type="application/json" id="texts">(.*?)</script>', html, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
@@ -81,7 +81,7 @@ def test_every_text_of_the_script_is_on_the_page() -> None:
 
 
 def test_every_link_of_the_page_leads_somewhere() -> None:
-    html = page(few_answers())
+    html = render_lab_page(few_answers())
     links = set(re.findall(r'href="#([^"]+)"', html))
     assert links <= set(re.findall(r'id="([^"]+)"', html))
 

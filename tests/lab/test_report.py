@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from multihead_lab.matching import Match, Spread, match_vectors
+from multihead_lab.matching import MatchRates, MeanOverSeeds, match_vectors
 from multihead_lab.report import build_chapters, copies_chapter, experiment_chapter
-from multihead_lab.tasks import HeadLook
-from multihead_lab.text import Chapter, language
-from multihead_lab.training import Experiment, Moment, Training
+from multihead_lab.tasks import HeadMeasurement
+from multihead_lab.text import Chapter, load_phrases
+from multihead_lab.training import CurvePoint, Experiment, TrainedModel
 from tests.lab.few import few_answers
 
 
 def chapters(answers=None, lang: str = "en") -> dict[str, Chapter]:
-    return {chapter.name: chapter for chapter in build_chapters(answers or few_answers(), language(lang))}
+    return {chapter.name: chapter for chapter in build_chapters(answers or few_answers(), load_phrases(lang))}
 
 
 def plain(text: str) -> str:
@@ -29,9 +29,9 @@ def test_every_part_has_its_chapters_with_tables_as_wide_as_their_heads(lang: st
     names = ["count", "shapes", "outputs", "reads", "one", "two", "induction", "copies", "vectors", "lengths"]
     assert list(built) == names
     for chapter in built.values():
-        assert chapter.answer
-        assert "{" not in " ".join((chapter.title, chapter.answer, *chapter.text, *chapter.looks))
-        for table in (*chapter.tables, *chapter.looks_tables):
+        assert chapter.short_answer
+        assert "{" not in " ".join((chapter.title, chapter.short_answer, *chapter.paragraphs, *chapter.head_paragraphs))
+        for table in (*chapter.tables, *chapter.head_tables):
             assert table.rows
             assert {len(row) for row in table.rows} == {len(table.columns)}
 
@@ -48,18 +48,17 @@ def test_the_bars_of_a_chapter_are_the_numbers_of_its_table(name: str, bars: int
 
 
 def test_a_part_that_was_not_run_is_not_told() -> None:
-    bare = replace(few_answers(), parameters=None, experiments=(), copies=None)
+    bare = replace(few_answers(), parameters=None, experiments=(), experiment_with_copied_heads=None)
     assert list(chapters(bare)) == ["vectors", "lengths"]
-    assert list(chapters(replace(few_answers(), experiments=(), copies=None, vectors=None))) == [
-        "count", "shapes", "outputs", "reads",
-    ]  # fmt: skip
+    counted = replace(few_answers(), experiments=(), experiment_with_copied_heads=None, vector_matching=None)
+    assert list(chapters(counted)) == ["count", "shapes", "outputs", "reads"]
 
 
 def test_the_count_of_parameters_is_told_as_it_was_counted() -> None:
     count = chapters()["count"]
     total = 4 * 16 * 16 + 4 * 16
     assert (
-        plain(count.answer)
+        plain(count.short_answer)
         == f"No. With 1 or 2 heads the layer has the same 4 tensors and the same {total:,} parameters."
     )
     assert count.tables[0].rows[0] == ("in_proj_weight", "(48, 16)", "(48, 16)")
@@ -67,27 +66,27 @@ def test_the_count_of_parameters_is_told_as_it_was_counted() -> None:
 
 def test_other_counts_would_be_told_otherwise() -> None:
     found = few_answers().parameters
-    one, two = found.counts
-    fewer = replace(two, packed=two.packed[:1], torch=two.packed)
-    built = chapters(replace(few_answers(), parameters=replace(found, counts=(one, fewer))))
-    assert plain(built["count"].answer) == (
+    one, two = found.layers
+    fewer = replace(two, packed_parameters=two.packed_parameters[:1], torch_parameters=two.packed_parameters)
+    built = chapters(replace(few_answers(), parameters=replace(found, layers=(one, fewer))))
+    assert plain(built["count"].short_answer) == (
         "Yes. The layers have different numbers of parameters: 1 head 1,088 and 2 heads 768."
     )
-    assert built["count"].text[1].endswith("have other names or shapes.")
-    read = replace(two, features_read=(3, 16))
-    built = chapters(replace(few_answers(), parameters=replace(found, counts=(one, read))))
-    assert built["reads"].answer == "Not every head reads all 16 features: between 3 and 16."
+    assert built["count"].paragraphs[1].endswith("have other names or shapes.")
+    read = replace(two, features_read_by_head=(3, 16))
+    built = chapters(replace(few_answers(), parameters=replace(found, layers=(one, read))))
+    assert built["reads"].short_answer == "Not every head reads all 16 features: between 3 and 16."
 
 
 def test_equal_outputs_would_be_told_otherwise() -> None:
     found = few_answers().parameters
-    pairs = tuple(replace(pair, output_difference=0.0) for pair in found.pairs)
-    built = chapters(replace(few_answers(), parameters=replace(found, pairs=pairs)))
-    assert built["outputs"].answer.startswith("Yes. The output is the same for every number of heads")
+    pairs = tuple(replace(pair, output_difference=0.0) for pair in found.comparisons)
+    built = chapters(replace(few_answers(), parameters=replace(found, comparisons=pairs)))
+    assert built["outputs"].short_answer.startswith("Yes. The output is the same for every number of heads")
 
 
-def match(content, long: float, short: float, own: float, noise: float = 1.0) -> Match:
-    return Match(content, noise, Spread(long, 0.01), Spread(short, 0.01), Spread(own, 0.01))
+def match(content, long: float, short: float, own: float, noise: float = 1.0) -> MatchRates:
+    return MatchRates(content, noise, MeanOverSeeds(long, 0.01), MeanOverSeeds(short, 0.01), MeanOverSeeds(own, 0.01))
 
 
 @pytest.mark.parametrize(
@@ -110,24 +109,29 @@ def match(content, long: float, short: float, own: float, noise: float = 1.0) ->
     ],
 )
 def test_the_verdict_on_long_and_short_rows_follows_from_the_shares(matches, expected: str) -> None:
-    answers = replace(few_answers(), vectors=replace(few_answers().vectors, matches=matches))
-    assert chapters(answers)["vectors"].answer == expected
+    answers = replace(few_answers(), vector_matching=replace(few_answers().vector_matching, matches=matches))
+    assert chapters(answers)["vectors"].short_answer == expected
 
 
 def test_one_seed_gives_no_verdict_on_rows() -> None:
     found = match_vectors(trials=20, seeds=1, lengths=(8, 64), noises=(0.5,))
     for lang, words in (("en", "One seed has no spread"), ("zh", "只有一个种子")):
-        made = {each.name: each for each in build_chapters(replace(few_answers(), vectors=found), language(lang))}
-        assert made["vectors"].answer.startswith(words)
-        assert made["lengths"].answer.startswith(words)
+        made = {
+            each.name: each
+            for each in build_chapters(replace(few_answers(), vector_matching=found), load_phrases(lang))
+        }
+        assert made["vectors"].short_answer.startswith(words)
+        assert made["lengths"].short_answer.startswith(words)
         assert "±" not in "".join(cell for row in made["lengths"].tables[0].rows for cell in row)
 
 
 def test_length_is_called_better_only_where_it_was() -> None:
-    found = few_answers().vectors
-    assert chapters()["lengths"].answer.startswith("Longer is better")
+    found = few_answers().vector_matching
+    assert chapters()["lengths"].short_answer.startswith("Longer is better")
     turned = replace(found, lengths=tuple(reversed(found.lengths)))
-    assert chapters(replace(few_answers(), vectors=turned))["lengths"].answer.startswith("Longer is not better here")
+    assert chapters(replace(few_answers(), vector_matching=turned))["lengths"].short_answer.startswith(
+        "Longer is not better here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,26 +145,26 @@ def test_length_is_called_better_only_where_it_was() -> None:
 def test_leaving_out_the_division_is_called_harmful_only_where_it_was(
     keys: float, slope: float, beginning: str
 ) -> None:
-    found = few_answers().vectors
+    found = few_answers().vector_matching
     last = replace(
         found.lengths[-1],
-        scaled_keys=Spread(40.0, 0.1),
-        plain_keys=Spread(keys, 0.1),
-        scaled_slope=Spread(0.09, 0.001),
-        plain_slope=Spread(slope, 0.001),
+        scaled_effective_keys=MeanOverSeeds(40.0, 0.1),
+        unscaled_effective_keys=MeanOverSeeds(keys, 0.1),
+        scaled_softmax_slope=MeanOverSeeds(0.09, 0.001),
+        unscaled_softmax_slope=MeanOverSeeds(slope, 0.001),
     )
-    built = chapters(replace(few_answers(), vectors=replace(found, lengths=(*found.lengths[:-1], last))))
-    assert built["lengths"].text[0].startswith(beginning)
+    built = chapters(replace(few_answers(), vector_matching=replace(found, lengths=(*found.lengths[:-1], last))))
+    assert built["lengths"].paragraphs[0].startswith(beginning)
 
 
-def lookup(layer: int, head: int, first: float, second: float) -> HeadLook:
+def lookup(layer: int, head: int, first: float, second: float) -> HeadMeasurement:
     measures = {"first lookup": first, "second lookup": second, "the others": 1 - first - second, "entropy": 0.5}
-    return HeadLook(layer, head, measures, ((first, second),))
+    return HeadMeasurement(layer, head, measures, ((first, second),))
 
 
-def training(num_heads: int, seed: int, right: float, looks: tuple[HeadLook, ...]) -> Training:
-    moments = (Moment(0, 2.0, 0.1, looks), Moment(10, 0.5, right, looks))
-    return Training(num_heads, seed, 1234, 1.4, 1.4, moments)
+def training(num_heads: int, seed: int, right: float, looks: tuple[HeadMeasurement, ...]) -> TrainedModel:
+    moments = (CurvePoint(0, 2.0, 0.1, looks), CurvePoint(10, 0.5, right, looks))
+    return TrainedModel(num_heads, seed, 1234, 1.4, 1.4, moments)
 
 
 def experiment(task: str, shares: dict[int, tuple[float, ...]], looks=None) -> Experiment:
@@ -174,7 +178,7 @@ def experiment(task: str, shares: dict[int, tuple[float, ...]], looks=None) -> E
 
 
 def chapter_of(one: Experiment):
-    return experiment_chapter(one, few_answers(), language("en"))
+    return experiment_chapter(one, few_answers(), load_phrases("en"))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,7 @@ def chapter_of(one: Experiment):
     ],
 )
 def test_the_verdict_follows_from_the_numbers(task: str, shares, answer: str) -> None:
-    assert plain(chapter_of(experiment(task, shares)).answer) == answer
+    assert plain(chapter_of(experiment(task, shares)).short_answer) == answer
 
 
 def test_the_table_of_results_has_the_worst_and_the_best_seed() -> None:
@@ -244,25 +248,26 @@ def test_seeds_in_which_two_heads_share_two_names_are_counted() -> None:
     shared = (lookup(0, 0, 0.9, 0.0), lookup(0, 1, 0.1, 0.8))
     alone = (lookup(0, 0, 0.9, 0.0),)
     chapter = chapter_of(experiment("two", {1: (0.1, 0.1), 2: (1.0, 1.0)}, {1: alone, 2: shared}))
-    assert plain(chapter.looks[0]).endswith("and another on the second: 2 heads 2 of 2.")
+    assert plain(chapter.head_paragraphs[0]).endswith("and another on the second: 2 heads 2 of 2.")
     assert (
-        plain(" | ".join(chapter.looks_tables[0].rows[1]))
-        == "2 heads | 1.0 ± 0.0 | 1.0 ± 0.0 | 0.0 ± 0.0 | 0.50 ± 0.00"
+        plain(" | ".join(chapter.head_tables[0].rows[1])) == "2 heads | 1.0 ± 0.0 | 1.0 ± 0.0 | 0.0 ± 0.0 | 0.50 ± 0.00"
     )
 
 
 def test_able_models_without_an_induction_head_are_counted() -> None:
-    def looks(induction: float) -> tuple[HeadLook, ...]:
+    def looks(induction: float) -> tuple[HeadMeasurement, ...]:
         return tuple(
-            HeadLook(layer, 0, {"previous": 0.7, "induction": induction * layer, "entropy": 1.0}, ((1.0,),))
+            HeadMeasurement(layer, 0, {"previous": 0.7, "induction": induction * layer, "entropy": 1.0}, ((1.0,),))
             for layer in (0, 1)
         )
 
     with_it = experiment("induction", {1: (0.95, 0.95)}, {1: looks(0.8)})
-    assert chapter_of(with_it).looks == ()
+    assert chapter_of(with_it).head_paragraphs == ()
     without = chapter_of(experiment("induction", {1: (0.95, 0.5)}, {1: looks(0.3)}))
-    assert without.looks[0].startswith("Of the 1 models with at least 90 % correct answers, 1 have no head in layer 1")
-    assert plain(" | ".join(without.looks_tables[0].rows[0])) == "1 head | 70.0 ± 0.0 % | 30.0 ± 0.0 % | 0.0 ± 0.0"
+    assert without.head_paragraphs[0].startswith(
+        "Of the 1 models with at least 90 % correct answers, 1 have no head in layer 1"
+    )
+    assert plain(" | ".join(without.head_tables[0].rows[0])) == "1 head | 70.0 ± 0.0 % | 30.0 ± 0.0 % | 0.0 ± 0.0"
 
 
 def test_the_curves_hold_every_number_of_heads() -> None:
@@ -273,10 +278,15 @@ def test_the_curves_hold_every_number_of_heads() -> None:
 
 def test_the_chapter_on_copies_follows_from_their_distance() -> None:
     found = few_answers()
-    chapter = copies_chapter(found.copies, found.experiments, language("en"))
-    assert chapter.answer.startswith("They start from different random weights. Started as exact copies, 2 heads stay")
+    chapter = copies_chapter(found.experiment_with_copied_heads, found.experiments, load_phrases("en"))
+    assert chapter.short_answer.startswith(
+        "They start from different random weights. Started as exact copies, 2 heads stay"
+    )
     assert [row[0] for row in chapter.tables[0].rows] == ["drawn", "copied"]
-    parted = replace(found.copies, trainings=tuple(replace(each, apart_after=0.5) for each in found.copies.trainings))
-    other = copies_chapter(parted, (), language("en"))
-    assert other.answer.startswith("Started as copies, 2 heads end 0.5 apart")
+    parted = replace(
+        found.experiment_with_copied_heads,
+        models=tuple(replace(each, head_distance_after=0.5) for each in found.experiment_with_copied_heads.models),
+    )
+    other = copies_chapter(parted, (), load_phrases("en"))
+    assert other.short_answer.startswith("Started as copies, 2 heads end 0.5 apart")
     assert [row[0] for row in other.tables[0].rows] == ["copied"]

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from multihead.cli.console import wrap_words
-from multihead_lab.commands.tensor_view import draw_step, formatter_of_numbers, head_style, shape_lines
+from multihead_lab.commands.tensor_view import draw_step, format_shape_with_axes, head_style, number_formatter
 from multihead_lab.walk import walk
 
 
@@ -29,17 +29,20 @@ def test_each_head_keeps_its_colour_and_its_label() -> None:
 
 
 def test_numbers_are_written_with_as_many_decimals_as_they_need() -> None:
-    assert formatter_of_numbers(torch.tensor([1, 20]))(20) == "20"
-    assert formatter_of_numbers(torch.tensor([0.5, 0.0]))(0.5) == "0.5"
-    assert formatter_of_numbers(torch.tensor([0.25, 1.0]))(1.0) == "1.00"
-    assert formatter_of_numbers(torch.tensor([1 / 3, -torch.inf]))(1 / 3) == "0.333"
-    assert formatter_of_numbers(torch.tensor([1 / 3, -torch.inf]))(-torch.inf) == "-inf"
-    assert formatter_of_numbers(torch.tensor([0.5, -1e-17]))(-1e-17) == "0.0"
+    assert number_formatter(torch.tensor([1, 20]))(20) == "20"
+    assert number_formatter(torch.tensor([0.5, 0.0]))(0.5) == "0.5"
+    assert number_formatter(torch.tensor([0.25, 1.0]))(1.0) == "1.00"
+    assert number_formatter(torch.tensor([1 / 3, -torch.inf]))(1 / 3) == "0.333"
+    assert number_formatter(torch.tensor([1 / 3, -torch.inf]))(-torch.inf) == "-inf"
+    assert number_formatter(torch.tensor([0.5, -1e-17]))(-1e-17) == "0.0"
 
 
 def test_a_shape_stands_over_the_names_of_its_axes() -> None:
-    assert shape_lines((6, 3, 2), ("批量*头", "查询", "头维度")) == ("(6,       3,    2)", "(批量*头, 查询, 头维度)")
-    assert shape_lines((6,), ("batch",)) == ("(6,)", "(batch,)")
+    assert format_shape_with_axes((6, 3, 2), ("批量*头", "查询", "头维度")) == (
+        "(6,       3,    2)",
+        "(批量*头, 查询, 头维度)",
+    )
+    assert format_shape_with_axes((6,), ("batch",)) == ("(6,)", "(batch,)")
 
 
 def test_chinese_lines_break_anywhere_but_before_a_closing_mark() -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from multihead.errors import ArgumentError
-from multihead_lab.matching import Spread
-from multihead_lab.text import NBSP, format_percent, format_rounding_error, format_shape, language
+from multihead_lab.matching import MeanOverSeeds
+from multihead_lab.text import NBSP, format_percent, format_rounding_error, format_shape, load_phrases
 
 
 def test_items_are_joined_in_the_manner_of_the_language() -> None:
-    assert language("en").listed("123") == "1, 2 and 3"
-    assert language("zh").listed("123", "or") == "1、2 或 3"
-    assert language("en").listed("1") == "1"
+    assert load_phrases("en").join_items("123") == "1, 2 and 3"
+    assert load_phrases("zh").join_items("123", "or") == "1、2 或 3"
+    assert load_phrases("en").join_items("1") == "1"
 
 
 def test_numbers_hold_together_over_the_end_of_a_line() -> None:
-    english = language("en")
-    assert english.heads(1) == f"1{NBSP}head"
-    assert english.spread(Spread(0.981, 0.004)) == f"98.1{NBSP}±{NBSP}0.4{NBSP}%"
-    assert english.number(Spread(12.34, 0.5)) == f"12.3{NBSP}±{NBSP}0.5"
-    assert english.spread(Spread(0.981, None)) == f"98.1{NBSP}%"
-    assert english.number(Spread(12.34, None)) == "12.3"
-    assert (english.seeds(1), english.seeds(5)) == (f"1{NBSP}seed", f"5{NBSP}seeds")
+    english = load_phrases("en")
+    assert english.format_head_count(1) == f"1{NBSP}head"
+    assert english.format_percent_with_deviation(MeanOverSeeds(0.981, 0.004)) == f"98.1{NBSP}±{NBSP}0.4{NBSP}%"
+    assert english.format_number_with_deviation(MeanOverSeeds(12.34, 0.5)) == f"12.3{NBSP}±{NBSP}0.5"
+    assert english.format_percent_with_deviation(MeanOverSeeds(0.981, None)) == f"98.1{NBSP}%"
+    assert english.format_number_with_deviation(MeanOverSeeds(12.34, None)) == "12.3"
+    assert (english.format_seed_count(1), english.format_seed_count(5)) == (f"1{NBSP}seed", f"5{NBSP}seeds")
     assert format_percent(0.5, 0) == f"50{NBSP}%"
 
 
@@ -34,5 +34,5 @@ def test_shapes_and_rounding_errors_are_written_plainly() -> None:
 
 def test_another_language_is_refused() -> None:
     with pytest.raises(ArgumentError) as refused:
-        language("fr")
+        load_phrases("fr")
     assert str(refused.value) == 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'

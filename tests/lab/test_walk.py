@@ -74,10 +74,10 @@ def test_every_axis_has_a_name_and_every_entry_along_the_heads_its_head(options:
     for step in steps:
         assert len(step.axes) == step.tensor.dim()
         if step.head_axis is None:
-            assert step.heads == ()
+            assert step.head_of_entry == ()
         else:
-            assert len(step.heads) == step.tensor.shape[step.head_axis]
-            assert set(step.heads) == set(range(steps.sizes.num_heads))
+            assert len(step.head_of_entry) == step.tensor.shape[step.head_axis]
+            assert set(step.head_of_entry) == set(range(steps.sizes.num_heads))
 
 
 def test_the_head_of_a_column_or_block_is_the_head_that_its_numbers_came_from() -> None:
@@ -86,7 +86,7 @@ def test_the_head_of_a_column_or_block_is_the_head_that_its_numbers_came_from() 
     for name in ("x", "grouped", "by_head", "flat", "unflat", "ungrouped", "merged"):
         step = steps[name]
         assert step.head_axis is not None
-        for index, head in enumerate(step.heads):
+        for index, head in enumerate(step.head_of_entry):
             numbers = step.tensor.select(step.head_axis, index)
             assert set(head_of_number.flatten()[numbers.flatten()].tolist()) == {head}
 
@@ -257,14 +257,14 @@ def test_sizes_out_of_range_are_refused_in_words(options: dict[str, Any], senten
 
 def test_every_step_is_shown_in_one_chapter_of_its_part() -> None:
     steps: Walk = walk()
-    shown = [name for chapter in CHAPTERS for name in chapter.steps]
+    shown = [name for chapter in CHAPTERS for name in chapter.step_names]
     assert sorted([*shown, "wrong_position", "wrong_head"]) == sorted(step.name for step in steps)
     for chapter in CHAPTERS:
-        assert {steps[name].part for name in chapter.steps} == {chapter.part}
+        assert {steps[name].part for name in chapter.step_names} == {chapter.part}
 
 
 def test_a_walk_has_every_tensor_that_the_chapters_tell_of_in_their_order() -> None:
-    shown = [step for chapter in CHAPTERS for step in chapter.steps]
+    shown = [step for chapter in CHAPTERS for step in chapter.step_names]
     assert len(shown) == len(set(shown))
     assert [step.name for step in walk().steps if step.name in shown] == shown
 

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from multihead.cli import main
 from multihead.errors import MultiheadError
 from multihead.locale.texts import section
-from multihead_lab.locale import STORE
+from multihead_lab.locale import LOCALE_PACKAGE
 from multihead_lab.walk import CHAPTERS, walk
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -24,7 +24,7 @@ def run(*args: str, columns: int = 80) -> Result:
 
 
 def text(key: str, lang: str, **values: object) -> str:
-    return section(lang, "walk", store=STORE)[key].format(**values)
+    return section(lang, "walk", store=LOCALE_PACKAGE)[key].format(**values)
 
 
 def lines(*rows: str) -> str:

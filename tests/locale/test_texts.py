@@ -16,11 +16,11 @@ from multihead.kinds import KINDS, MIXED
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
 from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR
-from multihead_lab.locale import STORE
+from multihead_lab.locale import LOCALE_PACKAGE
 from multihead_lab.walk import CHAPTERS, walk
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
 
-STORES = (texts.__package__, STORE)
+STORES = (texts.__package__, LOCALE_PACKAGE)
 ENGLISH, CHINESE = (
     {key: each for store in STORES for key, each in texts._texts_in_language(lang, store).items()} for lang in LANGUAGES
 )

@@ -19,7 +19,7 @@ from multihead_lab.commands import parse_whole_numbers
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from multihead_lab.run import Answers, Part
+    from multihead_lab.run import LabPart, LabResults
     from multihead_lab.text import Chapter, Phrases, Table
 
 EXAMPLES = """
@@ -52,7 +52,7 @@ MAX_TABLE_WIDTH = 110
 def lab(
     *,
     lang: str,
-    only: Part | None,
+    only: LabPart | None,
     heads: str,
     seeds: int,
     seed: int,
@@ -67,7 +67,7 @@ def lab(
     ones. Prints the results and writes one page that opens offline.
     """
     check_writable([out])
-    counts = _parsed_head_counts(heads)
+    counts = _parse_head_counts(heads)
     require("jinja2", purpose="The lab", extra="lab")
     if workers is not None and workers < 1:
         raise ArgumentError(f"The number of workers is {workers}.", "Give at least 1.")
@@ -77,27 +77,27 @@ def lab(
 
     from multihead_lab.page import write_page
     from multihead_lab.report import build_chapters
-    from multihead_lab.run import PARTS, answer
-    from multihead_lab.text import language
+    from multihead_lab.run import LAB_PARTS, run_lab
+    from multihead_lab.text import load_phrases
 
-    phrases = language(lang)
+    phrases = load_phrases(lang)
     console = Console(highlight=False, soft_wrap=True)
-    answers: Answers
+    answers: LabResults
     with Steps(lang, keep=True) as steps:
-        answers = answer(
-            parts=(only,) if only is not None else PARTS,
+        answers = run_lab(
+            parts=(only,) if only is not None else LAB_PARTS,
             heads=counts,
             seeds=seeds,
             seed=seed,
             quick=quick,
             workers=min(os.cpu_count() or 1, 8) if workers is None else workers,
-            progress=lambda name, done, total: steps.show(phrases.words[f"doing.{name}"], done, total),
+            progress=lambda name, done, total: steps.show(phrases.texts_by_key[f"doing.{name}"], done, total),
         )
     path = write_page(answers, out, lang=lang)
-    print_sentence(console, phrases.words["page title"], style="bold")
-    print_sentence(console, phrases.words["lead"])
+    print_sentence(console, phrases.texts_by_key["page title"], style="bold")
+    print_sentence(console, phrases.texts_by_key["lead"])
     if quick:
-        print_sentence(console, phrases.words["quick"], style="yellow")
+        print_sentence(console, phrases.texts_by_key["quick"], style="yellow")
     for number, chapter in enumerate(build_chapters(answers, phrases), start=1):
         _print_chapter(console, number, chapter, phrases)
     console.print()
@@ -106,7 +106,7 @@ def lab(
     )
 
 
-def _parsed_head_counts(heads: str) -> tuple[int, ...]:
+def _parse_head_counts(heads: str) -> tuple[int, ...]:
     found = parse_whole_numbers("heads", heads, "Give for example 1,2,4,8.")
     if len(set(found)) < len(found):
         raise ArgumentError(f"heads is {heads!r}, and contains a number twice.", "Give each number once.")
@@ -117,17 +117,17 @@ def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phr
     """Print one chapter: the question, the answer, the text, the tables."""
     console.print()
     print_sentence(console, f"{number}. {chapter.title}", style="bold")
-    print_sentence(console, chapter.answer, style="cyan", indent=3)
-    for paragraph in chapter.text:
+    print_sentence(console, chapter.short_answer, style="cyan", indent=3)
+    for paragraph in chapter.paragraphs:
         print_sentence(console, paragraph, indent=3)
     for one in chapter.tables:
         _print_table(console, one)
-    if chapter.looks_tables:
+    if chapter.head_tables:
         console.print()
-        print_sentence(console, phrases.words["looks.heading"], style="bold", indent=3)
-        for sentence in chapter.looks:
+        print_sentence(console, phrases.texts_by_key["looks.heading"], style="bold", indent=3)
+        for sentence in chapter.head_paragraphs:
             print_sentence(console, sentence, indent=3)
-        for one in chapter.looks_tables:
+        for one in chapter.head_tables:
             _print_table(console, one)
 
 

@@ -9,20 +9,20 @@ from rich.cells import cell_len
 from rich.text import Text
 from torch import Tensor
 
-from multihead_lab.walk import Step
+from multihead_lab.walk import WalkStep
 
-__all__ = ["Drawing", "draw_step", "formatter_of_numbers", "head_style", "shape_lines"]
+__all__ = ["Drawing", "draw_step", "format_shape_with_axes", "head_style", "number_formatter"]
 
 # As torch does: a tensor of up to this many values is printed in full, a larger one with 3 entries at each end.
-FULL_VALUES = 1000
-EDGE = 3
+MAX_VALUES_IN_FULL = 1000
+ENTRIES_AT_EACH_END = 3
 MAX_DECIMALS = 3
-GAP = "…"
-BETWEEN_BLOCKS = 3
+ELLIPSIS = "…"
+SPACES_BETWEEN_BLOCKS = 3
 HEAD_STYLES = ("cyan", "magenta", "green", "yellow", "blue")
 
-Notes = Mapping[tuple[int, int], tuple[str, int]]
-Entries = Mapping[str, Callable[[int], str]]
+RowNotes = Mapping[tuple[int, int], tuple[str, int]]
+EntryNames = Mapping[str, Callable[[int], str]]
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class Drawing:
     """The lines of a drawn tensor, and whether some values were left out."""
 
     lines: list[Text]
-    elided: bool
+    has_omitted_values: bool
 
 
 @dataclass(frozen=True)
-class Frame:
+class FourAxisTensor:
     """A tensor reshaped to four axes: lines of blocks of rows of columns.
 
     Attributes:
         tensor: (lines, blocks, rows, columns).
         axes: the name of each axis, or None if the tensor has no such axis.
-        head_place: index of the axis along which heads vary, or None.
-        folded: whether lines and blocks are one axis of the tensor.
+        head_axis: index of the axis along which heads vary, or None.
+        splits_batch_axis: whether lines and blocks are one axis of the tensor.
     """
 
     tensor: Tensor
     axes: tuple[str | None, str | None, str | None, str | None]
-    head_place: int | None
-    folded: bool
+    head_axis: int | None
+    splits_batch_axis: bool
 
 
 def head_style(head: int) -> str:
@@ -55,7 +55,7 @@ def head_style(head: int) -> str:
     return HEAD_STYLES[head % len(HEAD_STYLES)]
 
 
-def formatter_of_numbers(tensor: Tensor) -> Callable[[float], str]:
+def number_formatter(tensor: Tensor) -> Callable[[float], str]:
     """Return a function that formats a tensor's values with as many decimals as they need."""
     if not tensor.is_floating_point():
         return lambda value: str(int(value))
@@ -69,7 +69,7 @@ def formatter_of_numbers(tensor: Tensor) -> Callable[[float], str]:
     return lambda value: f"{round(value, needed) + 0.0:.{needed}f}"
 
 
-def shape_lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
+def format_shape_with_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
     """Format a shape in two lines: the sizes, and below each size the name of its axis."""
     sizes = [str(size) for size in shape]
     widths = [max(cell_len(size), cell_len(axis)) for size, axis in zip(sizes, axes, strict=True)]
@@ -83,12 +83,12 @@ def shape_lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str
 
 
 def draw_step(
-    step: Step,
+    step: WalkStep,
     *,
     num_heads: int,
-    entries: Entries,
+    entries: EntryNames,
     width: int,
-    notes: Notes | None = None,
+    notes: RowNotes | None = None,
 ) -> Drawing:
     """Draw one step's tensor.
 
@@ -99,28 +99,28 @@ def draw_step(
         width: columns of the terminal.
         notes: for (block, row), a word printed next to the row and the head whose colour it gets.
     """
-    return _Painter(step, _frame_of_step(step, num_heads), entries, width, notes or {}).drawing()
+    return _TensorPainter(step, _reshape_to_four_axes(step, num_heads), entries, width, notes or {}).draw()
 
 
-def _frame_of_step(step: Step, num_heads: int) -> Frame:
+def _reshape_to_four_axes(step: WalkStep, num_heads: int) -> FourAxisTensor:
     tensor, axes = step.tensor, step.axes
     if axes[0] == "batch*heads":
         tensor = tensor.reshape(-1, num_heads, *tensor.shape[1:])
         rest: tuple[str | None, ...] = axes[1:]
         if not rest:
             tensor, rest = tensor[..., None, None], (None, None)
-        return Frame(tensor, ("batch", "heads", rest[0], rest[1]), 1, folded=True)
+        return FourAxisTensor(tensor, ("batch", "heads", rest[0], rest[1]), 1, splits_batch_axis=True)
     place = step.head_axis
     if len(axes) == 1:
         names = (None, axes[0], None, None)
-        return Frame(tensor[None, :, None, None], names, None if place is None else 1, folded=False)
+        return FourAxisTensor(tensor[None, :, None, None], names, None if place is None else 1, splits_batch_axis=False)
     missing = 4 - len(axes)
     padded = (*[None] * missing, *axes)
-    return Frame(
+    return FourAxisTensor(
         tensor.reshape(*[1] * missing, *tensor.shape),
         (padded[0], padded[1], padded[2], padded[3]),
         None if place is None else place + missing,
-        folded=False,
+        splits_batch_axis=False,
     )
 
 
@@ -131,66 +131,66 @@ def _indices_at_both_ends(size: int, edge: int) -> list[int | None]:
     return [*range(edge), None, *range(size - edge, size)]
 
 
-class _Painter:
+class _TensorPainter:
     """Shared state of the parts of one drawing."""
 
-    def __init__(self, step: Step, frame: Frame, names: Entries, width: int, notes: Notes) -> None:
-        self.heads, self.frame, self.names, self.notes = step.heads, frame, names, notes
+    def __init__(self, step: WalkStep, frame: FourAxisTensor, names: EntryNames, width: int, notes: RowNotes) -> None:
+        self.heads, self.frame, self.names, self.notes = step.head_of_entry, frame, names, notes
         self.tensor, self.axes = frame.tensor, frame.axes
-        big = self.tensor.numel() > FULL_VALUES
+        big = self.tensor.numel() > MAX_VALUES_IN_FULL
         sizes = self.tensor.shape
         self.lines = _indices_at_both_ends(sizes[0], 1 if big else sizes[0])
         self.blocks = _indices_at_both_ends(sizes[1], 1 if big else sizes[1])
-        self.rows = _indices_at_both_ends(sizes[2], EDGE if big else sizes[2])
-        self.columns = _indices_at_both_ends(sizes[3], EDGE if big else sizes[3])
-        self.gutter = self._gutter_width()
+        self.rows = _indices_at_both_ends(sizes[2], ENTRIES_AT_EACH_END if big else sizes[2])
+        self.columns = _indices_at_both_ends(sizes[3], ENTRIES_AT_EACH_END if big else sizes[3])
+        self.gutter = self._row_label_width()
         self.width = width
         self._fit_columns()
 
-    def _entry(self, place: int, index: int) -> str:
+    def _entry_name(self, place: int, index: int) -> str:
         axis = self.axes[place]
-        if axis == "heads*head_dim" and place == self.frame.head_place == 2:
+        if axis == "heads*head_dim" and place == self.frame.head_axis == 2:
             axis, index = "heads", self.heads[index]
         return self.names[axis](index) if axis and axis in self.names else ""
 
-    def _gutter_width(self) -> int:
-        labels = [self._entry(0, index) for index in self.lines if index is not None]
-        labels += [f" {self._entry(2, index)}" for index in self.rows if index is not None]
+    def _row_label_width(self) -> int:
+        labels = [self._entry_name(0, index) for index in self.lines if index is not None]
+        labels += [f" {self._entry_name(2, index)}" for index in self.rows if index is not None]
         return max(cell_len(label) for label in labels) + 2
 
     def _fit_columns(self) -> None:
         """Choose the width of a cell, and drop columns from the middle until a block fits."""
         size = self.tensor.shape[3]
-        max_edge = EDGE if None in self.columns else size
+        max_edge = ENTRIES_AT_EACH_END if None in self.columns else size
         for edge in range(max_edge, 0, -1):
             self.columns = _indices_at_both_ends(size, edge)
-            shown = self._shown_rows()
-            self.write = formatter_of_numbers(shown)
+            shown = self._shown_values()
+            self.write = number_formatter(shown)
             self.cell = max(len(self.write(value)) for value in shown.flatten().tolist())
-            self.cell = max(self.cell, self._widest_label())
+            self.cell = max(self.cell, self._column_label_width())
             if self.gutter + self._block_width() <= self.width:
                 return
 
-    def _shown_rows(self) -> Tensor:
+    def _shown_values(self) -> Tensor:
         shown = self.tensor
         for place, indices in enumerate((self.lines, self.blocks, self.rows, self.columns)):
             kept = [index for index in indices if index is not None]
             shown = shown.index_select(place, shown.new_tensor(kept).long())
         return shown
 
-    def _widest_label(self) -> int:
+    def _column_label_width(self) -> int:
         """Return the cell width that the labels above or below the columns need."""
         if self.axes[3] == "keys":
-            return max(cell_len(self._entry(3, column)) for column in self.columns if column is not None)
-        if self.frame.head_place != 3:
+            return max(cell_len(self._entry_name(3, column)) for column in self.columns if column is not None)
+        if self.frame.head_axis != 3:
             return 0
         widest = 0
-        for head, columns in self._column_groups():
+        for head, columns in self._columns_by_head():
             label, count = cell_len(self.names["heads"](head)), len(columns)
             widest = max(widest, -(-(label - (count - 1)) // count))
         return widest
 
-    def _column_groups(self) -> list[tuple[int, list[int]]]:
+    def _columns_by_head(self) -> list[tuple[int, list[int]]]:
         """Group the shown columns by head, left to right."""
         groups: list[tuple[int, list[int]]] = []
         before: int | None = None
@@ -203,77 +203,77 @@ class _Painter:
             before = column
         return groups
 
-    def _gap_between(self, left: int | None, right: int | None) -> str:
-        if self.frame.head_place == 3 and left is not None and right is not None:
+    def _column_separator(self, left: int | None, right: int | None) -> str:
+        if self.frame.head_axis == 3 and left is not None and right is not None:
             return " │ " if self.heads[left] != self.heads[right] else " "
         return " "
 
-    def _row_of(self, cells: Mapping[int, Text]) -> Text:
+    def _join_cells(self, cells: Mapping[int, Text]) -> Text:
         line = Text()
         before: int | None = None
         for number, column in enumerate(self.columns):
             if number:
-                line.append(self._gap_between(before, column), style="dim")
-            line.append_text(Text(GAP, style="dim") if column is None else cells[column])
+                line.append(self._column_separator(before, column), style="dim")
+            line.append_text(Text(ELLIPSIS, style="dim") if column is None else cells[column])
             before = column
         return line
 
     def _block_width(self) -> int:
         blank = {column: Text(" " * self.cell) for column in self.columns if column is not None}
         note = max((cell_len(word) + 1 for word, _ in self.notes.values()), default=0)
-        title = max(cell_len(self._title(line, block)) for line in self.lines for block in self.blocks)
-        return max(self._row_of(blank).cell_len + note, title)
+        title = max(cell_len(self._block_title(line, block)) for line in self.lines for block in self.blocks)
+        return max(self._join_cells(blank).cell_len + note, title)
 
-    def _title(self, line: int | None, block: int | None) -> str:
+    def _block_title(self, line: int | None, block: int | None) -> str:
         if block is None or line is None:
-            return GAP
-        title = self._entry(1, block)
-        return f"[{line * self.tensor.shape[1] + block}] {title}" if self.frame.folded else title
+            return ELLIPSIS
+        title = self._entry_name(1, block)
+        return f"[{line * self.tensor.shape[1] + block}] {title}" if self.frame.splits_batch_axis else title
 
-    def _head(self, block: int, row: int, column: int) -> int | None:
+    def _head_of_cell(self, block: int, row: int, column: int) -> int | None:
         if (block, row) in self.notes:
             return self.notes[block, row][1]
-        if self.frame.head_place is None:
+        if self.frame.head_axis is None:
             return None
-        return self.heads[(0, block, row, column)[self.frame.head_place]]
+        return self.heads[(0, block, row, column)[self.frame.head_axis]]
 
-    def _cell(self, place: tuple[int, int, int, int]) -> Text:
+    def _draw_cell(self, place: tuple[int, int, int, int]) -> Text:
         written = self.write(self.tensor[place].item())
-        head = self._head(*place[1:])
+        head = self._head_of_cell(*place[1:])
         style = "dim" if written == "-inf" else head_style(head) if head is not None else ""
         return Text(_align_right(written, self.cell), style=style)
 
-    def _painted_block(self, line: int, block: int) -> list[Text]:
+    def _draw_block(self, line: int, block: int) -> list[Text]:
         """Draw one block: title, names of the keys, rows, and the heads below their columns."""
-        place = self.frame.head_place
+        place = self.frame.head_axis
         painted = []
-        if self._entry(1, block):
+        if self._entry_name(1, block):
             style = f"bold {head_style(self.heads[block])}" if place == 1 else "bold"
-            painted.append(Text(self._title(line, block), style=style))
+            painted.append(Text(self._block_title(line, block), style=style))
         if self.axes[3] == "keys":
-            painted.append(self._row_of({
-                column: Text(_align_right(self._entry(3, column), self.cell), style="dim")
+            painted.append(self._join_cells({
+                column: Text(_align_right(self._entry_name(3, column), self.cell), style="dim")
                 for column in self.columns if column is not None
             }))  # fmt: skip
         for row in self.rows:
             if row is None:
-                painted.append(Text(_align_right(GAP, self.cell), style="dim"))
+                painted.append(Text(_align_right(ELLIPSIS, self.cell), style="dim"))
                 continue
-            text = self._row_of({
-                column: self._cell((line, block, row, column)) for column in self.columns if column is not None
+            text = self._join_cells({
+                column: self._draw_cell((line, block, row, column)) for column in self.columns if column is not None
             })  # fmt: skip
             if (block, row) in self.notes:
                 word, head = self.notes[block, row]
                 text.append(f" {word}", style=head_style(head))
             painted.append(text)
         if place == 3:
-            painted.append(self._heads_below())
+            painted.append(self._draw_head_labels())
         return painted
 
-    def _heads_below(self) -> Text:
+    def _draw_head_labels(self) -> Text:
         below = Text()
         before: int | None = None
-        groups = self._column_groups()
+        groups = self._columns_by_head()
         for head, columns in groups:
             if before is not None:
                 below.append("   ")
@@ -283,37 +283,37 @@ class _Painter:
             before = columns[-1]
         return below
 
-    def drawing(self) -> Drawing:
+    def draw(self) -> Drawing:
         """Draw the blocks of each line side by side, as many as fit into the width."""
         width = self._block_width()
-        across = max(1, (self.width - self.gutter + BETWEEN_BLOCKS) // (width + BETWEEN_BLOCKS))
+        across = max(1, (self.width - self.gutter + SPACES_BETWEEN_BLOCKS) // (width + SPACES_BETWEEN_BLOCKS))
         painted: list[Text] = []
         for line in self.lines:
             if line is None:
-                painted.append(Text(GAP, style="dim"))
+                painted.append(Text(ELLIPSIS, style="dim"))
                 continue
-            chosen = self._blocks_of(line)
+            chosen = self._shown_blocks(line)
             for start in range(0, len(chosen), across):
                 blocks = chosen[start : start + across]
                 if blocks == [None]:
-                    painted.append(Text(" " * self.gutter + GAP, style="dim"))
+                    painted.append(Text(" " * self.gutter + ELLIPSIS, style="dim"))
                 else:
-                    painted += self._painted_line(line, blocks, width)
+                    painted += self._draw_line_of_blocks(line, blocks, width)
         shown = (self.lines, self.blocks, self.rows, self.columns)
-        return Drawing(painted, elided=any(None in indices for indices in shown))
+        return Drawing(painted, has_omitted_values=any(None in indices for indices in shown))
 
-    def _blocks_of(self, line: int) -> list[int | None]:
+    def _shown_blocks(self, line: int) -> list[int | None]:
         """Choose the blocks of a line: in a large tensor the first of the first line and the last of the last line."""
         last = self.tensor.shape[0] - 1
         if last == 0 or None not in self.blocks or line not in (0, last):
             return self.blocks
         return self.blocks[:2] if line == 0 else self.blocks[-2:]
 
-    def _painted_line(self, line: int, blocks: list[int | None], width: int) -> list[Text]:
-        labels = self._painted_labels(line)
-        gap = [Text(GAP, style="dim")]
-        columns = [labels, *(gap if block is None else self._painted_block(line, block) for block in blocks)]
-        widths = [self.gutter, *(width + BETWEEN_BLOCKS for _ in blocks)]
+    def _draw_line_of_blocks(self, line: int, blocks: list[int | None], width: int) -> list[Text]:
+        labels = self._draw_row_labels(line)
+        gap = [Text(ELLIPSIS, style="dim")]
+        columns = [labels, *(gap if block is None else self._draw_block(line, block) for block in blocks)]
+        widths = [self.gutter, *(width + SPACES_BETWEEN_BLOCKS for _ in blocks)]
         joined = []
         for level in range(max(len(column) for column in columns)):
             text = Text()
@@ -325,16 +325,16 @@ class _Painter:
             joined.append(text)
         return joined
 
-    def _painted_labels(self, line: int) -> list[Text]:
+    def _draw_row_labels(self, line: int) -> list[Text]:
         """Return the left edge: the line's label next to the titles, then a label per row."""
-        titled = bool(self._entry(1, 0))
-        labels = [Text(self._entry(0, line), style="bold")] if titled else []
+        titled = bool(self._entry_name(1, 0))
+        labels = [Text(self._entry_name(0, line), style="bold")] if titled else []
         if self.axes[3] == "keys":
             labels.append(Text())
         for row in self.rows:
-            heads = self.heads if self.frame.head_place == 2 else ()
+            heads = self.heads if self.frame.head_axis == 2 else ()
             style = head_style(heads[row]) if heads and row is not None else "dim"
-            labels.append(Text(f" {GAP if row is None else self._entry(2, row)}", style=style))
+            labels.append(Text(f" {ELLIPSIS if row is None else self._entry_name(2, row)}", style=style))
         return labels
 
 

@@ -12,22 +12,22 @@ from multihead.cli.console import print_sentence, wrap_words
 from multihead.cli.language import lang_option
 from multihead.locale.texts import section
 from multihead_lab.commands import parse_whole_numbers
-from multihead_lab.locale import STORE
+from multihead_lab.locale import LOCALE_PACKAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
 
-    from multihead_lab.commands.tensor_view import Notes
-    from multihead_lab.walk import Chapter, Step, Walk
+    from multihead_lab.commands.tensor_view import RowNotes
+    from multihead_lab.walk import Walk, WalkChapter, WalkStep
 
 INDENT = 3
-MAX_TERMS = 4  # longest sum that is written out
+MAX_SHOWN_TERMS = 4  # longest sum that is written out
 
 # Options of the suggested next commands, without --lang.
-NEXT = ("--heads 2", "--lengths 3,0", "--length 4 --model-dim 8 --heads 4 --bias none")
-AXES = ("batch", "length", "heads", "queries", "keys")  # axes whose entries have names
+SUGGESTED_OPTIONS = ("--heads 2", "--lengths 3,0", "--length 4 --model-dim 8 --heads 4 --bias none")
+AXIS_NAMES = ("batch", "length", "heads", "queries", "keys")  # axes whose entries have names
 
 EXAMPLES = """
 \b
@@ -96,33 +96,33 @@ def walk(
         length=length,
         model_dim=model_dim,
         num_heads=heads,
-        lengths=None if lengths is None else _parsed_lengths(lengths),
+        lengths=None if lengths is None else _parse_lengths(lengths),
         bias=bias,
         seed=seed,
     )
-    _Printer(steps, lang, Console(highlight=False, soft_wrap=True)).print(part)
+    _WalkPrinter(steps, lang, Console(highlight=False, soft_wrap=True)).print(part)
 
 
-def _parsed_lengths(lengths: str) -> tuple[int, ...]:
+def _parse_lengths(lengths: str) -> tuple[int, ...]:
     return parse_whole_numbers("lengths", lengths, "Give one number per sample, such as --lengths 3,2.")
 
 
-class _Printer:
+class _WalkPrinter:
     """Print a walk in one language."""
 
     def __init__(self, steps: Walk, lang: str, console: Console) -> None:
         self.steps, self.lang, self.console = steps, lang, console
-        self.texts = section(lang, "walk", store=STORE)
+        self.texts = section(lang, "walk", store=LOCALE_PACKAGE)
         self.width = max(console.width, 40)
         self.explained_elision = False
         sizes = steps.sizes
         joined = [f"Z{head + 1}" for head in range(sizes.num_heads)]
-        shown = joined if len(joined) <= MAX_TERMS else [*joined[:2], "…", joined[-1]]
+        shown = joined if len(joined) <= MAX_SHOWN_TERMS else [*joined[:2], "…", joined[-1]]
         self.fields: dict[str, Any] = {
             **asdict(sizes),
-            "flat": sizes.flat,
+            "flat": sizes.batch_times_heads,
             "scale": sizes.scale,
-            "heads_of": self._text(
+            "heads_of": self._translate(
                 "heads and columns",
                 heads=self._count_with_noun("head", sizes.num_heads),
                 columns=self._count_with_noun("column", sizes.head_dim),
@@ -132,76 +132,80 @@ class _Printer:
             "joined": " | ".join(shown),
         }
 
-    def _text(self, key: str, **values: Any) -> str:
+    def _translate(self, key: str, **values: Any) -> str:
         return self.texts[key].format(**values)
 
     def _count_with_noun(self, noun: str, number: int) -> str:
-        return self._text(f"1 {noun}") if number == 1 else self._text(f"{noun}s", n=number)
+        return self._translate(f"1 {noun}") if number == 1 else self._translate(f"{noun}s", n=number)
 
     def print(self, part: str) -> None:
         """Print the title, the chapters of one part or of both, and the commands to try next."""
         from multihead_lab.walk import CHAPTERS
 
-        self._print_text(self._text("title"), style="bold")
-        self._print_text(self._text("intro", **self.fields))
+        self._print_text(self._translate("title"), style="bold")
+        self._print_text(self._translate("intro", **self.fields))
         computed = {step.name for step in self.steps}
         current = ""
-        for number, chapter in enumerate((chapter for chapter in CHAPTERS if chapter.steps[0] in computed), start=1):
+        for number, chapter in enumerate(
+            (chapter for chapter in CHAPTERS if chapter.step_names[0] in computed), start=1
+        ):
             if part not in ("all", chapter.part):
                 continue
             if chapter.part != current:
                 current = chapter.part
-                self._open_part(current)
+                self._print_part_heading(current)
             self._print_chapter(number, chapter)
         self.console.print()
         self.console.rule(style="dim")
         if part != "split":
-            self._print_text(self._text("checked", difference=self.steps.sdpa_difference), style="green")
-        self._print_text(self._text("farewell"))
+            self._print_text(self._translate("checked", difference=self.steps.sdpa_difference), style="green")
+        self._print_text(self._translate("farewell"))
         command = "multihead walk" if self.lang == "en" else f"multihead walk --lang {self.lang}"
-        for options in NEXT:
+        for options in SUGGESTED_OPTIONS:
             self._print_text(f"{command} {options}", indent=INDENT)
 
     def _print_text(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
         print_sentence(self.console, sentence, style=style, indent=indent)
 
-    def _open_part(self, part: str) -> None:
+    def _print_part_heading(self, part: str) -> None:
         self.console.print()
-        self.console.rule(f"[bold]{self._text(f'part.{part}.title')}[/bold]", align="left", style="dim")
-        self._print_text(self._text(f"part.{part}.text", **self.fields))
+        self.console.rule(f"[bold]{self._translate(f'part.{part}.title')}[/bold]", align="left", style="dim")
+        self._print_text(self._translate(f"part.{part}.text", **self.fields))
 
-    def _print_chapter(self, number: int, chapter: Chapter) -> None:
-        title, passage = (self._text(f"chapter.{chapter.name}.{each}", **self.fields) for each in ("title", "text"))
+    def _print_chapter(self, number: int, chapter: WalkChapter) -> None:
+        title, passage = (
+            self._translate(f"chapter.{chapter.name}.{each}", **self.fields) for each in ("title", "text")
+        )
         self.console.print()
         self.console.print(f"{number:>2} {title}", style="bold", markup=False)
         self._print_text(passage, indent=INDENT)
         for sentence in self._remarks_at_these_sizes(chapter):
             self._print_text(sentence, indent=INDENT)
-        for name in chapter.steps:
+        for name in chapter.step_names:
             self._print_step(self.steps[name])
-        for line in self._by_hand(chapter.name):
-            self._print_text(self._text("by hand") + line, indent=INDENT)
+        for line in self._compute_by_hand(chapter.name):
+            self._print_text(self._translate("by hand") + line, indent=INDENT)
 
-    def _remarks_at_these_sizes(self, chapter: Chapter) -> list[str]:
+    def _remarks_at_these_sizes(self, chapter: WalkChapter) -> list[str]:
         """Return the remarks that apply only at these sizes."""
         sizes = self.steps.sizes
         if chapter.name == "by_head" and sizes.length == sizes.num_heads:
-            return [self._text("same shape", shape=tuple(self.steps["by_head"].tensor.shape))]
+            return [self._translate("same shape", shape=tuple(self.steps["by_head"].tensor.shape))]
         if chapter.name == "wrong":
-            if self._nothing_to_mix():
-                return [self._text("unmixed")]
+            if self._is_merge_trivial():
+                return [self._translate("unmixed")]
             right, wrong = (self.steps[name].tensor[0, 0] for name in ("by_head", "wrong"))
-            compared = [self._text("mixed compare", right=right.tolist(), wrong=wrong.tolist())]
-            return [*(compared if right.numel() <= 2 * MAX_TERMS else []), self._text("mixed legend")]
+            compared = [self._translate("mixed compare", right=right.tolist(), wrong=wrong.tolist())]
+            return [*(compared if right.numel() <= 2 * MAX_SHOWN_TERMS else []), self._translate("mixed legend")]
         if chapter.name == "weights" and 0 in sizes.lengths:
-            return [self._text("empty")]
+            return [self._translate("empty")]
         return []
 
-    def _print_step(self, step: Step) -> None:
+    def _print_step(self, step: WalkStep) -> None:
         """Print the code of a tensor, its shape over the names of its axes, and its values."""
         from rich.text import Text
 
-        from multihead_lab.commands.tensor_view import draw_step, shape_lines
+        from multihead_lab.commands.tensor_view import draw_step, format_shape_with_axes
 
         self.console.print()
         # Break code at an operator, not within a list of arguments.
@@ -210,33 +214,35 @@ class _Printer:
             self.console.print(
                 " " * (2 * INDENT if number else INDENT) + line.replace("¤", " "), style="bold", markup=False
             )
-        shape, axes = shape_lines(tuple(step.tensor.shape), tuple(self._text(f"axis.{axis}") for axis in step.axes))
+        shape, axes = format_shape_with_axes(
+            tuple(step.tensor.shape), tuple(self._translate(f"axis.{axis}") for axis in step.axes)
+        )
         self.console.print(" " * INDENT + shape, markup=False)
         self.console.print(" " * INDENT + axes, markup=False)
-        entries: dict[str, Callable[[int], str]] = {axis: partial(self._entry, axis) for axis in AXES}
+        entries: dict[str, Callable[[int], str]] = {axis: partial(self._entry_name, axis) for axis in AXIS_NAMES}
         if step.name in ("z", "concat"):
-            entries["heads"] = lambda head: self._text("entry.result", n=head, number=head + 1)
+            entries["heads"] = lambda head: self._translate("entry.result", n=head, number=head + 1)
         drawing = draw_step(
             step,
             num_heads=self.steps.sizes.num_heads,
             entries=entries,
             width=self.width - INDENT,
-            notes=self._sources_of_wrong_rows() if step.name == "wrong" and not self._nothing_to_mix() else None,
+            notes=self._sources_of_wrong_rows() if step.name == "wrong" and not self._is_merge_trivial() else None,
         )
         for row in drawing.lines:
             self.console.print(Text(" " * INDENT).append_text(row))
-        if drawing.elided:
+        if drawing.has_omitted_values:
             key = "elided again" if self.explained_elision else "elided"
-            self._print_text(self._text(key, count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
+            self._print_text(self._translate(key, count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
             self.explained_elision = True
 
-    def _entry(self, axis: str, index: int) -> str:
-        return self._text(f"entry.{axis}", n=index)
+    def _entry_name(self, axis: str, index: int) -> str:
+        return self._translate(f"entry.{axis}", n=index)
 
-    def _nothing_to_mix(self) -> bool:
+    def _is_merge_trivial(self) -> bool:
         return 1 in (self.steps.sizes.length, self.steps.sizes.num_heads)
 
-    def _sources_of_wrong_rows(self) -> Notes:
+    def _sources_of_wrong_rows(self) -> RowNotes:
         """Return the position and head that each row of the wrong reshape came from."""
         positions = self.steps["wrong_position"].tensor.tolist()
         heads = self.steps["wrong_head"].tensor.tolist()
@@ -246,33 +252,33 @@ class _Printer:
             for row, (position, head) in enumerate(zip(row_positions, row_heads, strict=True))
         }
 
-    def _by_hand(self, chapter: str) -> list[str]:
+    def _compute_by_hand(self, chapter: str) -> list[str]:
         """Write out one entry of a chapter as a sum."""
-        from multihead_lab.commands.tensor_view import formatter_of_numbers
+        from multihead_lab.commands.tensor_view import number_formatter
 
         sizes, steps = self.steps.sizes, self.steps
         last = sizes.length - 1
-        block = sizes.flat - 1
+        block = sizes.batch_times_heads - 1
 
-        def written(name: str, *index: int) -> str:
-            return formatter_of_numbers(steps[name].tensor)(steps[name].tensor[index].item())
+        def format_value(name: str, *index: int) -> str:
+            return number_formatter(steps[name].tensor)(steps[name].tensor[index].item())
 
-        query, key = (partial(self._entry, axis) for axis in ("queries", "keys"))
-        if chapter == "scores" and sizes.head_dim <= MAX_TERMS:
+        query, key = (partial(self._entry_name, axis) for axis in ("queries", "keys"))
+        if chapter == "scores" and sizes.head_dim <= MAX_SHOWN_TERMS:
             terms = [
-                f"{written('q_heads', 0, last, column)} x {written('k_heads', 0, 0, column)}"
+                f"{format_value('q_heads', 0, last, column)} x {format_value('k_heads', 0, 0, column)}"
                 for column in range(sizes.head_dim)
             ]
             where = f"[0] {query(last)}, {key(0)}"
-            return [f"{where}: {' + '.join(terms)} = {written('scores', 0, last, 0)}"]
-        if chapter == "weights" and sizes.length <= MAX_TERMS and sizes.lengths[-1] > 0:
-            powers = [f"e^{written('masked', block, 0, entry)}" for entry in range(sizes.length)]
+            return [f"{where}: {' + '.join(terms)} = {format_value('scores', 0, last, 0)}"]
+        if chapter == "weights" and sizes.length <= MAX_SHOWN_TERMS and sizes.lengths[-1] > 0:
+            powers = [f"e^{format_value('masked', block, 0, entry)}" for entry in range(sizes.length)]
             where = f"[{block}] {query(0)}, {key(0)}"
-            return [f"{where}: {powers[0]} / ({' + '.join(powers)}) = {written('weights', block, 0, 0)}"]
-        if chapter == "z" and sizes.length <= MAX_TERMS:
+            return [f"{where}: {powers[0]} / ({' + '.join(powers)}) = {format_value('weights', block, 0, 0)}"]
+        if chapter == "z" and sizes.length <= MAX_SHOWN_TERMS:
             terms = [
-                f"{written('weights', block, 0, entry)} x {written('v_heads', block, entry, 0)}"
+                f"{format_value('weights', block, 0, entry)} x {format_value('v_heads', block, entry, 0)}"
                 for entry in range(sizes.length)
             ]
-            return [f"[{block}] {query(0)}: {' + '.join(terms)} = {written('z', block, 0, 0)}"]
+            return [f"[{block}] {query(0)}: {' + '.join(terms)} = {format_value('z', block, 0, 0)}"]
         return []
