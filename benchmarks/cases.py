@@ -112,7 +112,7 @@ def drop_in_training(batch: int, length: int, *, need_weights: bool, dropout: fl
 def masked(mask: masks.Mask, length: int) -> Contest:
     """A mask, against the same mask as a dense boolean tensor."""
     q, k, v = torch.randn(3, 1, HEADS, length, EMBED // HEADS).unbind()
-    dense = mask.tile(TilePositions.of(length, length)).expand(1, 1, length, length).contiguous()
+    dense = mask.tile(TilePositions.from_sizes(length, length)).expand(1, 1, length, length).contiguous()
     return Contest(
         ours=lambda: mh.attention(q, k, v, mask=mask),
         rival=lambda: scaled_dot_product_attention(q, k, v, attn_mask=dense),

@@ -24,7 +24,7 @@ import torch
 import multihead as mh
 from benchmarks.machine import machine_line
 from benchmarks.measure import Ratio
-from multihead.counting.batches import Batch, batches_by_length
+from multihead.counting.batches import TextBatch, batches_by_length
 from multihead.counting.merge import HEADS_FILE
 from multihead.counting.run import DEFAULT_BATCH_TOKENS, DEFAULT_EXAMPLES
 from multihead.counting.tally import Tally, census_probes, replace_attention, run_batch
@@ -101,7 +101,7 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
         np.array(each, np.int64) for each in loaded.tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
     ]
     rows = list(batches_by_length(ids, range(texts), tokens=DEFAULT_BATCH_TOKENS, packed=True))
-    padded = [Batch.pad_texts(ids[first : first + PADDED], range(PADDED)) for first in range(0, texts, PADDED)]
+    padded = [TextBatch.pad_texts(ids[first : first + PADDED], range(PADDED)) for first in range(0, texts, PADDED)]
     special = tuple(loaded.tokenizer.all_special_ids)
     probes = census_probes(None)
 
@@ -127,7 +127,7 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
     print(f"rate of the census / the stock model in padded batches of {PADDED}:", stock)
 
 
-def _run(model: Any, rows: Sequence[Batch]) -> None:
+def _run(model: Any, rows: Sequence[TextBatch]) -> None:
     for batch in rows:
         run_batch(model, batch)
 

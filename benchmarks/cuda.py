@@ -139,7 +139,7 @@ def measured(case: Case) -> tuple[str, str]:
 
 def positions(case: Case) -> TilePositions:
     """Return the positions of all queries and keys on the GPU."""
-    return TilePositions.of(case.queries, case.keys, query_start=0, device=torch.device("cuda"))
+    return TilePositions.from_sizes(case.queries, case.keys, query_start=0, device=torch.device("cuda"))
 
 
 def finished(run: Callable[[], Tensor], case: Case) -> Callable[[], None]:

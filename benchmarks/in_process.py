@@ -57,7 +57,7 @@ def failure(error: Exception) -> str:
 
 def runs_here(names: tuple[str, ...] = ()) -> list[str]:
     """Return those of the named instruction sets that run here; without names, AVX2 and the widest."""
-    running = [each.name for each in library.instruction_sets() if each.runs and not each.for_tests]
+    running = [each.name for each in library.instruction_sets() if each.is_supported_by_cpu and not each.for_tests]
     chosen = names or tuple(dict.fromkeys(["avx2", *running[-1:]]))
     return [name for name in chosen if name in running]
 

@@ -133,7 +133,7 @@ def memory_of(length: int, *, training: bool) -> Memory:
         of_ranks = measured(RANKS, folder, length, training=training)
     error = 0.0
     for name, each in expected.items():
-        joined = LAYOUT.join([found[name] for _, found in of_ranks], 1)
+        joined = LAYOUT.join_tokens_of_ranks([found[name] for _, found in of_ranks], 1)
         error = max(error, float((joined - each).abs().max() / each.abs().max()))
     if not error <= TOLERANCE:
         raise click.ClickException(f"The results of ranks differ from those of one process by {error:.1e}.")

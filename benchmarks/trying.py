@@ -78,7 +78,7 @@ def text_for(trial: Trial) -> str:
     """Return a text of about `TOKENS` tokens; of an encoder three sentences of a third each."""
     words = " ".join(topics["assignment"].split())
     rows = 1 if trial.task.kind == "language" else 3
-    stop = encode(trial.loaded, words, tokens=TOKENS // rows).stop
+    stop = encode(trial.loaded, words, tokens=TOKENS // rows).end_of_last_token
     return "\n".join(words[row * stop : (row + 1) * stop] for row in range(rows))
 
 
@@ -86,7 +86,7 @@ def measure(name: str) -> Result:
     """Click and sweep on one model, and compare with plain runs."""
     trial = open_trial(load_for_trial(describe(name), device="cpu", dtype="float32"))
     text = text_for(trial)
-    run = trial.read(text, never)
+    run = trial.read_text(text, never)
     seeded = torch.Generator().manual_seed(0)
     heads = [(layer.number, head) for layer in run.record.layers for head in range(layer.num_heads)]
     drawn = [heads[index] for index in torch.randperm(len(heads), generator=seeded)[:CLICKS].tolist()]
@@ -109,11 +109,11 @@ def error_of(trial: Trial, run: TextRun, head: tuple[int, int], swept: dict[str,
         plain = trial.task.predict(trial.loaded.model, run.batch)
     if trial.task.kind == "language":
         ids = run.batch["input_ids"]
-        before, after = (token_losses(each, ids).mean().item() for each in (run.before, plain))
+        before, after = (token_losses(each, ids).mean().item() for each in (run.predictions_before, plain))
         of_click = sum(clicked["losses"][1:]) / (len(clicked["losses"]) - 1)
         return max(abs(swept["losses"][head[1]] - (after - before)), abs(of_click - after))
     similarity, found = plain.double() @ plain.double().mT, torch.tensor(clicked["similarity"]).double()
-    change: Tensor = similarity - run.before.double() @ run.before.double().mT
+    change: Tensor = similarity - run.predictions_before.double() @ run.predictions_before.double().mT
     largest = change.flatten()[change.abs().argmax()].item()
     return max(abs(swept["effects"][head[1]] - largest), (found - similarity).abs().max().item())
 

@@ -109,7 +109,8 @@ def against_old_build(sets: tuple[str, ...], against: str, *, cpu_time: bool) ->
         cpu_time: whether both builds are compared by the CPU time of one thread.
     """
     running = chosen(
-        sets or tuple(each.name for each in library.instruction_sets() if each.runs and not each.for_tests)
+        sets
+        or tuple(each.name for each in library.instruction_sets() if each.is_supported_by_cpu and not each.for_tests)
     )
     against = against or two_builds.before()
     old, new = two_builds.build(against, running), library.path_of_library()

@@ -18,7 +18,7 @@ from benchmarks.native.definition import Defined, defined, defined_gradients
 from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT, sum_weights_per_key
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT, sum_weights_per_key
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.positions import TilePositions
 
@@ -99,7 +99,7 @@ def _rival_of(kind: str, rival: str, mask: masks.Mask, batch: int) -> Callable[.
     """Return the rival as a function of q, k and v."""
     if rival == "dense bool":
         # A mask that does not depend on the query keeps one row, which is faster in PyTorch too.
-        shown = mask.tile(TilePositions.of(2048, 2048)).contiguous()
+        shown = mask.tile(TilePositions.from_sizes(2048, 2048)).contiguous()
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=shown.expand(batch, 1, -1, -1))
     if rival == "loop":
         return lambda q, k, v: torch.cat(
@@ -193,7 +193,9 @@ def statistics(kind: str, length: int, dim: int, dtype: str, *, rising: bool = F
     mask = masks.Window(256) if kind == "window" else _mask_of(kind)[0]
     request = request_of(q, k, v, mask)
     bounds = bounds_of(request)
-    watched = replace(request, wanted=ONE_PASS - {SPECIAL_KEYS_WEIGHT})  # these need the special keys as an input
+    watched = replace(
+        request, wanted_parts=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
+    )  # these need the special keys as an input
     right = defined(q, k, v, mask)
 
     def check(attended: Any) -> float:

@@ -96,7 +96,7 @@ def _scores(q: Tensor, k: Tensor, mask: Mask, query_start: int) -> Iterator[tupl
     batch, heads, queries, dim = q.shape
     for first in range(0, queries, BLOCK):
         rows = slice(first, min(first + BLOCK, queries))
-        shown = mask.tile(TilePositions.of(queries, k.shape[2], query_start=query_start, rows=rows))
+        shown = mask.tile(TilePositions.from_sizes(queries, k.shape[2], query_start=query_start, rows=rows))
         shown = shown.expand(batch, 1, rows.stop - first, k.shape[2])[:, 0]
         for sample in range(batch):
             for head in range(heads):

@@ -55,7 +55,7 @@ def main(sets: tuple[str, ...], budget: float, write: bool) -> None:  # noqa: FB
     Each instruction set and dtype is written as soon as it is measured; those that do not run here stay as they are.
     For avx2 and avx512, torch is limited to the instructions of such a CPU.
     """
-    running = [each.name for each in library.instruction_sets() if each.runs and not each.for_tests]
+    running = [each.name for each in library.instruction_sets() if each.is_supported_by_cpu and not each.for_tests]
     for name in sets:
         if name not in running:
             raise click.UsageError(f"{name!r} cannot run here. Give one of {', '.join(running) or '(none)'}.")

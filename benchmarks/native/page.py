@@ -120,5 +120,5 @@ def limits_line(rows: list[Row], instruction_set: str) -> str:
 
 def absent() -> list[str]:
     """Return a sentence that names the instruction sets that do not run here, if there are any."""
-    missing = [each.name for each in library.instruction_sets() if not each.runs and not each.for_tests]
+    missing = [each.name for each in library.instruction_sets() if not each.is_supported_by_cpu and not each.for_tests]
     return [f"Not measured, because they do not run here: {', '.join(missing)}."] if missing else []

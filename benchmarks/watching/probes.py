@@ -32,7 +32,7 @@ from multihead import masks
 from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
@@ -109,9 +109,11 @@ def _share(
     on_the_way = frozenset[Part]()
     if kernel.refusal(request, bounds) is None:
         # The special keys are known only after the call.
-        on_the_way = frozenset[Part]().union(*(probe.parts for probe in probes)) & (ONE_PASS - {SPECIAL_KEYS_WEIGHT})
+        on_the_way = frozenset[Part]().union(*(probe.parts for probe in probes)) & (
+            PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
+        )
     left = [probe for probe in probes if not probe.parts <= on_the_way]
-    watched = replace(request, wanted=on_the_way)
+    watched = replace(request, wanted_parts=on_the_way)
 
     def forward() -> object:
         return scaled_dot_product_attention(request.q, request.k, request.v, is_causal=True, enable_gqa=True)

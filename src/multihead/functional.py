@@ -26,8 +26,8 @@ from multihead.kernels.call import (
     AttentionResult,
     CallOrigin,
     listeners,
+    parts_wanted_by_listeners,
     publish,
-    wanted_parts,
 )
 from multihead.kernels.choose import KERNELS, plan_call
 from multihead.kernels.dense_tile import without_autocast, working_dtype
@@ -392,7 +392,7 @@ def request_of(
         origin: see `AttentionRequest`.
         scales: see `AttentionRequest`.
     """
-    shape = AttentionShape.of(q, k, v) if scales is None else _shape_of_int8_call(q, k, v)
+    shape = AttentionShape.from_tensors(q, k, v) if scales is None else _shape_of_int8_call(q, k, v)
     if not isinstance(mask, Mask):
         check_is_mask(mask)
     if dropout != 0.0 or type(dropout) is not float:
@@ -431,7 +431,7 @@ def request_of(
 
 def _shape_of_int8_call(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
     """Return the shape of a call whose k and v are int8, with the dtype of q."""
-    return AttentionShape.of(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
+    return AttentionShape.from_tensors(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
 
 
 def attend(request: AttentionRequest, *, kernel: str | None = None, published: bool = True) -> AttentionResult:
@@ -449,7 +449,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
         return sequence.attend(request, kernel=kernel)
     heard = published and bool(listeners()) and not is_traced()  # a traced tensor has no values for listeners
     if heard:
-        request = replace(request, wanted=wanted_parts())
+        request = replace(request, wanted_parts=parts_wanted_by_listeners())
     bounds, chosen = plan_call(request, kernel=kernel)
     if request.scales is not None and not chosen.reads_int8(request):
         request = request.with_dequantised_keys()

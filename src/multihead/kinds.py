@@ -27,13 +27,13 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.parts import Part
-from multihead.probes.catalogue import PROBES, SEPARATOR
+from multihead.probes.catalogue import PROBES, SEPARATOR_STATISTIC
 from multihead.probes.probe import NO_DECIMAL_FROM, SHARE, Parts, Probe, Statistic
 
 __all__ = ["KINDS", "Kind"]
 
-Texts = Literal["given", "repeats"]
-Words = Mapping[str, str]
+KindOfTexts = Literal["given", "repeats"]
+TextByLanguage = Mapping[str, str]
 """Language code -> text; English is used if a language is missing."""
 
 LOCAL_REACH = 3
@@ -103,16 +103,16 @@ class Kind:
     above_chance: float | None = field(default=0.35, kw_only=True)
     at_least: float | None = field(default=None, kw_only=True)
     of_largest: float | None = field(default=None, kw_only=True)
-    texts: Texts = field(default="given", kw_only=True)
+    texts: KindOfTexts = field(default="given", kw_only=True)
     self_attention_only: bool = field(default=False, kw_only=True)
     hides: tuple[str, ...] = field(default=(), kw_only=True)
     rank: int = field(default=2, kw_only=True, repr=False)
     finding: int | None = field(default=0, kw_only=True, repr=False)
-    labels: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
-    about: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
-    bound: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
-    sentence: Words = field(default_factory=lambda: _SENTENCE_TEXTS, kw_only=True, repr=False, hash=False)
-    brief: Words = field(default_factory=lambda: _BRIEF_TEXTS, kw_only=True, repr=False, hash=False)
+    labels: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    about: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    bound: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    sentence: TextByLanguage = field(default_factory=lambda: _SENTENCE_TEXTS, kw_only=True, repr=False, hash=False)
+    brief: TextByLanguage = field(default_factory=lambda: _BRIEF_TEXTS, kw_only=True, repr=False, hash=False)
     glyph: str = field(default="M1 1h10v10h-10z", kw_only=True, repr=False)
     colour: tuple[str, str] = field(default=("#55565E", "#AEB1B7"), kw_only=True, repr=False)
     needs: str = field(default="", kw_only=True, repr=False)
@@ -135,7 +135,7 @@ class Kind:
                 f"The thresholds of the kind {self.name} are {rules}.",
                 "Give a number for one of above_chance, at_least and of_largest, and None for the others.",
             )
-        if self.texts not in get_args(Texts):
+        if self.texts not in get_args(KindOfTexts):
             raise ArgumentError(f"The texts of {self.name} are {self.texts!r}.", 'Give "given" or "repeats".')
         if not _GLYPH_PATTERN.fullmatch(self.glyph):
             raise ArgumentError(f"The glyph of {self.name} is {self.glyph!r}.", "Give the path of an SVG.")
@@ -172,7 +172,7 @@ class Kind:
             return format_percent(value)
         return self.probe.text(value)
 
-    def fill_sentence(self, texts: Words, lang: str, share: float, chance: float, **names: str) -> str:
+    def fill_sentence(self, texts: TextByLanguage, lang: str, share: float, chance: float, **names: str) -> str:
         """Return `texts` (`sentence` or `brief`) in a language, with its placeholders filled in."""
         values = {"share": self.format_value(share), "chance": self.format_value(chance), "label": self.label(lang)}
         return _in_language(texts, lang).format(**values, **names)
@@ -208,7 +208,7 @@ def format_percent(share: float) -> str:
     return f"{share * 100:.{1 if share < NO_DECIMAL_FROM else 0}f}\u00a0%"
 
 
-def _in_language(words: Words, lang: str) -> str:
+def _in_language(words: TextByLanguage, lang: str) -> str:
     return words.get(lang) or words.get("en", "")
 
 
@@ -325,7 +325,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "separator",
-        SEPARATOR,
+        SEPARATOR_STATISTIC,
         rank=2,
         finding=100,
         needs="special tokens after the first: give `tokenizer` or `special_ids` to observe",

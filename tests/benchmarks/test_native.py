@@ -54,7 +54,7 @@ def test_the_definition_is_that_of_attention_and_its_gradients(mask: masks.Mask)
     q, k, v, of_output = torch.randn(4, 2, 3, 20, 8, dtype=torch.float64).unbind()
     k, v = k[:, :1], v[:, :1]
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    shown = mask.tile(TilePositions.of(20, 20))
+    shown = mask.tile(TilePositions.from_sizes(20, 20))
     output = scaled_dot_product_attention(*leaves, attn_mask=shown, enable_gqa=True)
     scores = (q @ k.mT / 8**0.5).masked_fill(~shown, -torch.inf)
     found = defined(q, k, v, mask)
@@ -69,7 +69,7 @@ def test_the_definition_is_that_of_attention_and_its_gradients(mask: masks.Mask)
 
 def test_a_window_in_blocks_is_a_window() -> None:
     q, k, v = torch.randn(3, 2, 3, 32, 8).unbind()
-    shown = masks.Window(8).tile(TilePositions.of(32, 32))
+    shown = masks.Window(8).tile(TilePositions.from_sizes(32, 32))
     right = scaled_dot_product_attention(q, k, v, attn_mask=shown)
     torch.testing.assert_close(contenders.window_in_blocks(q, k, v, size=8), right)
 

@@ -16,7 +16,7 @@ def test_each_rank_reads_its_part_of_one_input() -> None:
     assert whole.shape == (1, 64, ranks.WIDTH)
     for rank in range(ranks.RANKS):
         own = [first // 8 for first, _ in ranks.LAYOUT.chunks(rank, 64)]
-        assert torch.equal(ranks.input_of(64, own), ranks.LAYOUT.take(whole, rank, 1))
+        assert torch.equal(ranks.input_of(64, own), ranks.LAYOUT.select_tokens_of_rank(whole, rank, 1))
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -31,7 +31,7 @@ def test_each_step_has_the_work_and_the_keys_of_the_plan(name: str, kind: str) -
         of_distance = [[step for step in steps if step.distance == distance] for distance in range(4)]
         assert keys[rank].tolist() == [sum(step.keys_received for step in each) for each in of_distance]
         assert messages[rank].tolist() == [
-            sum(len(step.received) > 0 for step in each if step.distance) for each in of_distance
+            sum(len(step.received_ranges) > 0 for step in each if step.distance) for each in of_distance
         ]
         pieces = [sum(len(step.pieces) for step in each) for each in of_distance]
         assert all(count <= most <= 2 * count for count, most in zip(pieces, calls[rank].tolist(), strict=True))

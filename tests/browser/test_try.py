@@ -473,7 +473,7 @@ class TestTheButtons:
     def test_the_peak_memory_is_shown_where_it_is_known(
         self, opened: Opened, monkeypatch: pytest.MonkeyPatch, peak: int | None, memory: str
     ) -> None:
-        monkeypatch.setattr(trial, "peak_of_process", lambda: peak)  # None on Windows
+        monkeypatch.setattr(trial, "peak_memory_of_process", lambda: peak)  # None on Windows
         shown = opened()
         shown.at("#sweep").click()
         shown.page.wait_for_function("() => document.getElementById('sweep').title")

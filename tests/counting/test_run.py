@@ -97,7 +97,7 @@ def test_counts_sums_quantiles_and_examples_are_those_of_every_query(tmp_path: P
                     min(each for each in queries if each[1] == text) for text in {text for _, text, _ in queries}
                 ]
                 values = torch.tensor([-value for value, _, _ in queries], dtype=torch.float64)
-                row = found.heads.slice(found.row_of[layer.number, name, head], 1).to_pylist()[0]
+                row = found.heads.slice(found.row_of_head[layer.number, name, head], 1).to_pylist()[0]
                 assert row["count"] == len(values)
                 assert row["count"] * row["mean"] == pytest.approx(float(values.sum()), abs=1e-9)
                 assert row["squares"] == pytest.approx(float((values - values.mean()).square().sum()), abs=1e-9)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from multihead.counting.batches import Batch, CurrentBatch
+from multihead.counting.batches import CurrentBatch, TextBatch
 from multihead.counting.sums import LayerSums
 from multihead.record.running_summary import RunningSummary
 from multihead.record.summaries import MeasuredStatistic
@@ -14,17 +14,17 @@ from multihead.record.summaries import MeasuredStatistic
 HEADS, EXAMPLES = 3, 4
 
 
-def batch_of(texts: list[int], lengths: list[int]) -> Batch:
-    return Batch.pad_texts([np.arange(length) for length in lengths], texts)
+def batch_of(texts: list[int], lengths: list[int]) -> TextBatch:
+    return TextBatch.pad_texts([np.arange(length) for length in lengths], texts)
 
 
 def sums_of(heads: int, examples: int) -> LayerSums:
-    return LayerSums(heads, name="layer", examples=examples, current=CurrentBatch())
+    return LayerSums(heads, name="layer", examples=examples, current_batch=CurrentBatch())
 
 
 def add(
     sums: LayerSums,
-    batch: Batch,
+    batch: TextBatch,
     values: torch.Tensor,
     counted: torch.Tensor | None = None,
     chance: torch.Tensor | None = None,
@@ -33,7 +33,7 @@ def add(
 
     The chance is that of the first statistic, (heads or 1, tokens).
     """
-    sums.current.batch = batch
+    sums.current_batch.batch = batch
     taken = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     levels = None if chance is None else chance[None], None
     measured = {
@@ -41,7 +41,7 @@ def add(
         for name, value, count, level in zip(("one", "other"), values, taken, levels, strict=False)
     }
     keys = batch.position_in_text.expand(1, sums.num_heads, -1)
-    sums.add(measured | {"largest_key": MeasuredStatistic(keys, keys >= 0)}, samples=len(batch.texts))
+    sums.add(measured | {"largest_key": MeasuredStatistic(keys, keys >= 0)}, samples=len(batch.text_indices))
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
@@ -116,7 +116,7 @@ def test_chance_is_the_mean_over_the_queries_that_count_and_its_error_that_over_
         values[0, 1, 0], values[0, 1, 1] = torch.nan, torch.inf  # in no sum
         level = torch.rand(heads, batch.num_tokens, dtype=torch.float64)
         add(sums, batch, values.clone(), count, level)
-        for text in batch.texts.tolist():
+        for text in batch.text_indices.tolist():
             of_text = batch.text_of_token == text
             texts.append([each[..., of_text] for each in (values[0], level.expand(HEADS, -1), count[0])])
     for head in range(HEADS):

@@ -12,7 +12,7 @@ import transformers as hf
 
 import multihead as mh
 from multihead import probes
-from multihead.counting.batches import Batch
+from multihead.counting.batches import TextBatch
 from multihead.counting.tally import Tally, census_probes, replace_attention
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import PLAN_CACHE
@@ -48,13 +48,13 @@ def gpt2() -> Any:
 MODELS = {"bert": bert, "llama": llama, "gpt2, which runs padded": gpt2, "t5": t5_encoder}
 
 
-def texts_of(lengths: tuple[int, ...] = LENGTHS) -> Batch:
+def texts_of(lengths: tuple[int, ...] = LENGTHS) -> TextBatch:
     draw = np.random.default_rng(0)
     ids = [np.concatenate([[1], draw.integers(3, 8, length - 1)]).astype(np.int64) for length in lengths]
-    return Batch.pad_texts(ids, range(len(lengths)))
+    return TextBatch.pad_texts(ids, range(len(lengths)))
 
 
-def tallied(model: Any, batch: Batch, **options: Any) -> Tally:
+def tallied(model: Any, batch: TextBatch, **options: Any) -> Tally:
     with (
         replace_attention(model),
         Tally.measure_model(model, options.pop("probes", PROBES), SPECIAL, 3, **options) as tally,
@@ -103,7 +103,7 @@ def test_chance_and_the_error_of_a_difference_from_it_are_those_of_a_record_of_t
             expected = profile.evidence[statistic]
             torch.testing.assert_close(found.chance[rows], expected.chance, rtol=1e-11, atol=1e-13, msg=statistic)
             error = error_of_mean(found.texts[rows], found.excess_squares[rows])
-            torch.testing.assert_close(error, expected.error, rtol=1e-9, atol=1e-12, msg=statistic)
+            torch.testing.assert_close(error, expected.standard_error, rtol=1e-9, atol=1e-12, msg=statistic)
 
 
 def test_chance_in_single_precision_agrees_with_double() -> None:

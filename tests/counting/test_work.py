@@ -9,7 +9,7 @@ import pytest
 from multihead.counting import work
 from multihead.counting.plan import read_plan
 from multihead.counting.shard import ShardCounter
-from multihead.counting.work import Progress, Results, count_in_this_process, load_counter
+from multihead.counting.work import Progress, ShardResults, count_in_this_process, load_counter
 from multihead.errors import ArgumentError, ModelError
 from multihead.models.loading import LoadedModel
 from tests.counting.tiny import bert, saved_bert
@@ -20,7 +20,7 @@ def test_a_shard_that_cannot_be_counted_is_stored_until_it_is_counted(
 ) -> None:
     plan = read_plan(folder).write_or_check(tmp_path)
     counter, seen = load_counter(tmp_path, model, "cpu"), list[int]()
-    results = Results(plan, tmp_path, Progress(0, 2), lambda progress: seen.append(progress.shards))
+    results = ShardResults(plan, tmp_path, Progress(0, 2), lambda progress: seen.append(progress.shards))
     count_shard = ShardCounter.count_shard
 
     def fails(counter: ShardCounter, index: int, *rest: object) -> bytes:

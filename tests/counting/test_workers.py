@@ -17,7 +17,7 @@ import pytest
 import multihead as mh
 from multihead.counting.merge import HEADS_FILE, SHARDS_FILE
 from multihead.counting.plan import read_plan
-from multihead.counting.work import Progress, Results
+from multihead.counting.work import Progress, ShardResults
 from multihead.counting.workers import MAX_FAILED_LOADS, ProcessWorker, count_in_workers
 from multihead.errors import ModelError
 
@@ -39,23 +39,23 @@ class FakeWorker:
             future.set_result(result)
         return future
 
-    def load(self) -> Future[Any]:
+    def load_model(self) -> Future[Any]:
         self.events.append("load")
         return self._finished(None, None)
 
-    def count(self, index: int) -> Future[tuple[str, int, int]]:
+    def count_shard(self, index: int) -> Future[tuple[str, int, int]]:
         self.events.append(f"count {index}")
         return self._finished(index, ("", 1, 10))
 
-    def batches(self) -> Iterator[tuple[int, int]]:
+    def counted_batches(self) -> Iterator[tuple[int, int]]:
         return iter(())
 
-    def end(self) -> str:
+    def end_process(self) -> str:
         self.events.append("end")
         return " by signal 9"
 
 
-Run = Callable[[dict[int | None, int], int], tuple[Results, list[str]]]
+Run = Callable[[dict[int | None, int], int], tuple[ShardResults, list[str]]]
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def run(folder: Path, tmp_path: Path) -> Run:
     """Count four shards in some fake workers; returns the results and what the workers were asked."""
     plan = read_plan(folder).write_or_check(tmp_path)
 
-    def count(fates: dict[int | None, int], number: int) -> tuple[Results, list[str]]:
+    def count(fates: dict[int | None, int], number: int) -> tuple[ShardResults, list[str]]:
         events: list[str] = []
-        results = Results(plan, tmp_path, Progress(0, 4), lambda progress: None)
+        results = ShardResults(plan, tmp_path, Progress(0, 4), lambda progress: None)
         count_in_workers(partial(FakeWorker, fates, events), range(4), number, results)
         return results, events
 

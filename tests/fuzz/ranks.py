@@ -43,10 +43,12 @@ def split_over_ranks(
     """Compute a call and its gradients over ranks, and join what they found."""
     strategy, layout = way
     taken = Layout(layout, 2)
-    leaves = {name: taken.take(each, rank, 2).clone().requires_grad_() for name, each in tensors.items()}
+    leaves = {
+        name: taken.select_tokens_of_rank(each, rank, 2).clone().requires_grad_() for name, each in tensors.items()
+    }
     with context_parallel(group, strategy=strategy, layout=layout):
         output, logsumexp = mh.attention_with_logsumexp(leaves["q"], leaves["k"], leaves["v"], mask=mask, **options)
-        of = [taken.take(each, rank, 2) for each in kept]
+        of = [taken.select_tokens_of_rank(each, rank, 2) for each in kept]
         grads = torch.autograd.grad(
             (output, logsumexp), list(leaves.values()), of, materialize_grads=True, allow_unused=True
         )
@@ -58,7 +60,7 @@ def split_over_ranks(
 def of_two_dtypes(group: Any, rank: int, way: tuple[Any, Any], tensors: dict[str, Tensor]) -> str:
     """Call with bfloat16 on one rank and float16 on the other (R1): which error each rank raises."""
     taken, dtype = Layout(way[1], 2), (torch.bfloat16, torch.float16)[rank]
-    q, k, v = (taken.take(each, rank, 2).to(dtype) for each in tensors.values())
+    q, k, v = (taken.select_tokens_of_rank(each, rank, 2).to(dtype) for each in tensors.values())
     try:
         with context_parallel(group, strategy=way[0], layout=way[1]):
             mh.attention(q, k, v)

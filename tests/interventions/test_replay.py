@@ -24,7 +24,7 @@ def read(model: Any, inputs: dict[str, Tensor]) -> tuple[Replay, Tensor]:
     if pretrained_models(model):
         mh.use(model)
     replay = Replay(model)
-    with torch.no_grad(), replay.store():
+    with torch.no_grad(), replay.store_block_outputs():
         before = outputs(model, inputs)
     return replay, before
 
@@ -42,13 +42,13 @@ def test_a_replay_with_a_head_off_equals_the_whole_model_with_it_off(
 ) -> None:
     model, inputs = double(name, monkeypatch), batch(name, padding="right" if name in ENCODERS else "none")
     replay, before = read(model, inputs)
-    assert replay.check(lambda: outputs(model, inputs), before)
+    assert replay.check_exactness(lambda: outputs(model, inputs), before)
     with torch.no_grad(), mh.observe(model, probes=()) as seen:
         outputs(model, inputs)
     last = seen.layers[-1]
     with torch.no_grad(), mh.ablate(model, (last.name, 1)):
         whole = outputs(model, inputs)
-        with replay.start_at(replay.block_of(last.name)):
+        with replay.start_at_block(replay.block_of(last.name)):
             part = outputs(model, inputs)
     assert not torch.equal(whole, before)
     torch.testing.assert_close(part, whole, rtol=0, atol=1e-12)
@@ -85,15 +85,15 @@ class _SharedState(nn.Module):
 def test_a_model_whose_layers_share_more_than_their_outputs_is_not_replayed() -> None:
     model, x = _SharedState(), torch.randn(1, 5, 8)
     replay = Replay(model)
-    with torch.no_grad(), replay.store():
+    with torch.no_grad(), replay.store_block_outputs():
         before = model(x)
-    assert not replay.check(lambda: model(x), before)
+    assert not replay.check_exactness(lambda: model(x), before)
 
 
 def test_a_block_that_runs_several_times_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = double("albert", monkeypatch), batch("albert")
     replay, before = read(model, inputs)
-    assert not replay.check(lambda: outputs(model, inputs), before)
+    assert not replay.check_exactness(lambda: outputs(model, inputs), before)
 
 
 @pytest.mark.parametrize("most_copies", [1, 3])
@@ -114,19 +114,19 @@ def test_a_sweep_equals_a_run_per_head(
     swept = list(sweep_layers(replay, inputs, seen.layers, measure, most_copies=most_copies))
     assert [each.layer for each in swept] == [layer.number for layer in seen.layers]
     for layer, each in zip(seen.layers, swept, strict=True):
-        assert len(each.measured) == layer.num_heads
-        assert each.seconds >= each.floor_seconds > 0
+        assert len(each.result_per_head) == layer.num_heads
+        assert each.seconds >= each.seconds_after_layer > 0
         for head in range(layer.num_heads):
             with torch.no_grad(), mh.ablate(model, (layer.number, head)):
                 one = outputs(model, inputs)
             assert not torch.equal(one, before)
-            torch.testing.assert_close(each.measured[head], one.flatten(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(each.result_per_head[head], one.flatten(), rtol=0, atol=1e-12)
 
 
 def test_the_losses_of_a_sweep_are_those_of_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = double("llama", monkeypatch), {"input_ids": torch.arange(9)[None] % 7}
     replay, before = read(model, inputs)
-    replay.check(lambda: outputs(model, inputs), before)
+    replay.check_exactness(lambda: outputs(model, inputs), before)
     with torch.no_grad(), mh.observe(model, probes=()) as seen:
         outputs(model, inputs)
 
@@ -138,7 +138,7 @@ def test_the_losses_of_a_sweep_are_those_of_cross_entropy(monkeypatch: pytest.Mo
         with torch.no_grad(), mh.ablate(model, (0, head)):
             logits = outputs(model, inputs)[0, :-1]
         loss = nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:])
-        torch.testing.assert_close(first.measured[head, 0], loss, rtol=0, atol=1e-12)
+        torch.testing.assert_close(first.result_per_head[head, 0], loss, rtol=0, atol=1e-12)
 
 
 def test_a_layer_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

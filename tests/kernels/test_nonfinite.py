@@ -38,7 +38,7 @@ def test_finite_tensors_whose_norm_overflows_lose_nothing() -> None:
 def test_the_named_rows_are_those_that_see_what_is_not_finite(
     mask: masks.Mask, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nonfinite, "BLOCK_QUERIES", 4)  # several blocks of rows, the last one smaller
+    monkeypatch.setattr(nonfinite, "QUERIES_PER_BLOCK", 4)  # several blocks of rows, the last one smaller
     q, k, v = torch.randn(2, 4, 9, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 4)
     k[0, 1, 5, 2], v[1, 0, 3, 0], q[1, 3, 8, 1] = torch.nan, torch.inf, -torch.inf
     bias = torch.randn(2, 4, 9, 9) if biased else None

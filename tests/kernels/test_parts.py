@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from multihead.errors import ArgumentError
-from multihead.kernels.native.statistics import ONE_PASS, SECOND_PASS
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, PARTS_OF_SECOND_PASS
 from multihead.kernels.parts import PART_FAMILIES, PARTS, check_part
 from multihead.probes import PROBES
 from multihead.probes.statistics import POSITION_PARTS
@@ -30,7 +30,7 @@ def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
 
 def test_kernels_streaming_and_probes_name_parts_of_the_vocabulary_alone() -> None:
     probed = {part for probe in PROBES.values() for part in probe.parts}
-    for part in ONE_PASS | SECOND_PASS | STREAMED_PARTS | POSITION_PARTS | probed:
+    for part in PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS | STREAMED_PARTS | POSITION_PARTS | probed:
         check_part(part)
 
 

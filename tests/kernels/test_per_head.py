@@ -30,7 +30,7 @@ BIASES = {"none": (), "of keys": (BATCH, 1, 1, KEYS), "of heads": (1, HEADS, 1, 
 @pytest.fixture(params=[1, 70, 1 << 18], ids=lambda cells: f"{cells} cells")
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one head, of two heads, and of everything."""
-    monkeypatch.setattr(per_head, "TILE_WEIGHTS", request.param)
+    monkeypatch.setattr(per_head, "MAX_WEIGHTS_PER_TILE", request.param)
 
 
 def made(mask: masks.Mask, bias: tuple[int, ...] = (), **options: Any) -> tuple[AttentionRequest, list[Tensor]]:
@@ -46,7 +46,7 @@ def plain(request: AttentionRequest, factor: Tensor | float) -> tuple[Tensor, Te
     """Compute output and weights by the formula, the weights multiplied by the factor of dropout."""
     scores = request.q @ request.k.mT * request.scale
     scores = scores if request.bias is None else scores + request.bias
-    shown = request.mask.tile(TilePositions.of(QUERIES, KEYS))
+    shown = request.mask.tile(TilePositions.from_sizes(QUERIES, KEYS))
     weights = scores.masked_fill(~shown, -1e300).softmax(-1).masked_fill(~shown, 0) * factor
     return weights @ request.v, weights
 
@@ -107,7 +107,7 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
     heard: list[AttentionCall] = []
 
     class Ear:
-        wanted = frozenset({"entropy"})
+        wanted_parts = frozenset({"entropy"})
 
         def receive(self, call: AttentionCall) -> None:
             heard.append(call)
@@ -117,9 +117,9 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
         output, _ = attend_per_head(request, need_weights=False, average=True)
     (call,) = heard
     assert call.result.output is output
-    assert call.request.wanted == {"entropy"}
+    assert call.request.wanted_parts == {"entropy"}
     scores = (request.q @ request.k.mT * request.scale).detach()
-    scores = scores.masked_fill(~request.mask.tile(TilePositions.of(QUERIES, KEYS)), -torch.inf)
+    scores = scores.masked_fill(~request.mask.tile(TilePositions.from_sizes(QUERIES, KEYS)), -torch.inf)
     torch.testing.assert_close(call.result.logsumexp, scores.logsumexp(-1), rtol=0, atol=1e-12)
 
 

@@ -79,7 +79,7 @@ def test_blocks_of_queries_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     mask = (masks.Causal() & masks.Window(3)) | masks.Lengths((2, 0))
     options = {"mask": mask, "softcap": 5.0, "sinks": torch.randn(4, dtype=torch.float64), "kernel": "reference"}
     whole = attention_with_logsumexp(q, k, v, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(reference, "BLOCK_QUERIES", 2)
+    monkeypatch.setattr(reference, "QUERIES_PER_BLOCK", 2)
     for block, expected in zip(attention_with_logsumexp(q, k, v, **options), whole, strict=True):  # type: ignore[arg-type]
         torch.testing.assert_close(block, expected, rtol=0, atol=1e-13)
 
@@ -122,7 +122,7 @@ def test_blocks_of_queries_are_the_whole(mask: masks.Mask, monkeypatch: pytest.M
     """Without gradients it goes by blocks of queries, each with the keys that some of them see."""
     q, k, v = torch.randn(3, 2, 2, 11, 4, dtype=torch.float64).unbind()
     sinks, bias = torch.randn(2, dtype=torch.float64), torch.randn(1, 2, 1, 11, dtype=torch.float64)
-    monkeypatch.setattr(reference, "BLOCK_QUERIES", 4)
+    monkeypatch.setattr(reference, "QUERIES_PER_BLOCK", 4)
     output, logsumexp = attention_with_logsumexp(q, k, v, mask=mask, sinks=sinks, bias=bias, kernel="reference")
     exact = oracle.attend(q, k, v, oracle.shown(mask, (2, 2, 11, 11)), sinks=sinks, bias=bias)
     assert oracle.difference(output, exact.output) < 1e-14

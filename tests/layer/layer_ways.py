@@ -40,7 +40,7 @@ def only(kernel: str | None) -> Iterator[None]:
         with (
             mock.patch.object(functional, "plan_call", planned),
             mock.patch.object(eager, "attend", unplanned),
-            mock.patch.multiple(rectangles, CALL_COST=1, BLOCK_ROWS=3),
+            mock.patch.multiple(rectangles, CALL_COST_IN_CELLS=1, BLOCK_ROWS=3),
         ):
             yield
     finally:

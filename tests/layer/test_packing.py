@@ -118,7 +118,7 @@ def test_a_padding_found_in_inference_mode_serves_training() -> None:
     with torch.inference_mode():
         Padding.of_call(x, x, (7, 3), None, in_one_row=True)
     padding = Padding.of_call(x, x, (7, 3), None, in_one_row=True)
-    padding.restore(padding.drop(x, x, x)[0]).sum().backward()
+    padding.restore_padding(padding.drop_padding(x, x, x)[0]).sum().backward()
     assert x.grad is not None
     assert x.grad[1, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 0]
 
@@ -136,12 +136,12 @@ def test_the_padding_of_a_rank_is_computed_as_zeros_and_hidden_on_all_ranks() ->
     x = torch.ones(2, 3, 1)
     x[1, 1:] = torch.nan
     padding = Padding.of_split_sequence(SecondOfTwo(), x, (6, 4), "right")  # type: ignore[arg-type]
-    tokens, memory, values = padding.drop(x, x, x)
+    tokens, memory, values = padding.drop_padding(x, x, x)
     assert tokens is memory is values
     assert tokens[..., 0].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert padding.drop(x, x, 2 * x)[2][..., 0].tolist() == [[2, 2, 2], [2, 0, 0]]
-    assert torch.equal(padding.restore(tokens + 1), 2 * tokens)
-    seen = padding.hide_in_mask(masks.Causal()).tile(TilePositions.of(6, 6))
+    assert padding.drop_padding(x, x, 2 * x)[2][..., 0].tolist() == [[2, 2, 2], [2, 0, 0]]
+    assert torch.equal(padding.restore_padding(tokens + 1), 2 * tokens)
+    seen = padding.hide_in_mask(masks.Causal()).tile(TilePositions.from_sizes(6, 6))
     expected = torch.ones(2, 6, 6, dtype=torch.bool).tril()
     expected[1, 4:] = False
     assert torch.equal(seen[:, 0], expected)

@@ -27,7 +27,7 @@ Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 def call_of(*, within: bool, start: int | torch.Tensor = 0, **arguments: Any) -> LayerCall:
     """Make a call of 2 samples of 3 tokens whose arguments are checked."""
     call = LayerCall(torch.zeros(2, 3, 1), **{"mask": masks.Full(), **arguments})
-    call.is_self_attention, call.start = within, start
+    call.is_self_attention, call.first_query_position = within, start
     return call
 
 
@@ -73,12 +73,12 @@ def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
     padded = call_of(within=True, mask=masks.Causal())
     padded.padding = Padding.of_call(padded.x, padded.x, lengths, None, in_one_row=False)
     extend_cache(cache, padded, Q, K, K)
-    assert padded.scales is None
-    assert not torch.as_tensor(padded.start).any()
+    assert padded.int8_scales is None
+    assert not torch.as_tensor(padded.first_query_position).any()
     assert masks.picture(padded.mask, queries=3, keys=3) == "■ · ·   ■ · ·\n■ ■ ·   ■ ■ ·\n■ ■ ■   · · ·"
     call = call_of(within=True, mask=masks.Causal())
     k, v = extend_cache(cache, call, Q, 2 * K, K)
-    assert torch.equal(torch.as_tensor(call.start), lengths)
+    assert torch.equal(torch.as_tensor(call.first_query_position), lengths)
     assert torch.equal(k[1, :, 2:5], 2 * K[1])
     assert v.shape == k.shape
 
@@ -89,7 +89,7 @@ def test_a_cache_keeps_the_memory_of_a_cross_attention() -> None:
     later = call_of(within=False)
     later.cached_memory = cache.memory
     again, _ = extend_cache(cache, later, Q, K, K)
-    assert (call.start, later.start) == (0, 0)
+    assert (call.first_query_position, later.first_query_position) == (0, 0)
     assert again is k
     assert cache.query_start == 6
 

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from multihead.locale.escaping import visible
     ],
 )
 def test_what_acts_is_escaped_and_the_rest_is_kept(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert escape_controls(text) == shown
 
 
 def test_no_control_character_and_no_override_of_direction_is_left() -> None:
@@ -32,5 +32,5 @@ def test_no_control_character_and_no_override_of_direction_is_left() -> None:
     for place in range(sys.maxunicode + 1):
         sign = chr(place)
         if unicodedata.category(sign) in acting or unicodedata.bidirectional(sign) in turning:
-            assert visible(sign).isascii(), hex(place)
-            assert visible(sign).isprintable(), hex(place)
+            assert escape_controls(sign).isascii(), hex(place)
+            assert escape_controls(sign).isprintable(), hex(place)

@@ -37,7 +37,7 @@ CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
         "interval_at hides key 0 from query 0, and visible shows it (query_start=0)",
     ),
     "a band": (
-        {"band": Band(before=1, after=0)},
+        {"band": Band(keys_before=1, keys_after=0)},
         "band hides key 0 from query 2, and visible shows it (query_start=0)",
     ),
     "positions": (

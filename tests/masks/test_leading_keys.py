@@ -28,10 +28,10 @@ INNER = [
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_every_query_sees_the_leading_keys_and_the_mask_applies_to_the_others(inner: masks.Mask, count: int) -> None:
-    mask, place = LeadingKeys(count, inner), TilePositions.of(5, 4 + count, query_start=count - 1)
+    mask, place = LeadingKeys(count, inner), TilePositions.from_sizes(5, 4 + count, query_start=count - 1)
     found = mask.tile(place).expand(2, 1, 5, 4 + count)
     assert bool(found[..., :count].all())
-    behind = inner.tile(TilePositions.of(5, 4, query_start=-1)).expand(2, 1, 5, 4)
+    behind = inner.tile(TilePositions.from_sizes(5, 4, query_start=-1)).expand(2, 1, 5, 4)
     assert torch.equal(found[..., count:], behind)
     assert torch.equal(found, oracle.shown(mask, (2, 1, 5, 4 + count), torch.tensor([count - 1] * 2)))
 

@@ -26,19 +26,19 @@ def test_the_dense_meaning_is_that_of_the_loops(data: st.DataObject) -> None:
     columns = slice(data.draw(st.integers(0, size.keys)), data.draw(st.integers(0, size.keys)))
     number = size.keys - size.queries if isinstance(start, str) else start
     mask.check_fits(CallSize(size.batch, size.heads, size.queries, size.keys))
-    place = TilePositions.of(size.queries, size.keys, query_start=number, rows=rows, columns=columns)
+    place = TilePositions.from_sizes(size.queries, size.keys, query_start=number, rows=rows, columns=columns)
     expected = oracle.shown(mask, size.cells, start)[:, :, rows, columns]
     assert torch.equal(mask.tile(place).expand_as(expected), expected)
 
 
 def test_positions_before_the_first_key_see_nothing_before_them() -> None:
-    place = TilePositions.of(4, 2, query_start=-2)
+    place = TilePositions.from_sizes(4, 2, query_start=-2)
     assert Causal().tile(place)[0, 0].tolist() == [[False, False], [False, False], [True, False], [True, True]]
     assert Documents((2,)).tile(place)[0, 0].tolist() == [[False] * 2, [False] * 2, [True] * 2, [True] * 2]
 
 
 def test_positions_after_all_documents_see_nothing_and_are_not_seen() -> None:
-    shown = Documents((1, 1)).tile(TilePositions.of(4, 4))[0, 0]
+    shown = Documents((1, 1)).tile(TilePositions.from_sizes(4, 4))[0, 0]
     assert shown.tolist() == [[True, False, False, False], [False, True, False, False], [False] * 4, [False] * 4]
 
 
@@ -107,7 +107,7 @@ def test_a_mask_that_does_not_define_visible_is_refused() -> None:
             return "Own()"
 
     with pytest.raises(MaskError) as refusal:
-        Own().tile(TilePositions.of(1, 1))
+        Own().tile(TilePositions.from_sizes(1, 1))
     assert str(refusal.value) == (
         "Own does not define visible(queries, keys). "
         "Define it: from integer positions (.., queries, 1) and (.., 1, keys), return which keys a query may see."

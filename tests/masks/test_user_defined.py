@@ -295,7 +295,7 @@ def test_a_padded_batch_is_packed_only_if_the_mask_is_an_interval() -> None:
 
 
 def test_some_heads_of_a_mask_that_differs_between_heads_show_what_they_show_in_it() -> None:
-    mask, place = PerHead(4) & masks.Causal(), TilePositions.of(LENGTH, LENGTH)
+    mask, place = PerHead(4) & masks.Causal(), TilePositions.from_sizes(LENGTH, LENGTH)
     some = mask.select_heads(lambda x: x[:, 1:4] if x.shape[1] > 1 else x)
     assert torch.equal(some.tile(place), mask.tile(place)[:, 1:4])
     one = some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)

@@ -295,7 +295,7 @@ def test_a_part_of_a_mask_is_that_part_of_its_cells(mask: Mask, outer: str | Non
     keys = cells.shape[-1]
 
     def assert_shows(part: Mask, expected: torch.Tensor, start: torch.Tensor = start) -> None:
-        found = part.tile(TilePositions.of(4, expected.shape[-1], query_start=start)).expand(expected.shape)
+        found = part.tile(TilePositions.from_sizes(4, expected.shape[-1], query_start=start)).expand(expected.shape)
         torch.testing.assert_close(found, expected)
 
     for sample in range(2):

@@ -395,8 +395,8 @@ class TestTokens:
     def test_a_text_is_cut_to_so_many_tokens_and_keeps_the_marks_around_it(self, minilm: LoadedModel) -> None:
         whole, cut = encode(minilm, TEXT), encode(minilm, TEXT, tokens=6)
         assert cut.tokens == [*whole.tokens[:5], "[SEP]"]
-        assert TEXT[: cut.stop] == "Attention 注意力"
-        assert whole.stop == len(TEXT)
+        assert TEXT[: cut.end_of_last_token] == "Attention 注意力"
+        assert whole.end_of_last_token == len(TEXT)
         assert encode(minilm, TEXT, tokens=400).tokens == whole.tokens
 
     def test_a_text_longer_than_the_model_takes_is_cut_first(self, minilm: LoadedModel) -> None:
@@ -404,7 +404,7 @@ class TestTokens:
 
     def test_where_no_places_are_told_a_text_is_cut_all_the_same(self) -> None:
         encoded = encode(LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer()), "abcdef", tokens=4)
-        assert (encoded.tokens, encoded.stop) == (["a", "b", "c", "</s>"], 0)
+        assert (encoded.tokens, encoded.end_of_last_token) == (["a", "b", "c", "</s>"], 0)
 
     def test_what_the_model_has_no_token_for_is_marked(self, minilm: LoadedModel) -> None:
         encoded = encode(minilm, "a 😀 b")

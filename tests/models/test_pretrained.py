@@ -53,9 +53,9 @@ def test_a_layer_of_an_encoder_has_the_encoders_ids_and_padding() -> None:
     name = "encoder.layer.1.attention.self"
     queries, memory = ask_within(model, model.get_submodule(name), name, batch)
     assert queries.ids is not None
-    assert queries.tokens is not None
+    assert queries.is_token is not None
     assert torch.equal(queries.ids, batch["input_ids"])
-    assert torch.equal(queries.tokens, batch["attention_mask"].bool())
+    assert torch.equal(queries.is_token, batch["attention_mask"].bool())
     assert memory.ids is None
 
 
@@ -64,13 +64,13 @@ def test_a_layer_of_a_decoder_has_the_decoders_and_its_memory_the_encoders() -> 
     name = "decoder.block.1.layer.1.EncDecAttention"
     queries, memory = ask_within(model, model.get_submodule(name), name, batch)
     assert queries.ids is not None
-    assert queries.tokens is not None
+    assert queries.is_token is not None
     assert memory.ids is not None
-    assert memory.tokens is not None
+    assert memory.is_token is not None
     assert torch.equal(queries.ids, batch["decoder_input_ids"])
-    assert torch.equal(queries.tokens, batch["decoder_attention_mask"].bool())
+    assert torch.equal(queries.is_token, batch["decoder_attention_mask"].bool())
     assert torch.equal(memory.ids, batch["input_ids"])
-    assert torch.equal(memory.tokens, batch["attention_mask"].bool())
+    assert torch.equal(memory.is_token, batch["attention_mask"].bool())
 
 
 def test_a_decoder_that_is_given_no_padding_does_not_take_the_encoders() -> None:
@@ -78,7 +78,7 @@ def test_a_decoder_that_is_given_no_padding_does_not_take_the_encoders() -> None
     del batch["decoder_attention_mask"]
     name = "decoder.block.0.layer.0.SelfAttention"
     queries, _ = ask_within(model, model.get_submodule(name), name, batch)
-    assert queries.tokens is None
+    assert queries.is_token is None
 
 
 def test_positional_arguments_are_understood() -> None:
@@ -88,8 +88,8 @@ def test_positional_arguments_are_understood() -> None:
     found = inputs.inputs_of_queries("encoder.layer.0.attention.self")
     assert found.ids is not None
     assert torch.equal(found.ids, ids)
-    assert found.tokens is not None
-    assert found.tokens.all()
+    assert found.is_token is not None
+    assert found.is_token.all()
 
 
 def test_passes_are_counted_and_an_exception_ends_one() -> None:
@@ -123,7 +123,7 @@ def test_a_module_of_ones_own_tells_its_ids_where_it_calls_them_so() -> None:
 
 def test_what_nobody_was_given_is_told_as_nothing() -> None:
     assert InputTracker().inputs_of_queries("layer").ids is None
-    assert InputTracker().encoder_inputs("layer").tokens is None
+    assert InputTracker().encoder_inputs("layer").is_token is None
 
 
 def test_the_patches_of_an_image_encoder_do_not_have_the_padding_of_the_text() -> None:
@@ -140,4 +140,4 @@ def test_the_patches_of_an_image_encoder_do_not_have_the_padding_of_the_text() -
     }
     name = next(each for each, _ in model.named_modules() if re.fullmatch(r"vision_model\..*self_attn", each))
     queries, _ = ask_within(model, model.get_submodule(name), name, batch)
-    assert (queries.ids, queries.tokens) == (None, None)
+    assert (queries.ids, queries.is_token) == (None, None)

@@ -109,7 +109,7 @@ def split_call(
     """Compute a call over ranks: what this rank found of its tokens."""
     with context_parallel(group, strategy=strategy, layout=layout):
         taken = Layout(layout, ranks)
-        return computed(tensors(dtype), MASKS[mask](), terms, lambda x: taken.take(x, rank, 2))
+        return computed(tensors(dtype), MASKS[mask](), terms, lambda x: taken.select_tokens_of_rank(x, rank, 2))
 
 
 def joined(found: Sequence[dict[str, Tensor]], layout: Any) -> dict[str, Tensor]:
@@ -119,7 +119,9 @@ def joined(found: Sequence[dict[str, Tensor]], layout: Any) -> dict[str, Tensor]
     for name in found[0]:
         parts = [each[name] for each in found]
         of_tokens = name in ("output", "logsumexp", "gradient of q", "gradient of k", "gradient of v")
-        whole[name] = Layout(layout, len(found)).join(parts, 2) if of_tokens else torch.stack(parts).sum(0)
+        whole[name] = (
+            Layout(layout, len(found)).join_tokens_of_ranks(parts, 2) if of_tokens else torch.stack(parts).sum(0)
+        )
     return whole
 
 
@@ -193,7 +195,7 @@ def chosen_strategies(group: Any, rank: int) -> dict[str, str]:
         with context_parallel(group):
             split = sequence_split.active_split
             assert isinstance(split, sequence._SplitOverRanks)
-            shape = sequence.AttentionShape.of(q, q, q)
+            shape = sequence.AttentionShape.from_tensors(q, q, q)
             found[name] = split._choose_strategy(shape, sequence.plan_ring(mask, 16, split.layout, rank)).strategy
             torch.testing.assert_close(mh.attention(q, q, q, mask=mask), q)
     return found
@@ -248,7 +250,7 @@ def split_with_nan(
 ) -> dict[str, Tensor]:
     taken = Layout(layout, ranks)
     with context_parallel(group, strategy=strategy, layout=layout):
-        return with_nan(lambda x: taken.take(x, rank, 2), hidden=hidden, dtype=dtype)
+        return with_nan(lambda x: taken.select_tokens_of_rank(x, rank, 2), hidden=hidden, dtype=dtype)
 
 
 def split_dropped(
@@ -256,7 +258,7 @@ def split_dropped(
 ) -> dict[str, Tensor]:
     taken = Layout(layout, ranks)
     with context_parallel(group, strategy=strategy, layout=layout, check=check):
-        found = dropped(lambda x: taken.take(x, rank, 2), mask)
+        found = dropped(lambda x: taken.select_tokens_of_rank(x, rank, 2), mask)
     return {name: unshard(group, each, layout=layout, dim=2) for name, each in found.items()}
 
 

@@ -33,7 +33,7 @@ def exchanged(group: Any, rank: int, layout: Layout) -> dict[str, Tensor]:
     ranks = Ranks.of_mesh(group)
     torch.manual_seed(0)
     whole = torch.randn(2, 4, 16, 3, dtype=torch.float64)
-    own = layout.take(whole, rank, 2).requires_grad_()
+    own = layout.select_tokens_of_rank(whole, rank, 2).requires_grad_()
     joined = gather_sequence(own, ranks, layout, 2)
     heads = reshard_tokens_to_heads(own, ranks, layout)
     count = 4 // ranks.size

@@ -20,9 +20,9 @@ def test_every_token_lies_on_one_rank(kind: str, ranks: int, size: int) -> None:
     parts = [layout.positions(rank, length) for rank in range(ranks)]
     assert sorted(torch.cat(parts).tolist()) == list(range(length))
     whole = torch.arange(length)[None]
-    taken = [layout.take(whole, rank, 1) for rank in range(ranks)]
+    taken = [layout.select_tokens_of_rank(whole, rank, 1) for rank in range(ranks)]
     assert [each[0].tolist() for each in taken] == [each.tolist() for each in parts]
-    assert torch.equal(layout.join(taken, 1), whole)
+    assert torch.equal(layout.join_tokens_of_ranks(taken, 1), whole)
 
 
 def test_a_length_without_equal_chunks_names_those_next_to_it() -> None:

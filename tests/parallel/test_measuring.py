@@ -33,7 +33,7 @@ CASES = (
 class Heard:
     """Keeps the statistics of the calls."""
 
-    wanted = WANTED
+    wanted_parts = WANTED
 
     def __init__(self) -> None:
         self.found: list[dict[Part, Tensor]] = []
@@ -50,7 +50,7 @@ def split(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, dtype: 
     """Return the statistics of a rank's tokens, and check that an observed call has the output of any other."""
     found = []
     given, taken = cases.tensors(dtype), Layout(layout, ranks)
-    q, k, v = (taken.take(given[name], rank, 2) for name in "qkv")
+    q, k, v = (taken.select_tokens_of_rank(given[name], rank, 2) for name in "qkv")
     for mask, terms in CASES:
         heard, call = Heard(), {"mask": cases.MASKS[mask](), **options(given, terms)}
         with context_parallel(group, strategy=strategy, layout=layout):
@@ -87,7 +87,7 @@ def test_statistics_are_those_of_one_process(four: Processes, strategy: str, lay
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     of_ranks = four.results(split, 4, strategy, layout, dtype)
     for case, found, statistics in zip(CASES, zip(*of_ranks, strict=True), expected, strict=True):
-        parts = {part: Layout(layout, 4).join([each[part] for each in found], 2) for part in found[0]}
+        parts = {part: Layout(layout, 4).join_tokens_of_ranks([each[part] for each in found], 2) for part in found[0]}
         for probe in resolve_probes(PROBES):
             torch.testing.assert_close(
                 probe.of(parts).nan_to_num(neginf=0),  # the largest score of a query without keys

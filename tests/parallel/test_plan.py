@@ -23,17 +23,17 @@ def plans(mask: masks.Mask, length: int, layout: Layout) -> list[RingPlan]:
 @pytest.mark.parametrize("name", MASKS)
 def test_the_pieces_show_every_visible_cell_once(name: str, layout: Layout) -> None:
     mask = MASKS[name]()
-    expected = mask.tile(TilePositions.of(LENGTH, LENGTH)).expand(2, 4, -1, -1)
+    expected = mask.tile(TilePositions.from_sizes(LENGTH, LENGTH)).expand(2, 4, -1, -1)
     shown = torch.zeros(2, 4, LENGTH, LENGTH, dtype=torch.int64)
     for rank, plan in enumerate(plans(mask, LENGTH, layout)):
         own = layout.positions(rank, LENGTH)
         for step in plan.steps:
             theirs = layout.positions((rank - step.distance) % layout.ranks, LENGTH)
-            keys = torch.cat([theirs[slice(*each)] for each in step.received] or [theirs[:0]])
+            keys = torch.cat([theirs[slice(*each)] for each in step.received_ranges] or [theirs[:0]])
             for piece in step.pieces:
                 rows, columns = own[piece.query_slice], keys[piece.key_slice]
                 assert (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1) == (*piece.rows, *piece.keys)
-                tile = piece.mask.tile(TilePositions.of(len(rows), len(columns))).expand(2, 4, -1, -1)
+                tile = piece.mask.tile(TilePositions.from_sizes(len(rows), len(columns))).expand(2, 4, -1, -1)
                 shown[:, :, rows[:, None], columns] += tile.long()
                 bounds = key_bounds(piece.mask, queries=len(rows), keys=len(columns))
                 column = torch.arange(len(columns))
@@ -47,9 +47,9 @@ def test_the_pieces_show_every_visible_cell_once(name: str, layout: Layout) -> N
 def test_what_one_rank_sends_is_what_another_expects(name: str, layout: Layout) -> None:
     of_rank = plans(MASKS[name](), LENGTH, layout)
     for rank, plan in enumerate(of_rank):
-        assert plan.steps[0].sent == ()
+        assert plan.steps[0].sent_ranges == ()
         for index, step in list(enumerate(plan.steps))[1:]:
-            assert step.sent == of_rank[(rank + step.distance) % layout.ranks].steps[index].received
+            assert step.sent_ranges == of_rank[(rank + step.distance) % layout.ranks].steps[index].received_ranges
 
 
 def test_a_ring_of_a_window_sends_the_keys_at_the_borders_only() -> None:
@@ -66,7 +66,7 @@ def test_the_keys_of_a_rank_arrive_in_two_halves() -> None:
     assert [step.keys_received for step in causal[0].steps] == [64, *[32, 32] * 3]
     assert [step.keys_received for step in causal[2].steps] == [64, *[16, 16] * 2, 32, 32]
     full = plans(masks.Full(), 64, Layout("contiguous", 2))
-    assert [step.received for step in full[0].steps] == [((0, 32),), ((0, 16),), ((16, 32),)]
+    assert [step.received_ranges for step in full[0].steps] == [((0, 32),), ((0, 16),), ((16, 32),)]
 
 
 def test_documents_that_end_at_a_border_send_nothing() -> None:

@@ -73,7 +73,7 @@ def test_the_dropped_weights_are_those_of_one_process(four: Processes, strategy:
     """Rank 0 draws the seed, and each weight is dropped by its sample, head, query and key in the whole call."""
     for mask in ("causal", "lengths"):
         expected = cases.dropped(lambda x: x, mask)
-        shown = cases.MASKS[mask]().tile(TilePositions.of(cases.LENGTH, cases.LENGTH))
+        shown = cases.MASKS[mask]().tile(TilePositions.from_sizes(cases.LENGTH, cases.LENGTH))
         assert (((expected["first"] == 0) & shown).any(), ((expected["first"] != 0) & shown).any()) == (True, True)
         for ranks, check in ((2, "every call"), (4, "first call")):
             for found in four.results(cases.split_dropped, ranks, strategy, layout, mask, check, ranks=ranks):

@@ -55,7 +55,7 @@ def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tupl
     _, logsumexp = attention_with_logsumexp(q, k, k, bias=given, kernel="reference", **options)
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 4
     scores = 8.0 * (scores / 8.0).tanh()
-    shown = mask.tile(TilePositions.of(QUERIES, KEYS, query_start=START)).expand(1, HEADS, QUERIES, KEYS)
+    shown = mask.tile(TilePositions.from_sizes(QUERIES, KEYS, query_start=START)).expand(1, HEADS, QUERIES, KEYS)
     if wide is not None:
         added = wide.tile(QUERIES, KEYS) if isinstance(wide, RelativeBias) else wide
         shown = shown & (added != -torch.inf)
@@ -86,8 +86,8 @@ def compare(found: BlockSums, wanted: BlockSums, tolerance: float) -> None:
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make regions of this size go to PyTorch or to the native kernel, in strips of a few rows of blocks."""
     monkeypatch.setattr(module, "MIN_NATIVE_SCORES", request.param)
-    monkeypatch.setattr(module, "STRIP_SCORES", 4000)
-    monkeypatch.setattr(module, "DENSE_STRIP_SCORES", 4000)
+    monkeypatch.setattr(module, "SCORES_PER_STRIP", 4000)
+    monkeypatch.setattr(module, "SCORES_PER_DENSE_STRIP", 4000)
 
 
 @pytest.mark.usefixtures("small")
@@ -139,7 +139,7 @@ def test_an_empty_rectangle_has_no_blocks() -> None:
 
 
 def test_work_ends_between_strips_once_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STRIP_SCORES", 4000)
+    monkeypatch.setattr(module, "SCORES_PER_STRIP", 4000)
     request, logsumexp, _ = call(masks.Causal(), torch.float32)
     asked = []
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from multihead.errors import ProbeError
-from multihead.kernels.native.statistics import ONE_PASS
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS
 from multihead.kernels.parts import PART_FAMILIES, PARTS
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
 
 def test_the_default_is_what_the_native_kernel_measures_in_its_pass_and_the_mass_of_sinks() -> None:
-    assert {part for name in DEFAULT for part in PROBES[name].parts} == ONE_PASS | {"sink_mass"}
+    assert {part for name in DEFAULT for part in PROBES[name].parts} == PARTS_OF_ONE_PASS | {"sink_mass"}
 
 
 def test_the_default_is_what_has_the_flag_in_any_order() -> None:

@@ -40,7 +40,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     special = torch.rand(2, 300) < 0.2
     request = request_of(q, k, k, mask, bias=bias, sinks=torch.randn(4))
     _, logsumexp = attention_with_logsumexp(q, k, k, mask=mask, bias=bias, sinks=request.sinks, kernel="reference")
-    subject = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special))
+    subject = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special))
     assert measurable_parts(subject.context, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
         ("tokens_mass", "special")
     }
@@ -71,7 +71,9 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
     )
     output, logsumexp = attention_with_logsumexp(q, k, k, mask=request.mask, query_start=50, kernel="reference")
     assert output.shape == (1, 2, 70, 8)
-    found = measure(MeasuredCall.of(request, logsumexp, ProbeContext(map_size=16)), {"pooled_map"})["pooled_map"]
+    found = measure(MeasuredCall.from_request(request, logsumexp, ProbeContext(map_size=16)), {"pooled_map"})[
+        "pooled_map"
+    ]
     shown = visible_cells(request).expand(1, 2, 70, 130)
     cells = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~shown, -torch.inf)
     weights = (cells - logsumexp.double()[..., None]).exp().nan_to_num(0)

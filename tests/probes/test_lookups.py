@@ -31,7 +31,7 @@ def test_offsets_and_first_keys_are_cells_of_the_dense_map(
     key = torch.arange(size.keys)
     positions = (start[:, None] + torch.arange(size.queries))[:, None, :, None]
     first = torch.tensor(data.draw(st.lists(st.integers(-3, size.keys), min_size=size.batch, max_size=size.batch)))
-    subject = MeasuredCall.of(request, logsumexp, ProbeContext(first_key=first))
+    subject = MeasuredCall.from_request(request, logsumexp, ProbeContext(first_key=first))
     empty = logsumexp == -torch.inf
     found = weight_at_offset(subject, offset).masked_fill(empty, 0)
     assert oracle.difference(found, torch.where(key == positions + offset, p, 0).sum(-1)) <= 1e-12
@@ -48,7 +48,7 @@ def test_many_keys_are_looked_up_a_few_at_a_time() -> None:
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
     k = torch.randn(1, 1, 200, 4, dtype=torch.float64)
     _, logsumexp = attention_with_logsumexp(q, k, k)
-    subject = MeasuredCall.of(request_of(q, k, k), logsumexp, ProbeContext())
+    subject = MeasuredCall.from_request(request_of(q, k, k), logsumexp, ProbeContext())
     p = (q @ k.mT / 2).softmax(-1)
     assert oracle.difference(weight_on_first_keys(subject, 150), p[..., :150].sum(-1)) <= 1e-12
     flags = torch.rand(1, 200) < 0.5

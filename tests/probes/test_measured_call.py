@@ -20,7 +20,7 @@ from tests.drawing import Drawn, calls
 def subject_of(case: Drawn, context: ProbeContext | None = None) -> MeasuredCall:
     request = request_of(case.q, case.k, case.v, case.mask, query_start=case.query_start, **case.options)
     logsumexp = torch.zeros(case.size.cells[:3])
-    return MeasuredCall.of(request, logsumexp, ProbeContext() if context is None else context)
+    return MeasuredCall.from_request(request, logsumexp, ProbeContext() if context is None else context)
 
 
 @settings(max_examples=60)
@@ -47,7 +47,7 @@ def test_single_cells_are_those_of_the_whole_mask_and_bias(case: Drawn, data: st
 def test_a_bias_along_diagonals_is_read_there() -> None:
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
     bias = RelativeBias(torch.randn(1, 2, 7))
-    subject = MeasuredCall.of(request_of(q, k, k, bias=bias), torch.zeros(1, 2, 3), ProbeContext())
+    subject = MeasuredCall.from_request(request_of(q, k, k, bias=bias), torch.zeros(1, 2, 3), ProbeContext())
     keys = torch.tensor([[[0, 4], [3, 1], [2, 2]]])
     added = subject.bias_at(keys)
     assert added is not None
@@ -68,12 +68,14 @@ def test_the_first_key_is_told_or_the_first_that_is_seen(
     mask: masks.Mask, given_: int | Tensor | None, expected: list[int]
 ) -> None:
     q = torch.zeros(2, 1, 3, 4)
-    subject = MeasuredCall.of(request_of(q, q, q, mask), torch.zeros(2, 1, 3), ProbeContext(first_key=given_))
+    subject = MeasuredCall.from_request(request_of(q, q, q, mask), torch.zeros(2, 1, 3), ProbeContext(first_key=given_))
     assert subject.first_keys.tolist() == expected
 
 
 def test_rows_that_see_nothing_or_nan_are_left_out_by_a_huge_divisor() -> None:
     q = torch.zeros(1, 1, 3, 4)
-    subject = MeasuredCall.of(request_of(q, q, q), torch.tensor([[[-torch.inf, torch.nan, 2.0]]]), ProbeContext())
+    subject = MeasuredCall.from_request(
+        request_of(q, q, q), torch.tensor([[[-torch.inf, torch.nan, 2.0]]]), ProbeContext()
+    )
     assert subject.finite_logsumexp[0, 0, 2] == 2
     assert torch.equal((3.0 - subject.finite_logsumexp).exp(), torch.tensor([[[0, 0, torch.e]]]))

@@ -22,7 +22,7 @@ def subject_of(ids: Tensor, *, queries: int, **terms: Any) -> MeasuredCall:
     q = torch.randn(len(ids), 4, queries, 8, dtype=torch.float64)
     k = torch.randn(len(ids), 2, ids.shape[1], 8, dtype=torch.float64)
     _, logsumexp = attention_with_logsumexp(q, k, k, kernel="reference", **terms)
-    return MeasuredCall.of(request_of(q, k, k, **terms), logsumexp, ProbeContext(ids=ids))
+    return MeasuredCall.from_request(request_of(q, k, k, **terms), logsumexp, ProbeContext(ids=ids))
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from multihead.probes.streaming import measure_in_tiles
 
 def subject(mask: masks.Mask) -> MeasuredCall:
     q = torch.randn(1, 2, 20, 4, dtype=torch.float64)
-    return MeasuredCall.of(
+    return MeasuredCall.from_request(
         request_of(q, q, q, mask=mask), torch.zeros(1, 2, 20, dtype=torch.float64), ProbeContext(map_size=4)
     )
 
@@ -49,7 +49,7 @@ def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPa
     q, k = torch.randn(2, 8, 9, 4, dtype=torch.float64), torch.randn(2, 4, 9, 4, dtype=torch.float64)
     request = request_of(q, k, k, mask=masks.Causal())
     logsumexp = torch.randn(2, 8, 9, dtype=torch.float64)
-    together = MeasuredCall.of(request, logsumexp, ProbeContext(map_size=4))
+    together = MeasuredCall.from_request(request, logsumexp, ProbeContext(map_size=4))
     parts = ("entropy", "largest_key", "received", "pooled_map")
     whole, _ = measure_in_tiles(together, parts)
     monkeypatch.setattr(streaming, "TILE_WEIGHTS", streaming.TILE_QUERIES * streaming.TILE_KEYS * 6)

@@ -113,7 +113,7 @@ def in_tiles(q: Tensor, k: Tensor, *, width: int = 23, **options: Any) -> Tensor
 def test_weights_are_exact_at_any_size_of_the_scores(size: float, mask: str) -> None:
     q, k = drawn(size)
     options = {"mask": MASKS[mask], "query_start": 20}
-    case = Case(q, k, shown=MASKS[mask].tile(TilePositions.of(70, 90, query_start=20)))
+    case = Case(q, k, shown=MASKS[mask].tile(TilePositions.from_sizes(70, 90, query_start=20)))
     check_exact(attention_weights(q, k, **options), case)
     check_exact(in_tiles(q, k, **options), case)
 

@@ -36,7 +36,7 @@ def subject_of(dtype: torch.dtype = torch.float64, **terms: Any) -> tuple[Measur
     _, logsumexp = attention_with_logsumexp(q, k, v, kernel="reference", **terms)
     seen = oracle.shown(terms.get("mask", masks.Full()), (2, 4, 30, 30), 0)
     rest = {name: value for name, value in terms.items() if name != "mask"}
-    return MeasuredCall.of(request_of(q, k, v, **terms), logsumexp, ProbeContext()), oracle.attend(
+    return MeasuredCall.from_request(request_of(q, k, v, **terms), logsumexp, ProbeContext()), oracle.attend(
         q, k, k, seen, **rest
     ).weights
 
@@ -71,7 +71,7 @@ def test_where_only_the_reference_kernel_would_do_it_tiles_do(monkeypatch: pytes
     for kernel in (native_kernel, sdpa):
         monkeypatch.setattr(kernel, "refusal", lambda request, bounds: "not now")
     q = torch.randn(1, 1, 3000, 4)
-    subject = MeasuredCall.of(request_of(q, q, q), torch.zeros(1, 1, 3000), ProbeContext())
+    subject = MeasuredCall.from_request(request_of(q, q, q), torch.zeros(1, 1, 3000), ProbeContext())
     with LargestTensor() as largest:
         attention_weighted_sums(subject, torch.ones(1, 1, 3000, 5))
     assert 0 < largest.elements < 3000 * 3000 // 8
@@ -90,7 +90,7 @@ def test_half_precision_is_weighed_in_float32() -> None:
     """Half precision would round the sums."""
     q, k, v = (torch.randn(1, 2, 40, 16).bfloat16() for _ in range(3))
     _, logsumexp = attention_with_logsumexp(q.float(), k.float(), v.float(), kernel="reference")
-    subject = MeasuredCall.of(request_of(q, k, v), logsumexp, ProbeContext())
+    subject = MeasuredCall.from_request(request_of(q, k, v), logsumexp, ProbeContext())
     columns = torch.randn(1, 2, 40, 3)
     found = attention_weighted_sums(subject, columns)
     assert found.dtype == torch.float32
@@ -113,5 +113,5 @@ def test_a_hidden_key_near_the_largest_number_leaves_norms_as_they_are() -> None
 
 def test_what_is_weighed_is_weighed_before_dropout() -> None:
     q = torch.randn(1, 1, 50, 8)
-    subject = MeasuredCall.of(request_of(q, q, q, dropout=0.5), torch.zeros(1, 1, 50), ProbeContext())
+    subject = MeasuredCall.from_request(request_of(q, q, q, dropout=0.5), torch.zeros(1, 1, 50), ProbeContext())
     torch.testing.assert_close(attention_weighted_sums(subject, torch.ones(1, 1, 50, 1)), torch.ones(1, 1, 50, 1))

@@ -265,8 +265,10 @@ def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() ->
     call = AttentionCall(call.request, replace(call.result, statistics=measured))
     part = SampleSpan(1, (2, 5), (2, 8))
     assert slice_call(call, part).result.statistics.keys() == set()
-    assert slice_call(call, replace(part, holds_all=True)).result.statistics.keys() == measured.keys() - {first}
-    both = replace(part, holds_all=True, holds_first=True)
+    assert slice_call(call, replace(part, holds_all_visible_keys=True)).result.statistics.keys() == measured.keys() - {
+        first
+    }
+    both = replace(part, holds_all_visible_keys=True, holds_first_visible_key=True)
     assert slice_call(call, both).result.statistics.keys() == measured.keys()
     before = replace(both, keys=(6, 8))  # the first query stands before the first key
     assert slice_call(call, before).result.statistics.keys() == measured.keys() - {own}
@@ -282,7 +284,7 @@ def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
         (masks.Window(1, after=2), (True, True), (False, False)),
     ):
         found = spans_of_call(call_of(mask).request, queries=queries, keys=keys)
-        assert [(each.holds_all, each.holds_first) for each in found] == [first, second]
+        assert [(each.holds_all_visible_keys, each.holds_first_visible_key) for each in found] == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,7 @@ def test_a_batch_is_cut_where_a_later_call_continues_its_samples() -> None:
 @pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
 def test_a_record_keeps_neither_the_layer_nor_the_tensors_of_a_call_in_memory(keep: Any) -> None:
     class Ear:
-        wanted = frozenset[Any]()
+        wanted_parts = frozenset[Any]()
 
         def receive(self, call: AttentionCall) -> None:
             request = call.request
@@ -415,7 +417,7 @@ class TestQueriesAndKeysThatAreNotCopied:
         calls: list[AttentionCall] = []
 
         class Ear:
-            wanted = frozenset[Any]()
+            wanted_parts = frozenset[Any]()
 
             def receive(self, call: AttentionCall) -> None:
                 calls.append(call)

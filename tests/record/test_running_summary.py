@@ -56,7 +56,7 @@ def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
 
 
 def test_an_exact_maximum_is_kept_of_the_statistics_that_ask_for_it() -> None:
-    summary = RunningSummary(2, maxima=("score",))
+    summary = RunningSummary(2, statistics_with_maximum=("score",))
     values = torch.tensor([[[-3.0, 5.25], [1.0, 2.0]], [[7.125, 9.0], [torch.nan, 0.0]]])  # (batch, heads, queries)
     counted = torch.tensor([[[True, True], [True, True]], [[True, False], [False, True]]])
     for _ in range(2):

@@ -29,10 +29,10 @@ def test_a_gap_makes_the_text_unknown(missing: torch.Tensor | None) -> None:
 
 
 def test_a_part_of_a_text_is_a_text() -> None:
-    part = Text(torch.tensor([4, 5, 6]), ["a", "b", "c"], [True, False, False], [None, " ", ""]).part(1, 3)
+    part = Text(torch.tensor([4, 5, 6]), ["a", "b", "c"], [True, False, False], [None, " ", ""]).slice_tokens(1, 3)
     assert (part.ids.tolist(), part.tokens, part.special) == ([5, 6], ["b", "c"], [False, False])  # type: ignore[union-attr]
     assert part.gaps == [" ", ""]
-    assert Text().part(0, 2).length == 0
+    assert Text().slice_tokens(0, 2).length == 0
 
 
 def test_a_tokenizer_names_the_tokens_of_all_texts() -> None:

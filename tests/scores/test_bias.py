@@ -16,7 +16,7 @@ from multihead.tensors.shapes import AttentionShape
 
 Q = torch.zeros(2, 4, 3, 8)
 K = torch.zeros(2, 2, 5, 8)
-SHAPE = AttentionShape.of(Q, K, K)
+SHAPE = AttentionShape.from_tensors(Q, K, K)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ def qkv(
 
 
 def test_the_sizes_are_read_off_q_k_and_v() -> None:
-    shape = AttentionShape.of(*qkv())
+    shape = AttentionShape.from_tensors(*qkv())
     assert (shape.batch, shape.num_heads, shape.num_kv_heads, shape.query_length, shape.key_length) == (2, 8, 2, 5, 7)
     assert (shape.head_dim, shape.value_dim, shape.dtype, shape.device.type) == (64, 32, torch.float32, "cpu")
-    assert shape.group == 4
+    assert shape.heads_per_kv_head == 4
     assert shape.cells == 2 * 8 * 5 * 7
 
 
@@ -106,14 +106,14 @@ UNFIT = {
 def test_sizes_that_do_not_fit_are_refused(case: str) -> None:
     given, sentence = UNFIT[case]
     with pytest.raises(ShapeError) as refusal:
-        AttentionShape.of(*qkv(**given))
+        AttentionShape.from_tensors(*qkv(**given))
     assert str(refusal.value) == sentence
 
 
 def test_integer_tensors_are_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(DtypeError) as refusal:
-        AttentionShape.of(q, k.long(), v)
+        AttentionShape.from_tensors(q, k.long(), v)
     assert str(refusal.value) == (
         "k has dtype torch.int64, and attention needs floating point. Convert it, for example k.float()."
     )
@@ -122,7 +122,7 @@ def test_integer_tensors_are_refused() -> None:
 def test_different_dtypes_are_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(DtypeError) as refusal:
-        AttentionShape.of(q, k.double(), v.half())
+        AttentionShape.from_tensors(q, k.double(), v.half())
     assert str(refusal.value) == (
         "q, k and v have dtypes torch.float32, torch.float64 and torch.float16. "
         "Convert them to one dtype, for example k.to(q.dtype)."
@@ -132,7 +132,7 @@ def test_different_dtypes_are_refused() -> None:
 def test_different_devices_are_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(DtypeError) as refusal:
-        AttentionShape.of(q, k.to("meta"), v)
+        AttentionShape.from_tensors(q, k.to("meta"), v)
     assert str(refusal.value) == (
         "q, k and v are on cpu, meta and cpu. Move them to one device, for example k.to(q.device)."
     )
@@ -142,7 +142,7 @@ def test_what_is_no_tensor_is_refused() -> None:
     q, k, _ = qkv()
     nothing: Any = None
     with pytest.raises(DtypeError) as refusal:
-        AttentionShape.of(q, k, nothing)
+        AttentionShape.from_tensors(q, k, nothing)
     assert str(refusal.value) == "v is a NoneType, and must be a tensor. Give torch tensors."
 
 

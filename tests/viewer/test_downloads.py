@@ -11,7 +11,7 @@ import pytest
 
 from multihead import masks
 from multihead.errors import ArgumentError
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.viewer import downloads
 from tests.viewer.watching import watch
 
@@ -103,4 +103,4 @@ def test_names_act_neither_on_a_terminal_nor_on_a_spreadsheet() -> None:
     assert written == "name,'@x,kind\n'=1+1,0.5,\\x1b[31m\\u202e\ntwo\\nlines,-1.0,'+\n"
     written = b"".join(downloads.table_json(rows)).decode()
     assert json.loads(written) == rows
-    assert visible(written.replace("\n", "")) == written.replace("\n", "")
+    assert escape_controls(written.replace("\n", "")) == written.replace("\n", "")

@@ -166,7 +166,7 @@ class TestALanguageModel:
     def test_a_sweep_reports_no_peak_memory_where_the_system_does_not(
         self, language: tuple[Trial, Served], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("multihead.viewer.trial.peak_of_process", lambda: None)
+        monkeypatch.setattr("multihead.viewer.trial.peak_memory_of_process", lambda: None)
         *_, last = lines(ask(language[1], "sweep", text=TEXT, at=4))
         assert last["peak_mib"] is None
 
@@ -190,7 +190,7 @@ class TestALanguageModel:
         trial, served = language
         kinds = ask(served, "text", text=TEXT).json["kinds"]
         expected: dict[str, list[list[int]]] = {}
-        for each in trial.read(TEXT, lambda: False).record.kinds():
+        for each in trial.read_text(TEXT, lambda: False).record.kinds():
             expected.setdefault(each.kind, []).append([each.layer, each.head])
         assert kinds == expected
 
@@ -263,10 +263,10 @@ class TestALanguageModel:
     def test_a_model_that_cannot_be_replayed_runs_whole_and_says_so(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(trials.Replay, "check", lambda *_: False)
+        monkeypatch.setattr(trials.Replay, "check_exactness", lambda *_: False)
         trial = Trial(load_for_trial(describe(str(folder / "llama")), device="cpu", dtype="auto"))
         trial.loaded.model.requires_grad_(False)
-        run = trial.read(TEXT, lambda: False)
+        run = trial.read_text(TEXT, lambda: False)
         found = trial.change(run, {(2, 1): 0.0}, None, lambda: False)
         assert found["losses"][1:] == pytest.approx(losses_of(trial, TEXT, logits_of(trial, TEXT, L2H1=0.0)), rel=1e-5)
         assert (found["layers"], found["whole"]) == ([0, 2], True)
@@ -313,7 +313,7 @@ class TestAnEncoder:
         few = ask(encoder[1], "text", text="the key\n\nthe door")
         assert few.error.startswith("There are 2 sentences, and an encoder compares at least 3. Write each sentence in")
         with pytest.raises(ModelError, match="bert does not continue a text"):
-            encoder[0].continue_text(encoder[0].read(SENTENCES, lambda: False), {}, lambda *_: None, lambda: False)
+            encoder[0].continue_text(encoder[0].read_text(SENTENCES, lambda: False), {}, lambda *_: None, lambda: False)
 
 
 def test_a_first_text_that_is_too_short_is_an_error_before_the_heads_are_measured(folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from multihead.errors import MultiheadError
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 
 __all__ = ["COMMANDS", "Commands", "main"]
 
@@ -115,7 +115,7 @@ def _plugin_commands() -> dict[str, click.Command]:
 
 def _exit_with_error(sentence: str) -> NoReturn:
     """Print an error as one line and exit with status 2."""
-    click.echo(f"error: {visible(' '.join(sentence.split()))}", err=True)
+    click.echo(f"error: {escape_controls(' '.join(sentence.split()))}", err=True)
     sys.exit(EXIT_BAD_INPUT)
 
 

@@ -17,7 +17,7 @@ from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, write_tables
 from multihead.errors import InputError
 from multihead.files import check_writable, read_text_file
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section
 from multihead.locale.texts import text as locale
 
@@ -56,7 +56,7 @@ class Prediction(NamedTuple):
     probability: float
 
 
-class Comparison(NamedTuple):
+class PredictionComparison(NamedTuple):
     """The predictions of a model on a text, before and after heads are changed."""
 
     name: str
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
         """How much the loss grows, nats per token."""
         return self.after.loss - self.before.loss
 
-    def row(self) -> dict[str, Any]:
+    def as_table_row(self) -> dict[str, Any]:
         """Return the row of --json and --csv."""
         return {
             "text": self.name,
@@ -143,33 +143,33 @@ def ablate(
     from multihead.models.source import find_model
 
     with Steps(lang) as steps:
-        steps.show(locale("look.doing.loading", lang, model=visible(model)))
+        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
         from multihead.interventions.heads import parse_head
         from multihead.models.loading import describe, encode, load
         from multihead.models.use import use
 
         def show_loading(stage: str) -> None:
-            steps.show(locale(f"look.doing.{stage}", lang, model=visible(model)))
+            steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model)))
 
         keys = [parse_head(each) for each in heads.replace("，", ",").split(",")]
         described = describe(found, stage=show_loading)
         encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
         encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]
-        _check_lengths(encoded, same=by == "resample")
+        _check_text_lengths(encoded, same=by == "resample")
         loaded = load(described, head="language", device=device, dtype=dtype, stage=show_loading)
         use(loaded.model)
         if others:
             steps.show(locale("ablate.averaging", lang))
-        intervention = _intervention(loaded, keys, by or "zero", encoded_reference, scale)
+        intervention = _build_intervention(loaded, keys, by or "zero", encoded_reference, scale)
         running = locale("ablate.running", lang)
-        compared = _compare(
+        compared = _compare_predictions(
             loaded, encoded, intervention, batched=by == "resample", progress=lambda *done: steps.show(running, *done)
         )
     write_tables(_table_rows(compared), json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         names = locale("common.join.comma", lang).join(map(str, keys))
-        values = {"model": visible(loaded.title), "heads": names, "factor": scale}
+        values = {"model": escape_controls(loaded.title), "heads": names, "factor": scale}
         click.echo(locale(f"ablate.{'scaled' if scale is not None else by or 'zero'}", lang, **values) + "\n")
         _print_table(compared, lang)
 
@@ -192,7 +192,7 @@ def _check_options(texts: int, by: str | None, reference: Sequence[str], scale: 
         )
 
 
-def _check_lengths(texts: Sequence[tuple[str, EncodedText]], *, same: bool) -> None:
+def _check_text_lengths(texts: Sequence[tuple[str, EncodedText]], *, same: bool) -> None:
     """Reject texts without a token to predict, and of different lengths where they must be the same.
 
     Raises:
@@ -211,7 +211,7 @@ def _check_lengths(texts: Sequence[tuple[str, EncodedText]], *, same: bool) -> N
         )
 
 
-def _intervention(
+def _build_intervention(
     loaded: LoadedModel, heads: Sequence[Any], by: Any, reference: Sequence[EncodedText], scale: float | None
 ) -> AbstractContextManager[Any]:
     from multihead.interventions.ablate import ablate as switch_off
@@ -223,14 +223,14 @@ def _intervention(
     return switch_off(loaded.model, heads, by=by, reference=batches if by == "mean" else None)
 
 
-def _compare(
+def _compare_predictions(
     loaded: LoadedModel,
     texts: Sequence[tuple[str, EncodedText]],
     intervention: AbstractContextManager[Any],
     *,
     batched: bool,
     progress: Callable[[int, int], None],
-) -> list[Comparison]:
+) -> list[PredictionComparison]:
     """Run the model on all texts without the intervention and with it: one by one, or as one batch."""
     import torch
 
@@ -249,7 +249,7 @@ def _compare(
             found += [_predict(loaded, *each) for each in zip(logits, batch["input_ids"], strict=True)]
         predictions.append(found)
     return [
-        Comparison(name, encoded.ids.shape[1], before, after)
+        PredictionComparison(name, encoded.ids.shape[1], before, after)
         for (name, encoded), before, after in zip(texts, *predictions, strict=True)
     ]
 
@@ -262,9 +262,9 @@ def _predict(loaded: LoadedModel, logits: Tensor, ids: Tensor) -> Prediction:
     return Prediction(float(token_losses(logits, ids).mean()), loaded.tokenizer.decode([token]), probability)
 
 
-def _table_rows(compared: Sequence[Comparison]) -> list[dict[str, Any]]:
+def _table_rows(compared: Sequence[PredictionComparison]) -> list[dict[str, Any]]:
     """Return the rows of --json and --csv: one per text, and from two texts on one with the means over them."""
-    rows = [each.row() for each in compared]
+    rows = [each.as_table_row() for each in compared]
     if len(rows) < 2:
         return rows
     means = {name: fmean(row[name] for row in rows) for name in ("loss_before", "loss_after", "difference")}
@@ -273,7 +273,7 @@ def _table_rows(compared: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [*rows, {**dict.fromkeys(rows[0]), "tokens": tokens, **means, "standard_error": error}]
 
 
-def _print_table(compared: Sequence[Comparison], lang: str) -> None:
+def _print_table(compared: Sequence[PredictionComparison], lang: str) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -284,20 +284,20 @@ def _print_table(compared: Sequence[Comparison], lang: str) -> None:
         left = name in ("text", "next before", "next after")
         table.add_column(words[name], justify="left" if left else "right", overflow="fold")
 
-    def shown(token: str | None, probability: float | None) -> str:
-        return "" if token is None else f'"{visible(token)}" {probability:.1%}'.replace("%", " %")
+    def format_token(token: str | None, probability: float | None) -> str:
+        return "" if token is None else f'"{escape_controls(token)}" {probability:.1%}'.replace("%", " %")
 
     rows = _table_rows(compared)
     for row in rows:
         error = row["standard_error"]
         table.add_row(
-            words["mean of texts"].format(texts=len(compared)) if row["text"] is None else visible(row["text"]),
+            words["mean of texts"].format(texts=len(compared)) if row["text"] is None else escape_controls(row["text"]),
             f"{row['tokens']:,}",
             *(f"{row[name]:.3f}" for name in ("loss_before", "loss_after")),
             f"{row['difference']:+.3f}",
             "–" if error is None else f"{error:.3f}",
-            shown(row["next_before"], row["next_before_probability"]),
-            shown(row["next_after"], row["next_after_probability"]),
+            format_token(row["next_before"], row["next_before_probability"]),
+            format_token(row["next_after"], row["next_after_probability"]),
         )
     Console(highlight=False, markup=False).print(table)
     click.echo("\n" + words["explained"])

@@ -16,7 +16,7 @@ from multihead.cli.progress import Steps
 from multihead.errors import InputError
 from multihead.errors.optional import require
 from multihead.files import check_writable
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section, statistic_label, text, unit_label
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def census(
     from multihead.counting.run import census as count
 
     with Steps(lang) as steps:
-        steps.show(text("look.doing.loading", lang, model=visible(model)))
+        steps.show(text("look.doing.loading", lang, model=escape_controls(model)))
         counting = text("census.counting", lang)
         last: list[Progress] = []
 
@@ -192,7 +192,7 @@ def census(
     ):
         _print_counts(found, last[0], lang)
         _print_problems(found, lang)
-        click.echo(text("census.others", lang, number=len(found.missing), folder=visible(out)))
+        click.echo(text("census.others", lang, number=len(found.missing), folder=escape_controls(out)))
         return
     _print_census(found, lang, last[0])
     if page is not None and len(found.missing) < len(found.plan.shards):
@@ -219,7 +219,10 @@ def _print_census(found: Census, lang: str, progress: Progress | None = None) ->
     if _path_of_heads_table(found).exists():
         click.echo(
             text(
-                "census.files", lang, file=visible(str(_path_of_heads_table(found))), folder=visible(str(found.folder))
+                "census.files",
+                lang,
+                file=escape_controls(str(_path_of_heads_table(found))),
+                folder=escape_controls(str(found.folder)),
             )
         )
 
@@ -258,14 +261,14 @@ def _read_census(
 
 def _write_page(found: Census, page: str, other: Census | None, lang: str) -> None:
     found.report(page, other, lang=lang)
-    click.echo(text("census.page", lang, file=visible(page)))
+    click.echo(text("census.page", lang, file=escape_controls(page)))
 
 
 def _print_counts(found: Census, progress: Progress | None, lang: str) -> None:
     """Print how much of the corpus was read, and how fast."""
     counts = {name: f"{value:,}" for name, value in found.counts().items()}
     done, total = len(found.plan.shards) - len(found.missing), len(found.plan.shards)
-    click.echo(text("census.read", lang, model=visible(found.plan.title), done=done, total=total, **counts))
+    click.echo(text("census.read", lang, model=escape_controls(found.plan.title), done=done, total=total, **counts))
     if progress is not None and progress.tokens:
         values = {
             "tokens": f"{progress.tokens:,}",
@@ -312,8 +315,8 @@ def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: st
         best = sorted(known, key=lambda row: -row[name])[:MAX_PRINTED_HEADS]
         mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, name + CHANCE_SUFFIX))
         heads = "  ".join(f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best)
-        label = visible(statistic_label(name, lang, shown.label))
-        label = f"{label} ({visible(unit_label(shown.unit, lang))})" if shown.unit else label
+        label = escape_controls(statistic_label(name, lang, shown.label))
+        label = f"{label} ({escape_controls(unit_label(shown.unit, lang))})" if shown.unit else label
         made.add_row(label, shown.number(mean), shown.number(chance), heads)
     return made
 
@@ -324,14 +327,14 @@ def _kinds_table(found: Census, lang: str) -> Table:
         best = "  ".join(
             f"L{each.layer} H{each.head} {kind.format_value(each.share)}" for each in heads[:MAX_PRINTED_HEADS]
         )
-        made.add_row(visible(kind.label(lang)), str(len(heads)), chance, best)
+        made.add_row(escape_controls(kind.label(lang)), str(len(heads)), chance, best)
     return made
 
 
 def _print_problems(found: Census, lang: str) -> None:
     """Print the first problems of files and texts that could not be read."""
     for problem in found.problems[:MAX_PRINTED_PROBLEMS]:
-        click.echo(visible(problem), err=True)
+        click.echo(escape_controls(problem), err=True)
     if len(found.problems) > MAX_PRINTED_PROBLEMS:
         click.echo(text("census.more problems", lang, number=len(found.problems) - MAX_PRINTED_PROBLEMS), err=True)
 

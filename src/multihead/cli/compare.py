@@ -14,7 +14,7 @@ from multihead.cli.tables import table_files, write_tables
 from multihead.cli.view import import_user_module
 from multihead.errors.optional import require
 from multihead.files import check_writable
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section, text
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def compare(
     for module in modules:
         import_user_module(module)
     with Steps(lang) as steps:
-        steps.show(text("view.opening", lang, names=", ".join(map(visible, (before, after)))))
+        steps.show(text("view.opening", lang, names=", ".join(map(escape_controls, (before, after)))))
         runs = Record.load(before), Record.load(after)
         comparing = text("compare.comparing", lang)
         steps.show(comparing)
@@ -109,7 +109,7 @@ def _print_changes(changed: Sequence[ChangedHead], files: tuple[str, str], *, to
 
     words, by_name = section(lang, "common", "compare"), kinds_by_name(KINDS)
     console = Console(highlight=False)
-    names = {"before": visible(Path(files[0]).name), "after": visible(Path(files[1]).name)}
+    names = {"before": escape_controls(Path(files[0]).name), "after": escape_controls(Path(files[1]).name)}
     known = [one.divergence for one in changed if one.divergence == one.divergence]
     mean = f"{sum(known) / max(len(known), 1):.3f}"
     heads = text("compare.read", lang, **names, heads=len(changed), mean=mean)

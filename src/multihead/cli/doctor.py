@@ -82,7 +82,7 @@ def _state_of_instruction_set(each: InstructionSet, found: Diagnosis) -> str:
         return "used: set by MULTIHEAD_CPU" if found.requested_set else "used: the fastest that runs here"
     if not each.compiled:
         return "not in this build"
-    if not each.runs:
+    if not each.is_supported_by_cpu:
         return "this processor lacks it"
     return "for tests, only on request" if each.for_tests else "runs here"
 

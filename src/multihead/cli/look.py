@@ -25,7 +25,7 @@ from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, write_tables
 from multihead.errors.optional import require
 from multihead.files import check_writable, read_text_file
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text as locale
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def look(
     from multihead.models.source import find_model
 
     with Steps(lang) as steps:
-        steps.show(locale("look.doing.loading", lang, model=visible(model)))
+        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
         from multihead.models.loading import check_text
         from multihead.observation.textbook import add_repeated
@@ -152,10 +152,10 @@ def look(
             layers=chosen,
             device=device,
             dtype=dtype,
-            stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=visible(model))),
+            stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model))),
         )
-        if tokens is not None and encoded is not None and encoded.stop:
-            text = text[: encoded.stop]
+        if tokens is not None and encoded is not None and encoded.end_of_last_token:
+            text = text[: encoded.end_of_last_token]
         # This runs before the text, because it may reject the model.
         repeated = measure_on_repeated_tokens(loaded, steps.show, lang) if textbook else {}
         run = prepare_inputs(loaded, encoded, sound, decoder_text, steps.show, lang)
@@ -163,7 +163,7 @@ def look(
         add_repeated(record, repeated)
         memory = memory_of(record.layers)
         if record_file is not None:
-            steps.show(locale("look.doing.saving", lang, file=visible(record_file)))
+            steps.show(locale("look.doing.saving", lang, file=escape_controls(record_file)))
             record.save(record_file)
         reading = locale("look.doing.reading", lang)
         steps.show(reading)

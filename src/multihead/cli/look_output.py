@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section, short_statistic_label, text, unit_label
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ COLUMN_DROP_ORDER = (
 )
 # Statistics measured by --textbook; the table has a column for one of them only if it is sorted by that one.
 REPEATED_COLUMNS = ("repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first")
-NARROW_WIDTH = 90
+NARROW_TERMINAL_WIDTH = 90
 MAX_LISTED_HEADS = 4  # maximum number of textbook heads listed per kind
 MAX_CHANCE_ROWS = 4  # maximum number of rows with chance levels at the end of the table
 MEMORY_REPORT_THRESHOLD = 1_000_000_000  # bytes of attention weights from which memory use is reported
@@ -95,12 +95,12 @@ def _sentence_on_input(record: Record, run: ModelInputs, lang: str) -> str:
         number = len(encoded.tokens)
         return text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
 
-    values = {"model": visible(record.title), "heads": _count_layers_and_heads(record, lang)}
-    if run.decoder is None:
+    values = {"model": escape_controls(record.title), "heads": _count_layers_and_heads(record, lang)}
+    if run.decoder_text is None:
         return text("look.read", lang, tokens=count_tokens(run.texts[0]), **values)
-    key = "look.generated" if run.generated else "look.decoded"
+    key = "look.generated" if run.has_generated_decoder_text else "look.decoded"
     memory = text("look.audio", lang) if run.text is None else count_tokens(run.text)
-    return text(key, lang, tokens=memory, decoder=count_tokens(run.decoder), **values)
+    return text(key, lang, tokens=memory, decoder=count_tokens(run.decoder_text), **values)
 
 
 def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
@@ -147,7 +147,9 @@ def print_memory_and_files(page: ReportSummary, record_file: str | None, memory:
     if record_file is not None:
         size = _readable_size(Path(record_file).stat().st_size)
         click.echo(
-            text("look.record", lang, file=visible(record_file), size=size, quoted=_quoted_for_shell(record_file))
+            text(
+                "look.record", lang, file=escape_controls(record_file), size=size, quoted=_quoted_for_shell(record_file)
+            )
         )
     elif page.mode != "whole":
         click.echo(text("look.more", lang))
@@ -155,8 +157,8 @@ def print_memory_and_files(page: ReportSummary, record_file: str | None, memory:
 
 def _quoted_for_shell(file: str) -> str:
     """Quote a file's name for a shell; a name with control characters becomes $'...' with escapes."""
-    shown = visible(file.replace("\\", "\\\\").replace("'", "\\'"))
-    return shlex.quote(file) if visible(file) == file else f"$'{shown}'"
+    shown = escape_controls(file.replace("\\", "\\\\").replace("'", "\\'"))
+    return shlex.quote(file) if escape_controls(file) == file else f"$'{shown}'"
 
 
 def _readable_size(num_bytes: int) -> str:
@@ -182,11 +184,11 @@ def _table_of_heads(
         role = [_name_of_role(row["role"], lang)] if has_roles else []
         words.append([f"L{row['layer']} H{row['head']}", *role, named])
     headings = [text(f"look.{name}", lang) for name in (("head", "role", "kind") if has_roles else ("head", "kind"))]
-    padding = 0 if width < NARROW_WIDTH else 1
+    padding = 0 if width < NARROW_TERMINAL_WIDTH else 1
     *fixed, kind = [max(map(cell_len, cells)) for cells in zip(headings, *words, strict=True)]
     fixed[0] = max(fixed[0], cell_len(text("look.chance", lang)))
     taken = sum(fixed) + min(kind, width // 3) + len(fixed) * (1 + padding)
-    shown = _fitting_statistics(rows, width - taken, 1 + padding, lang, sort)
+    shown = _statistics_fitting_width(rows, width - taken, 1 + padding, lang, sort)
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
     for heading in headings:
         drawn.add_column(heading + "\n", no_wrap=heading != headings[-1], overflow="fold")
@@ -206,7 +208,7 @@ def _table_of_heads(
     return drawn
 
 
-def _fitting_statistics(
+def _statistics_fitting_width(
     rows: Sequence[Mapping[str, Any]], width: int, gap: int, lang: str, sort: str
 ) -> list[Statistic]:
     """Return the statistics whose columns fit into `width`, a `gap` before each; the sort column is never dropped."""
@@ -245,7 +247,7 @@ def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> st
     from multihead.kinds import kinds_by_name
 
     first = kinds_by_name(kinds)[names[0]]
-    name = visible(first.label(lang))
+    name = escape_controls(first.label(lang))
     if first.texts == "repeats" and first.probe is not None:
         name = short_statistic_label(first.probe.name, lang, first.probe.label) + "*"
     return name + (f" +{len(names) - 1}" if len(names) > 1 else "")

@@ -14,18 +14,19 @@ from multihead.locale.texts import text
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-FIRST_LINE_AFTER = 2.0
+SECONDS_BEFORE_FIRST_LINE = 2.0
 """Seconds that a step must run before its first line is printed."""
 
-LINE_INTERVAL = 10.0
+SECONDS_BETWEEN_LINES = 10.0
 """Seconds between further lines of a running step."""
 
 
 class Steps:
     """Context manager that shows the progress of a command's steps, which run one after the other.
 
-    Without a terminal (output redirected to a file or another program), a step that takes less than `FIRST_LINE_AFTER`
-    seconds prints nothing. A thread prints the lines, because a step may run for minutes without calling `show`.
+    Without a terminal (output redirected to a file or another program), a step that takes less than
+    `SECONDS_BEFORE_FIRST_LINE` seconds prints nothing. A thread prints the lines, because a step may run for minutes
+    without calling `show`.
 
     Args:
         lang: language of the lines, "en" or "zh".
@@ -101,7 +102,7 @@ class _ProgressBars:
 
 
 class _ProgressLines:
-    """Prints a plain line about the current step every `LINE_INTERVAL` seconds, from `show` or a background thread."""
+    """Prints a line about the step every `SECONDS_BETWEEN_LINES` seconds, from `show` or a background thread."""
 
     def __init__(self, lang: str) -> None:
         self._lang = lang
@@ -120,7 +121,7 @@ class _ProgressLines:
             if step != self._step:
                 self._end_step()
                 self._step, self._began = step, time.monotonic()
-                self._due = self._began + FIRST_LINE_AFTER
+                self._due = self._began + SECONDS_BEFORE_FIRST_LINE
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._print_periodically, daemon=True)
                     self._thread.start()
@@ -165,5 +166,5 @@ class _ProgressLines:
             line = text("progress.counted", self._lang, done=f"{int(self._done):,}", total=f"{self._total:,}", **values)
         else:
             line = text("progress.running", self._lang, **values)
-        self._printed, self._due = True, now + LINE_INTERVAL
+        self._printed, self._due = True, now + SECONDS_BETWEEN_LINES
         click.echo(line, err=True)

@@ -9,7 +9,7 @@ from multihead.cli.model_options import check_no_surplus, device_options, server
 from multihead.cli.progress import Steps
 from multihead.errors.optional import require
 from multihead.files import read_text_file
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text as locale
 
 EXAMPLES = """
@@ -63,7 +63,7 @@ def try_(
     from multihead.models.source import find_model
 
     with Steps(lang) as steps:
-        steps.show(locale("look.doing.loading", lang, model=visible(model)))
+        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
         from multihead.cli.serving import serve_in_browser
         from multihead.models.loading import describe
@@ -71,9 +71,9 @@ def try_(
         from multihead.viewer.trial_routes import TrialSite
 
         def show_loading(stage: str) -> None:
-            steps.show(locale(f"look.doing.{stage}", lang, model=visible(model)))
+            steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model)))
 
         described = describe(found, stage=show_loading)
         loaded = load_for_trial(described, device=device, dtype=dtype, stage=show_loading)
         trial = open_trial(loaded, text=text, lang=lang, show=steps.show)
-    serve_in_browser(TrialSite(trial, lang), names=visible(loaded.title), port=port, browser=browser, lang=lang)
+    serve_in_browser(TrialSite(trial, lang), names=escape_controls(loaded.title), port=port, browser=browser, lang=lang)

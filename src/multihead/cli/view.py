@@ -14,7 +14,7 @@ from multihead.cli.model_options import server_options
 from multihead.cli.progress import Steps
 from multihead.errors import InputError
 from multihead.errors.optional import require
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def view(
     for module in modules:
         import_user_module(module)
     with Steps(lang) as steps:
-        steps.show(text("view.opening", lang, names=", ".join(map(visible, records))))
+        steps.show(text("view.opening", lang, names=", ".join(map(escape_controls, records))))
         runs = _load_records(records)
     for run in runs:
         if not run.num_samples:
@@ -95,7 +95,7 @@ def view(
 
         serve_in_browser(
             Viewer(runs, lang=lang, progress=show_progress),
-            names=", ".join(visible(run.name) for run in runs),
+            names=", ".join(escape_controls(run.name) for run in runs),
             fragment=f"t={sample}" if sample else "",
             port=port,
             browser=browser,

@@ -241,7 +241,7 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     batch, queries, keys = X.shape
     mask = _mask_of_valid_lens(_as_int_lengths(valid_lens, keys))
     mask.check_fits(CallSize(batch, 1, queries, keys))
-    hidden = ~mask.tile(TilePositions.of(queries, keys, device=X.device))
+    hidden = ~mask.tile(TilePositions.from_sizes(queries, keys, device=X.device))
     cells = X[:, None].to(working_dtype(X.dtype)).masked_fill(hidden, -torch.inf)  # (batch, 1, queries, keys)
     return softmax(cells, None)[0][:, 0].to(X.dtype)
 

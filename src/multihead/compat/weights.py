@@ -25,7 +25,7 @@ from multihead.kernels import head_changes
 from multihead.kernels.call import AttentionRequest, listeners
 from multihead.kernels.dense_tile import hidden_cells, visible_cells, without_autocast, without_qkv, working_dtype
 from multihead.kernels.nonfinite import replace_nonfinite
-from multihead.kernels.per_head import TILE_WEIGHTS
+from multihead.kernels.per_head import MAX_WEIGHTS_PER_TILE
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import is_traced
@@ -182,9 +182,9 @@ def _softmax_of_heads(
 
 
 def _groups_of_heads(q: Tensor, k: Tensor) -> list[slice]:
-    """Return the heads to compute together: one at a time, or as many as have at most TILE_WEIGHTS weights in total."""
+    """Return the heads to compute together: one, or as many as have at most MAX_WEIGHTS_PER_TILE weights in total."""
     batch, heads, queries, _ = q.shape
-    step = max(1, TILE_WEIGHTS // max(1, batch * queries * k.shape[2]))
+    step = max(1, MAX_WEIGHTS_PER_TILE // max(1, batch * queries * k.shape[2]))
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
 
 

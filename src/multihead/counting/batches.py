@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TextBatch:
     """Some texts that run through the model together.
 
     Attributes:
@@ -21,22 +21,22 @@ class Batch:
         lengths: (texts,) int64, tokens of each text.
         texts: (texts,) int64, index of each text in its shard, ascending.
 
-    >>> batch = Batch.pad_texts([np.array([7, 8]), np.array([5])], [4, 9])
+    >>> batch = TextBatch.pad_texts([np.array([7, 8]), np.array([5])], [4, 9])
     >>> batch.ids.tolist(), batch.mask.tolist(), batch.text_of_token.tolist(), batch.position_in_text.tolist()
     ([[7, 8], [5, 0]], [[True, True], [True, False]], [4, 4, 9], [0, 1, 0])
     """
 
     ids: Tensor
     lengths: Tensor
-    texts: Tensor
+    text_indices: Tensor
 
     @staticmethod
-    def pad_texts(ids: Sequence[NDArray[np.int64]], texts: Sequence[int]) -> Batch:
+    def pad_texts(ids: Sequence[NDArray[np.int64]], texts: Sequence[int]) -> TextBatch:
         """Pad the token ids of some texts, each of at least one token."""
         lengths = torch.tensor([len(each) for each in ids])
         padded = torch.zeros(len(ids), int(lengths.max()), dtype=torch.int64)
         padded[torch.arange(padded.shape[1]) < lengths[:, None]] = torch.from_numpy(np.concatenate(ids))
-        return Batch(padded, lengths, torch.tensor(texts))
+        return TextBatch(padded, lengths, torch.tensor(texts))
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +56,7 @@ class Batch:
     @cached_property
     def text_of_token(self) -> Tensor:
         """(tokens,) int64: the index in the shard of the text that each token belongs to."""
-        return self.texts[self.row_of_token]
+        return self.text_indices[self.row_of_token]
 
     @cached_property
     def text_starts(self) -> Tensor:
@@ -96,12 +96,12 @@ class Batch:
 class CurrentBatch:
     """The batch that a model runs on now; it is replaced before each forward pass."""
 
-    batch: Batch = field(init=False)
+    batch: TextBatch = field(init=False)
 
 
 def batches_by_length(
     ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool
-) -> Iterator[Batch]:
+) -> Iterator[TextBatch]:
     """Group texts by length into batches of at most `tokens` tokens; a text with more tokens is a batch by itself.
 
     Args:
@@ -125,7 +125,7 @@ def batches_by_length(
         yield _batch_in_shard_order(ids, texts, group)
 
 
-def _batch_in_shard_order(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], group: list[int]) -> Batch:
+def _batch_in_shard_order(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], group: list[int]) -> TextBatch:
     """Return a batch with its texts in the order of the shard, because equal values rank by that order."""
     group = sorted(group)
-    return Batch.pad_texts([ids[index] for index in group], [texts[index] for index in group])
+    return TextBatch.pad_texts([ids[index] for index in group], [texts[index] for index in group])

@@ -121,7 +121,7 @@ def divide_into_shards(sizes: Mapping[str, int | None], column: str, *, shard_by
         shard_bytes: bytes of text in a shard; None chooses a number by the size of the corpus.
     """
     parts = [part for file, size in sizes.items() for part in _parts_of_file(file, size, column)]
-    left = sum(part.size for part in parts)
+    left = sum(part.text_bytes for part in parts)
     least = max(left // MIN_SHARD_DIVISOR, MIN_SHARD_BYTES)
     sized: list[tuple[int, Shard]] = []
     for whole, size, units in parts:

@@ -92,15 +92,15 @@ class FilePart(NamedTuple):
     """A file of a corpus, or one row group of a parquet file, before it is divided into shards.
 
     Attributes:
-        whole: the file or row group as one shard.
-        size: bytes of uncompressed text; estimated for compressed files.
-        units: number of rows, record batches or bytes, between which the part can be divided; 1 if it cannot be
-            divided.
+        as_one_shard: the file or row group as one shard.
+        text_bytes: bytes of uncompressed text; estimated for compressed files.
+        num_divisible_units: number of rows, record batches or bytes, between which the part can be divided; 1 if it
+            cannot be divided.
     """
 
-    whole: Shard
-    size: int
-    units: int
+    as_one_shard: Shard
+    text_bytes: int
+    num_divisible_units: int
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import torch
 
 from multihead.counting.plan import Plan
 from multihead.counting.shard import ShardCounter
-from multihead.counting.work import Results, count_shard, load_counter
+from multihead.counting.work import ShardResults, count_shard, load_counter
 from multihead.counting.workers import count_in_workers
 from multihead.errors import InputError
 from multihead.errors.optional import require
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 
 LOCAL_RAY = "local"
 """The value of `ray` that starts Ray on this machine for the duration of the call."""
@@ -60,27 +60,27 @@ class RayWorker:
         remote = ray.remote(CountingActor).options(num_cpus=threads, num_gpus=gpus)
         self._actor: Any = remote.remote(str(folder.resolve()), str(Path.cwd()), threads)
 
-    def load(self) -> Future[Any]:
+    def load_model(self) -> Future[Any]:
         """See `Worker`."""
         future: Future[Any] = self._actor.load.remote(self._plan.model, self._plan.device).future()
         return future
 
-    def count(self, index: int) -> Future[tuple[str, int, int]]:
+    def count_shard(self, index: int) -> Future[tuple[str, int, int]]:
         """See `Worker`."""
         future: Future[tuple[str, int, int]] = self._actor.count.remote(index).future()
         return future
 
-    def batches(self) -> Iterator[tuple[int, int]]:
+    def counted_batches(self) -> Iterator[tuple[int, int]]:
         """See `Worker`: an actor reports whole shards."""
         return iter(())
 
-    def end(self) -> str:
+    def end_process(self) -> str:
         """See `Worker`: Ray does not keep how the process ended."""
         self._kill(self._actor)
         return ""
 
 
-def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int, results: Results) -> None:
+def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int, results: ShardResults) -> None:
     """Count shards with Ray, started here (`LOCAL_RAY`) or at the address of a cluster, in at most `workers` actors."""
     require("ray", purpose="Running on Ray", extra="ray")
     import ray
@@ -92,8 +92,9 @@ def count_on_ray(address: str, shards: Sequence[int], workers: int, threads: int
         try:
             ray.init(address=address, **options)
         except Exception as error:  # Ray raises no specific error class if a start takes too long
+            reason = str(error).splitlines()[0].rstrip(".")
             raise InputError(
-                f"Ray at {visible(address)} cannot be used: {visible(str(error).splitlines()[0].rstrip('.'))}.",
+                f"Ray at {escape_controls(address)} cannot be used: {escape_controls(reason)}.",
                 "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",
             ) from error
     try:

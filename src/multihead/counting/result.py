@@ -29,13 +29,13 @@ from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language
 from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.chance import Evidence, error_of_mean
-from multihead.record.analysis.find import FoundHead, Range, find
+from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import (
     Finding,
     HeadKind,
@@ -90,7 +90,7 @@ class Example:
         place = self.position - self.start
         before, after = ("".join(each) for each in (self.tokens[:place], self.tokens[place + 1 :]))
         line = f"{before}»{self.token}«{after}"
-        return visible(f"{self.value:.3f}  {' '.join(line.split())}")
+        return escape_controls(f"{self.value:.3f}  {' '.join(line.split())}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +127,9 @@ class DifferentHead(OneLineRepr):
         """Return one line, such as "L2 H3: 0.312 nats; previous 91 % -> 12 %"."""
         shown = statistic(self.most_different, self.statistics)
         before, after = (shown.text(each[self.most_different]) for each in (self.before, self.after))
-        return visible(f"L{self.layer} H{self.head}: {self.divergence:.3f} nats; {shown.label} {before} -> {after}")
+        return escape_controls(
+            f"L{self.layer} H{self.head}: {self.divergence:.3f} nats; {shown.label} {before} -> {after}"
+        )
 
     def row(self) -> dict[str, str | int | float]:
         """Return a table row; a statistic has the columns `{name}_divergence`, `{name}_before` and `{name}_after`."""
@@ -229,8 +231,8 @@ class Census:
 
     def __repr__(self) -> str:
         """Return one line: the name of the model, and the numbers of texts and of finished shards."""
-        done = len(self.plan.shards) - len(self.missing)
-        return f"<Census of {visible(self.plan.title)}: {self.texts:,} texts, {done} of {len(self.plan.shards)} shards>"
+        title, shards = escape_controls(self.plan.title), len(self.plan.shards)
+        return f"<Census of {title}: {self.texts:,} texts, {shards - len(self.missing)} of {shards} shards>"
 
     @property
     def texts(self) -> int:
@@ -254,7 +256,7 @@ class Census:
     def layers(self) -> list[LayerRecord]:
         """One `LayerRecord` per layer, with the summary of its heads over the corpus."""
         found: dict[int, _CensusLayerSummary] = {}
-        for (layer, name, _), row in self.row_of.items():
+        for (layer, name, _), row in self.row_of_head.items():
             if layer not in found:
                 found[layer] = _CensusLayerSummary(0, self.texts, census=self, name=self.names[row])
             rows_of = found[layer].rows_by_statistic.setdefault(name, [])
@@ -263,7 +265,7 @@ class Census:
         return [LayerRecord(summary.name, running_summary=summary, number=layer) for layer, summary in found.items()]
 
     @cached_property
-    def row_of(self) -> dict[tuple[int, str, int], int]:
+    def row_of_head(self) -> dict[tuple[int, str, int], int]:
         """(number of a layer, statistic, head) -> index of its row in the table of heads."""
         keys = zip(*(self.heads[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
         return {key: row for row, key in enumerate(keys)}
@@ -373,10 +375,10 @@ class Census:
         return findings(self.layers, lang=lang, profiles=self.profiles(), among=self.all_kinds)
 
     def _row_of_head(self, layer: int, head: int, name: str) -> int:
-        found = self.row_of.get((layer, name, head))
+        found = self.row_of_head.get((layer, name, head))
         if found is None:
-            if name not in {each for _, each, _ in self.row_of}:
-                names = ", ".join(dict.fromkeys(each for _, each, _ in self.row_of))
+            if name not in {each for _, each, _ in self.row_of_head}:
+                names = ", ".join(dict.fromkeys(each for _, each, _ in self.row_of_head))
                 raise ProbeError(f"There is no statistic {name!r} in the census.", f"Give one of {names}.")
             raise ArgumentError(f"There is no head {head!r} of layer {layer!r} with {name}.", "See census.table().")
         return found
@@ -437,9 +439,9 @@ class Census:
             if each is not None and each.evidence:
                 of_layer = [row | each.row(head) for head, row in enumerate(of_layer)]
             found += of_layer
-        return HeadTable.of(found, sort=sort, top=top, statistics=self.plan.statistics)
+        return HeadTable.from_rows(found, sort=sort, top=top, statistics=self.plan.statistics)
 
-    def find(self, *, of: SummaryName = "mean", **ranges: Range) -> list[FoundHead]:
+    def find(self, *, of: SummaryName = "mean", **ranges: ValueRange) -> list[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first; see `Record.find`.
 
         Args:
@@ -525,16 +527,16 @@ class Census:
             ArgumentError: there is no such head.
         """
         check_integer("top", top)
-        names = [name for at, name, of in self.row_of if (at, of) == (layer, head)]
+        names = [name for at, name, of in self.row_of_head if (at, of) == (layer, head)]
         if not names:
             raise ArgumentError(f"There is no head {head!r} of layer {layer!r}.", "See census.table().")
         pairs = {
             (at, of): {
-                name: (self.row_of[layer, name, head], self.row_of[at, name, of])
+                name: (self.row_of_head[layer, name, head], self.row_of_head[at, name, of])
                 for name in names
-                if (at, name, of) in self.row_of
+                if (at, name, of) in self.row_of_head
             }
-            for at, _, of in self.row_of
+            for at, _, of in self.row_of_head
             if (at, of) != (layer, head)
         }
         return _rank_by_divergence(self, self, {key: each for key, each in pairs.items() if each})[::-1][:top]
@@ -554,16 +556,16 @@ class Census:
         Raises:
             ArgumentError: the two censuses have no head and statistic in common, or different numbers of heads.
         """
-        heads = [{(layer, head) for layer, _, head in each.row_of} for each in (self, after)]
+        heads = [{(layer, head) for layer, _, head in each.row_of_head} for each in (self, after)]
         if heads[0] != heads[1]:
             raise ArgumentError(
                 f"The two have different heads: {len(heads[0])} and {len(heads[1])}.",
                 "Give two censuses of models with the same layers and heads.",
             )
         pairs: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
-        for (layer, name, head), row in self.row_of.items():
-            if (layer, name, head) in after.row_of:
-                pairs.setdefault((layer, head), {})[name] = (row, after.row_of[layer, name, head])
+        for (layer, name, head), row in self.row_of_head.items():
+            if (layer, name, head) in after.row_of_head:
+                pairs.setdefault((layer, head), {})[name] = (row, after.row_of_head[layer, name, head])
         if not pairs:
             raise ArgumentError("The two have no statistic in common.", "Run both with the same probes.")
         return _rank_by_divergence(self, after, pairs)[:top]

@@ -17,7 +17,7 @@ from multihead.counting.plan import Plan, identity_of_probe, model_id, tokenizer
 from multihead.counting.result import Census
 from multihead.counting.shard import ShardCounter
 from multihead.counting.tally import census_probes
-from multihead.counting.work import Progress, ReportProgress, Results, check_reads_text, count_in_this_process
+from multihead.counting.work import Progress, ReportProgress, ShardResults, check_reads_text, count_in_this_process
 from multihead.counting.workers import ProcessWorker, count_in_workers
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
@@ -152,7 +152,7 @@ def census(
     first, step = shard or (0, 1)
     mine = range(first, len(plan.shards), step)
     missing = missing_shards(folder, plan, mine)
-    results = Results(plan, folder, Progress(len(mine) - len(missing), len(mine)), progress)
+    results = ShardResults(plan, folder, Progress(len(mine) - len(missing), len(mine)), progress)
     results.report_progress()
     if not shares_model:
         count_in_this_process(ShardCounter(loaded, plan, wanted), missing, threads, results)

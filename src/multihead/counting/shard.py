@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multihead.counting.batches import Batch, batches_by_length
+from multihead.counting.batches import TextBatch, batches_by_length
 from multihead.counting.formats import Row, rows_of_shard
 from multihead.counting.plan import Plan
 from multihead.counting.sums import TOKENS_AFTER, TOKENS_BEFORE, LayerSums
@@ -139,7 +139,7 @@ class ShardCounter:
             else:
                 _count_broken_row(counts, row)
 
-    def _batches(self, texts: Mapping[int, str], counts: ShardCounts, *, packed: bool) -> Iterator[Batch]:
+    def _batches(self, texts: Mapping[int, str], counts: ShardCounts, *, packed: bool) -> Iterator[TextBatch]:
         """Tokenize `texts` (index -> text), and yield batches of them; texts without a token are counted as empty."""
         ids = dict(zip(texts, self._tokenize(list(texts.values()), counts), strict=True))
         filled = {place: each for place, each in ids.items() if len(each)}

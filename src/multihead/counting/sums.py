@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multihead.counting.batches import Batch, CurrentBatch
+from multihead.counting.batches import CurrentBatch, TextBatch
 from multihead.probes.catalogue import PROBES
 from multihead.record.running_summary import QuantileSketch, RunningSummary, value_of_bin
 from multihead.record.summaries import MeasuredStatistic
@@ -86,7 +86,7 @@ class StrongestExamples:
             torch.full((rows, k, window), torch.nan),
         )
 
-    def add(self, values: Tensor, batch: Batch, largest_keys: Tensor) -> None:
+    def add(self, values: Tensor, batch: TextBatch, largest_keys: Tensor) -> None:
         """Keep the largest values of a batch of complete texts.
 
         Args:
@@ -99,7 +99,7 @@ class StrongestExamples:
         best = flat.amax(-1).double()
         weakest, last_text = self.largest_value[:, -1], self.text_index[:, -1]
         # An equal value replaces the weakest example if the value may be from an earlier text.
-        better = (best > weakest) | ((best == weakest) & (batch.texts[0] < last_text) & (best > -torch.inf))
+        better = (best > weakest) | ((best == weakest) & (batch.text_indices[0] < last_text) & (best > -torch.inf))
         rows = better.nonzero().flatten()
         if not len(rows):
             return
@@ -150,8 +150,8 @@ class LayerSums(RunningSummary):
     Attributes:
         name: the layer's qualified name.
         examples: number of strongest examples that are kept per row.
-        current: the batch of texts on which the model runs now.
-        sums: one quantile sketch of all rows; the sketches in `statistics` are views of its tensors.
+        current_batch: the batch of texts on which the model runs now.
+        sketch_of_all_rows: one quantile sketch of all rows; the sketches in `statistics` are views of its tensors.
         nonfinite: (rows,) int64, number of NaN or infinite values at queries that count.
         mean: (rows,) float64, mean of the values over the queries that count.
         squares: (rows,) float64, sum of the squared deviations of the values from `mean`.
@@ -169,8 +169,8 @@ class LayerSums(RunningSummary):
 
     name: str = field(kw_only=True)
     examples: int = field(kw_only=True)
-    current: CurrentBatch = field(kw_only=True)
-    sums: QuantileSketch = field(init=False)
+    current_batch: CurrentBatch = field(kw_only=True)
+    sketch_of_all_rows: QuantileSketch = field(init=False)
     nonfinite: Tensor = field(init=False)
     mean: Tensor = field(init=False)
     squares: Tensor = field(init=False)
@@ -187,15 +187,22 @@ class LayerSums(RunningSummary):
     @property
     def count(self) -> Tensor:
         """(rows,) int64, number of queries that counted."""
-        return self.sums.count.long()
+        return self.sketch_of_all_rows.count.long()
 
     def _create_sums(self, names: list[str]) -> None:
         heads, rows = self.num_heads, len(names) * self.num_heads
-        self.sums = QuantileSketch.empty(rows)
+        self.sketch_of_all_rows = QuantileSketch.empty(rows)
         for at, name in enumerate(names):
             of_name = slice(at * heads, (at + 1) * heads)
             self.statistics[name] = QuantileSketch(
-                *(each[of_name] for each in (self.sums.total, self.sums.count, self.sums.bins))
+                *(
+                    each[of_name]
+                    for each in (
+                        self.sketch_of_all_rows.total,
+                        self.sketch_of_all_rows.count,
+                        self.sketch_of_all_rows.bins,
+                    )
+                )
             )
         self.nonfinite = torch.zeros(rows, dtype=torch.int64)
         self.texts = torch.zeros(rows, dtype=torch.int64)
@@ -209,7 +216,7 @@ class LayerSums(RunningSummary):
     def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
         """Add the statistics of a batch; `measured` includes "largest_key", as positions of keys in each text."""
         self.num_samples += samples
-        batch, names = self.current.batch, [name for name in measured if name != LARGEST_KEY.name]
+        batch, names = self.current_batch.batch, [name for name in measured if name != LARGEST_KEY.name]
         if not self.statistics:
             self._create_sums(names)
         values = torch.stack([batch.drop_padding(measured[each].values) for each in self.statistics])
@@ -220,7 +227,7 @@ class LayerSums(RunningSummary):
             self.nonfinite += (taken & ~finite).sum(-1)
             taken &= finite
         total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        of_batch = QuantileSketch(total, count, self.sums.bins)
+        of_batch = QuantileSketch(total, count, self.sketch_of_all_rows.bins)
         of_batch.add(flat[None], taken[None])
         left_out = ~taken
         levels = [self._chance_per_token(measured[each], like=values[0]) for each in self.statistics]
@@ -239,11 +246,11 @@ class LayerSums(RunningSummary):
         """Return the chance level of a statistic at each token's query: (heads, tokens), NaN where unknown."""
         if measured.chance is None:
             return torch.full_like(like, torch.nan)
-        return self.current.batch.drop_padding(measured.chance).expand_as(like)
+        return self.current_batch.batch.drop_padding(measured.chance).expand_as(like)
 
     def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: QuantileSketch) -> None:
         """Add the chance levels of a batch, and each text's mean of value - chance; tensors are (rows, tokens)."""
-        starts = self.current.batch.text_starts.numpy()
+        starts = self.current_batch.batch.text_starts.numpy()
         difference = torch.where(taken, flat.double() - level, 0.0)
         excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
         numbers = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))
@@ -266,8 +273,8 @@ class LayerSums(RunningSummary):
         squares = torch.linalg.vecdot(deviation, deviation)
         before = self.count, self.mean, self.squares
         _, self.mean, self.squares = merge_moments(before, (count, mean, squares))
-        self.sums.total += of_batch.total
-        self.sums.count += of_batch.count
+        self.sketch_of_all_rows.total += of_batch.total
+        self.sketch_of_all_rows.count += of_batch.count
 
     def _add_negative_values(self, flat: Tensor, taken: Tensor) -> None:
         """Count negative values in `negative_bins`; the quantile sketch counts negative values in its first bin too."""
@@ -279,7 +286,7 @@ class LayerSums(RunningSummary):
 
     def filled_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
         """Return row, representative value and count of each non-empty bin, ordered by row and value: (bins,) each."""
-        bins = self.sums.bins
+        bins = self.sketch_of_all_rows.bins
         if self.negative_bins is not None:
             bins = bins.clone()
             bins[:, 0] -= self.negative_bins.sum(-1)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead.counting.batches import Batch, CurrentBatch
+from multihead.counting.batches import CurrentBatch, TextBatch
 from multihead.counting.sums import LARGEST_KEY, LayerSums
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import drop_plans_at_end
@@ -89,13 +89,13 @@ class Tally:
         current = CurrentBatch()
 
         def new_layer_sums(name: str, num_heads: int) -> LayerSums:
-            return LayerSums(num_heads, name=name, examples=examples, current=current)
+            return LayerSums(num_heads, name=name, examples=examples, current_batch=current)
 
         measuring = StatisticsMeasurer(model, module_names(model), (*probes, LARGEST_KEY), tuple(special_ids))
         with recording_calls(Record(), layer_filter, "summary", measuring, new_layer_sums) as recorder:
             yield Tally(model, current, recorder)
 
-    def add_batch(self, batch: Batch) -> None:
+    def add_batch(self, batch: TextBatch) -> None:
         """Run the model on a batch, and add the statistics of its attention calls."""
         self.current.batch = batch
         run_batch(self.model, batch)
@@ -136,7 +136,7 @@ def replace_attention(model: nn.Module) -> Iterator[bool]:
         yield leaves_out
 
 
-def run_batch(model: nn.Module, batch: Batch) -> None:
+def run_batch(model: nn.Module, batch: TextBatch) -> None:
     """Run a model on a batch without gradients and without a key/value cache; the output is dropped."""
     device = next(model.parameters()).device
     names = inspect.signature(model.forward).parameters

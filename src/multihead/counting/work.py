@@ -56,7 +56,7 @@ ReportProgress = Callable[[Progress], None]
 
 
 @dataclass
-class Results:
+class ShardResults:
     """What a run has counted so far.
 
     Attributes:
@@ -99,7 +99,9 @@ class Results:
         self.report(self.progress)
 
 
-def count_in_this_process(counter: ShardCounter, shards: Iterable[int], threads: int | None, results: Results) -> None:
+def count_in_this_process(
+    counter: ShardCounter, shards: Iterable[int], threads: int | None, results: ShardResults
+) -> None:
     """Count shards one after the other; `threads`: number of threads of torch, None leaves the number unchanged."""
     with set_torch_threads(threads):
         results.progress.processes = 1

@@ -28,7 +28,7 @@ import torch
 from multihead.counting.plan import Plan
 from multihead.counting.shard import ShardCounter
 from multihead.counting.spawn import SpawningContext
-from multihead.counting.work import Results, count_shard, load_counter
+from multihead.counting.work import ShardResults, count_shard, load_counter
 from multihead.errors import ModelError
 
 MAX_FAILED_LOADS = 3
@@ -47,20 +47,22 @@ class Worker(Protocol):
 
     errors_of_ended_process: tuple[type[Exception], ...]
 
-    def load(self) -> Future[Any]:
+    def load_model(self) -> Future[Any]:
         """Start the process, and load the model in it."""
 
-    def count(self, index: int) -> Future[tuple[str, int, int]]:
+    def count_shard(self, index: int) -> Future[tuple[str, int, int]]:
         """Count a shard; the future returns why it failed (or ""), and the texts and tokens not in `batches`."""
 
-    def batches(self) -> Iterator[tuple[int, int]]:
+    def counted_batches(self) -> Iterator[tuple[int, int]]:
         """Yield the numbers of texts and tokens of each batch that ran since the last call."""
 
-    def end(self) -> str:
+    def end_process(self) -> str:
         """End the process even while it computes; return how it ended, such as " by signal 9", for messages."""
 
 
-def count_in_workers(new_worker: Callable[[], Worker], shards: Sequence[int], number: int, results: Results) -> None:
+def count_in_workers(
+    new_worker: Callable[[], Worker], shards: Sequence[int], number: int, results: ShardResults
+) -> None:
     """Count shards in `number` workers, which are replaced where their processes end.
 
     A shard whose process ended is counted once more, alone, after all other shards, because the other processes may
@@ -86,7 +88,7 @@ class _CountingPass:
         failed_loads: number of processes that ended while they loaded the model.
     """
 
-    def __init__(self, new_worker: Callable[[], Worker], shards: Sequence[int], results: Results) -> None:
+    def __init__(self, new_worker: Callable[[], Worker], shards: Sequence[int], results: ShardResults) -> None:
         self.new_worker, self.results = new_worker, results
         self.waiting_shards = deque(shards)
         self.running: dict[Future[Any], tuple[Worker, int | None]] = {}
@@ -101,7 +103,7 @@ class _CountingPass:
             while self.running:
                 done, _ = wait(self.running, PROGRESS_INTERVAL, FIRST_COMPLETED)
                 for worker, _ in self.running.values():
-                    for batch in worker.batches():
+                    for batch in worker.counted_batches():
                         self.results.add_batch(*batch)
                 for future in done:
                     self._handle_finished(future)
@@ -111,12 +113,12 @@ class _CountingPass:
                 self.results.report_progress()
         finally:
             for worker, _ in self.running.values():
-                worker.end()
+                worker.end_process()
         return self.ended_shards
 
     def _start_worker(self) -> None:
         worker = self.new_worker()
-        self.running[worker.load()] = worker, None
+        self.running[worker.load_model()] = worker, None
 
     def _handle_finished(self, future: Future[Any]) -> None:
         """Store the result of a worker, and start the next shard in it; replace the worker if its process ended."""
@@ -125,7 +127,7 @@ class _CountingPass:
             result = future.result()
         except worker.errors_of_ended_process:
             del self.running[future]
-            how = worker.end()
+            how = worker.end_process()
             if index is not None:
                 self.ended_shards[index] = how
             else:
@@ -145,14 +147,14 @@ class _CountingPass:
         del self.running[future]
         if self.waiting_shards:
             index = self.waiting_shards.popleft()
-            self.running[worker.count(index)] = worker, index
+            self.running[worker.count_shard(index)] = worker, index
         else:
-            worker.end()
+            worker.end_process()
 
     def _end_loading_workers(self) -> None:
         """End the workers that still load the model when no shard is left to count."""
         for future in [each for each, (_, index) in self.running.items() if index is None]:
-            self.running.pop(future)[0].end()
+            self.running.pop(future)[0].end_process()
 
 
 class ProcessWorker:
@@ -165,23 +167,23 @@ class ProcessWorker:
         self._batches, self._sent = self._context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(1, self._context, _prepare_process, (self._sent, threads))
 
-    def load(self) -> Future[None]:
+    def load_model(self) -> Future[None]:
         """See `Worker`."""
         future = self._pool.submit(_load_model, self._folder, self._plan.model, self._plan.device)
         self._sent.close()  # the worker process has its own copy of this end of the pipe
         return future
 
-    def count(self, index: int) -> Future[tuple[str, int, int]]:
+    def count_shard(self, index: int) -> Future[tuple[str, int, int]]:
         """See `Worker`."""
         return self._pool.submit(_count_shard, self._folder, index)
 
-    def batches(self) -> Iterator[tuple[int, int]]:
+    def counted_batches(self) -> Iterator[tuple[int, int]]:
         """See `Worker`."""
         with suppress(EOFError):
             while self._batches.poll():
                 yield self._batches.recv()
 
-    def end(self) -> str:
+    def end_process(self) -> str:
         """See `Worker`."""
         (process,) = self._context.processes
         process.terminate()

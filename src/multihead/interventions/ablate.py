@@ -207,7 +207,7 @@ class _InterventionState:
     layers: Mapping[str, int]
 
     @staticmethod
-    def of(intervention: Intervention, layers: Mapping[str, int]) -> _InterventionState:
+    def from_intervention(intervention: Intervention, layers: Mapping[str, int]) -> _InterventionState:
         """Return the state of a block of an intervention."""
         settings = intervention.replacement, repr(intervention.positions), intervention.samples
         return _InterventionState(intervention.heads, settings, layers)
@@ -253,17 +253,21 @@ class _InterventionRun:
         """Enter the contexts that follow the model's calls and guard its caches; leave them if one fails."""
         with ExitStack() as stack:
             model = self.intervention.model
-            state = None if self.intervention.allow_mixed else _InterventionState.of(self.intervention, self.layers)
+            state = (
+                None
+                if self.intervention.allow_mixed
+                else _InterventionState.from_intervention(self.intervention, self.layers)
+            )
             self.inputs = stack.enter_context(follow_calls(model, self.change, state=state))
             stack.enter_context(guard_caches(model))
             self.stack = stack.pop_all()
 
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call, (batch, heads, queries, value_dim), as `HeadChange.change` does."""
-        self.layers.setdefault(call.name, call.number)
-        if call.name not in self._heads_of_layers:
-            self._heads_of_layers[call.name] = self._heads_of_layer(call)
-        found = self._heads_of_layers[call.name]
+        self.layers.setdefault(call.layer_name, call.layer_number)
+        if call.layer_name not in self._heads_of_layers:
+            self._heads_of_layers[call.layer_name] = self._heads_of_layer(call)
+        found = self._heads_of_layers[call.layer_name]
         if found is None:
             return output, None
         keys, heads, factors = found
@@ -287,7 +291,7 @@ class _InterventionRun:
     def _identifying_numbers(self, call: FollowedCall) -> tuple[int, ...]:
         """Return numbers for `mark_changed_output`, equal for two calls only if both are changed in the same way."""
         by_token = self._depends_on_tokens
-        return self.serial, call.passes if by_token else 0, call.number
+        return self.serial, call.forward_passes if by_token else 0, call.layer_number
 
     @property
     def _depends_on_tokens(self) -> bool:
@@ -301,24 +305,26 @@ class _InterventionRun:
         count, keys = call.request.shape.num_heads, []
         chosen: dict[int, float] = {}
         for key, factor in self.intervention.heads.items():
-            if key.layer in (call.number, call.name):
+            if key.layer in (call.layer_number, call.layer_name):
                 keys.append(key)
                 for head in range(count) if key.head is None else [key.head]:
                     if chosen.setdefault(head, factor) != factor:
                         raise ArgumentError(
-                            f"{HeadKey(call.number, head)} has the factors {chosen[head]} and {factor}.", "Give it one."
+                            f"{HeadKey(call.layer_number, head)} has the factors {chosen[head]} and {factor}.",
+                            "Give it one.",
                         )
         if not chosen:
             return None
         if call.has_split_heads:
             raise ModelError(
-                f"The heads of {call.name} are split over ranks, where heads cannot be switched off.",
+                f"The heads of {call.layer_name} are split over ranks, where heads cannot be switched off.",
                 "Run the model on one process.",
             )
         if max(chosen) >= count:
             raise ArgumentError(
-                f"{call.name}, which ran as L{call.number}, has heads H0 to H{count - 1}, and no H{max(chosen)}.",
-                f"The nearest is L{call.number} H{count - 1}.",
+                f"{call.layer_name}, which ran as L{call.layer_number}, has heads H0 to H{count - 1}, and no "
+                f"H{max(chosen)}.",
+                f"The nearest is L{call.layer_number} H{count - 1}.",
             )
         return keys, torch.tensor(list(chosen)), torch.tensor(list(chosen.values()), dtype=torch.float64)
 

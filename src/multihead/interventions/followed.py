@@ -25,22 +25,22 @@ class FollowedCall:
     """An attention call of a model.
 
     Attributes:
-        name: name of the layer, with "#2" and so on for further calls in one forward pass.
-        number: number of the layer, in the order in which the layers first ran.
+        layer_name: name of the layer, with "#2" and so on for further calls in one forward pass.
+        layer_number: number of the layer, in the order in which the layers first ran.
         request: the call.
-        passes: number of forward passes of the model so far.
+        forward_passes: number of forward passes of the model so far.
     """
 
-    name: str
-    number: int
+    layer_name: str
+    layer_number: int
     request: AttentionRequest
-    passes: int
+    forward_passes: int
     _finder: TokenFinder
 
     @cached_property
     def tokens(self) -> QueryTokens:
         """The tokens that are the queries of the call."""
-        return self._finder.find(self.request, self.name.partition("#")[0])
+        return self._finder.find(self.request, self.layer_name.partition("#")[0])
 
     @property
     def has_split_heads(self) -> bool:
@@ -57,7 +57,7 @@ OutputChange: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor 
 class _CallFollower:
     """The `HeadChange` that passes each call of a model to a function."""
 
-    function: OutputChange
+    output_change: OutputChange
     inputs: InputTracker
     names: dict[int, str]
     state: object = None
@@ -70,7 +70,7 @@ class _CallFollower:
         """Whether a module is the model or a part of it, and runs in the thread whose model inputs are tracked."""
         return id(module) in self.names and (self.inputs.is_recording or is_in_backward_pass())
 
-    def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def change_output(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pass a call and its output to `function`, and return the result of `function`."""
         assert request.origin is not None
         module, again = request.origin.layer, request.origin is self._newest_origin
@@ -83,7 +83,7 @@ class _CallFollower:
             name = self.namer.name_call(request, module)
         self.finder.follow(request, name.partition("#")[0])
         call = FollowedCall(name, self.namer.numbers[name], request, self.inputs.num_passes, self.finder)
-        return self.function(call, output)
+        return self.output_change(call, output)
 
 
 @contextmanager

@@ -160,12 +160,14 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "te
             count += 1
     if not count:
         raise ArgumentError("There are no batches.", "Give an iterable of the model's inputs.")
-    if not sums.totals:
+    if not sums.output_sums:
         raise ModelError(
             f"No attention layer of {type(model).__name__} ran.", "Give the model whose heads you want to switch off."
         )
-    means = {name: total / sums.counts[name].clamp(min=1)[:, None, None] for name, total in sums.totals.items()}
-    return HeadMeans(means, sums.counts, over)
+    means = {
+        name: total / sums.token_counts[name].clamp(min=1)[:, None, None] for name, total in sums.output_sums.items()
+    }
+    return HeadMeans(means, sums.token_counts, over)
 
 
 def run_batch(model: nn.Module, batch: Any) -> object:
@@ -180,14 +182,14 @@ class _OutputSums:
     """Sums of the heads' outputs, (rows, heads, value_dim) float64, and numbers of tokens, (rows,), by layer."""
 
     over: MeanOver
-    totals: dict[str, Tensor] = field(default_factory=dict)
-    counts: dict[str, Tensor] = field(default_factory=dict)
+    output_sums: dict[str, Tensor] = field(default_factory=dict)
+    token_counts: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
         """Add the output of a call, (batch, heads, queries, value_dim), and return it unchanged."""
         if call.has_split_heads:
             raise ModelError(
-                f"The heads of {call.name} are split over ranks, where their means cannot be computed.",
+                f"The heads of {call.layer_name} are split over ranks, where their means cannot be computed.",
                 "Run the model on one process.",
             )
         position = call.tokens.position
@@ -196,12 +198,12 @@ class _OutputSums:
         vectors = output.detach().transpose(1, 2)[real].double().cpu()  # (tokens, heads, value_dim)
         rows = rows.cpu()
         needed = max(2 if self.over == "text" else 0, int(rows.max()) + 1 if len(rows) else 0)
-        total, count = self.totals.get(call.name), self.counts.get(call.name)
+        total, count = self.output_sums.get(call.layer_name), self.token_counts.get(call.layer_name)
         if total is None or count is None:
             total, count = vectors.new_zeros(0, *vectors.shape[1:]), torch.zeros(0, dtype=torch.int64)
         if needed > len(total):
             total = torch.cat([total, total.new_zeros(needed - len(total), *total.shape[1:])])
             count = torch.cat([count, count.new_zeros(needed - len(count))])
-        self.totals[call.name] = total.index_add(0, rows, vectors)
-        self.counts[call.name] = count + rows.bincount(minlength=len(count))
+        self.output_sums[call.layer_name] = total.index_add(0, rows, vectors)
+        self.token_counts[call.layer_name] = count + rows.bincount(minlength=len(count))
         return output, None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["kl_divergence", "likeliest_tokens", "token_losses"]
 
-_BLOCK_LOGITS = 1 << 22  # logits that are converted at once: 32 MiB in float64
+_MAX_LOGITS_PER_BLOCK = 1 << 22  # logits that are converted at once: 32 MiB in float64
 
 
 def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
     def losses(block: Tensor, targets: Tensor) -> Tensor:
         return -block.log_softmax(-1).gather(-1, targets)[..., 0]
 
-    return _in_blocks(losses, logits[..., :-1, :], predicted[..., None])
+    return _apply_in_blocks(losses, logits[..., :-1, :], predicted[..., None])
 
 
 def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
         # A token with p = 0 has a term of 0, and not 0 times infinity.
         return (ln_p.exp() * (ln_p - ln_q)).masked_fill(ln_p == -torch.inf, 0).sum(-1)
 
-    return _in_blocks(divergences, before, after)
+    return _apply_in_blocks(divergences, before, after)
 
 
 def likeliest_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -75,13 +75,13 @@ def likeliest_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     (tensor([2, 1]), tensor(True))
     """
     found, ids = logits.topk(min(number, logits.shape[-1]))
-    return ids, (found.double() - _in_blocks(lambda block: block.logsumexp(-1), logits)[..., None]).exp()
+    return ids, (found.double() - _apply_in_blocks(lambda block: block.logsumexp(-1), logits)[..., None]).exp()
 
 
-def _in_blocks(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
+def _apply_in_blocks(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
     """Apply a function of (n, vocabulary) in float64 and (n, last dimension) of others to blocks of positions."""
     rows = [each.reshape(-1, each.shape[-1]) for each in (logits, *others)]
-    size = max(_BLOCK_LOGITS // logits.shape[-1], 1)
+    size = max(_MAX_LOGITS_PER_BLOCK // logits.shape[-1], 1)
     blocks = zip(*(each.split(size) for each in rows), strict=True)
     return torch.cat([function(*(_to_float64(each) for each in block)) for block in blocks]).view(logits.shape[:-1])
 

@@ -69,12 +69,12 @@ class MeanOutput:
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by their means, see `Replacement.replace`."""
-        rows = self.means.rows_of(call.name, call.tokens.position)
-        vectors = self.means.vectors[call.name].to(own.device, own.dtype)  # (rows, heads, value_dim)
+        rows = self.means.rows_of(call.layer_name, call.tokens.position)
+        vectors = self.means.vectors[call.layer_name].to(own.device, own.dtype)  # (rows, heads, value_dim)
         if vectors.shape[1] < call.request.shape.num_heads or vectors.shape[2] != own.shape[-1]:
             raise ArgumentError(
-                f"The reference has means of {vectors.shape[1]} heads of {vectors.shape[2]} numbers for {call.name}, "
-                f"which has {call.request.shape.num_heads} heads of {own.shape[-1]}.",
+                f"The reference has means of {vectors.shape[1]} heads of {vectors.shape[2]} numbers for "
+                f"{call.layer_name}, which has {call.request.shape.num_heads} heads of {own.shape[-1]}.",
                 "Compute them with mh.head_means on this model.",
             )
         return vectors[:, heads][rows].transpose(1, 2), torch.full_like(factors, torch.nan)

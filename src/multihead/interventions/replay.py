@@ -2,7 +2,7 @@
 
 A block is an element of the list of layers of a transformer. The model's own forward pass runs, in which a block that
 is left out returns its stored output; so embeddings, masks, norms and heads are those of the model. A replay is exact
-only if blocks pass nothing but their outputs to each other, which `Replay.check` tests.
+only if blocks pass nothing but their outputs to each other, which `Replay.check_exactness` tests.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Replay:
     Attributes:
         model: the model.
         blocks: the blocks in the order of the model's list of layers; [] where it has no such list.
-        outputs: the output of each block; filled by `store`.
-        is_exact: whether `check` found that a replay gives equal results.
+        block_outputs: the output of each block; filled by `store_block_outputs`.
+        is_exact: whether `check_exactness` found that a replay gives equal results.
     """
 
     model: nn.Module
     blocks: list[nn.Module] = field(default_factory=list)
-    outputs: dict[int, Any] = field(default_factory=dict)
+    block_outputs: dict[int, Any] = field(default_factory=dict)
     is_exact: bool = False
 
     def __post_init__(self) -> None:
@@ -50,27 +50,27 @@ class Replay:
         return next(index for index, name in enumerate(self._names) if f"{module}.".startswith(f"{name}."))
 
     @contextmanager
-    def store(self) -> Iterator[None]:
+    def store_block_outputs(self) -> Iterator[None]:
         """Store the outputs of the blocks in the forward pass that runs in this context.
 
         A Hugging Face model must run on this library's attention (`mh.use`), as it does while heads are off.
         """
         runs = [0] * len(self.blocks)
-        self.outputs.clear()
+        self.block_outputs.clear()
 
-        def keep(index: int, output: Any) -> None:
+        def store_output(index: int, output: Any) -> None:
             runs[index] += 1
-            self.outputs[index] = output
+            self.block_outputs[index] = output
 
         with Undo() as undo:
             for index, block in enumerate(self.blocks):
-                undo.hook_after_forward(block, lambda _module, _args, output, index=index: keep(index, output))
+                undo.hook_after_forward(block, lambda _module, _args, output, index=index: store_output(index, output))
             yield
         if any(count != 1 for count in runs):
-            self.outputs.clear()  # a block that runs several times has several outputs
+            self.block_outputs.clear()  # a block that runs several times has several outputs
 
     @contextmanager
-    def start_at(self, first: int, copies: int = 1) -> Iterator[None]:
+    def start_at_block(self, first: int, copies: int = 1) -> Iterator[None]:
         """Leave out the blocks before `first` in the forward passes in this context.
 
         Args:
@@ -80,20 +80,22 @@ class Replay:
         with Undo() as undo:
             for index, block in enumerate(self.blocks[:first]):
                 # Only the output of the last block that is left out is the input of a block that runs.
-                _replace_forward(undo, block, repeat_batch(self.outputs[index], copies if index == first - 1 else 1))
+                _replace_forward(
+                    undo, block, repeat_batch(self.block_outputs[index], copies if index == first - 1 else 1)
+                )
             yield
 
-    def check(self, forward: ForwardPass, expected: Tensor) -> bool:
+    def check_exactness(self, forward: ForwardPass, expected: Tensor) -> bool:
         """Set and return `is_exact`: whether unchanged replays from the middle and the last block give `expected`."""
         count = len(self.blocks)
-        self.is_exact = len(self.outputs) == count > 1 and all(
-            self._is_equal_from(first, forward, expected) for first in sorted({count // 2, count - 1})
+        self.is_exact = len(self.block_outputs) == count > 1 and all(
+            self._gives_equal_output_from(first, forward, expected) for first in sorted({count // 2, count - 1})
         )
         return self.is_exact
 
-    def _is_equal_from(self, first: int, forward: ForwardPass, expected: Tensor) -> bool:
+    def _gives_equal_output_from(self, first: int, forward: ForwardPass, expected: Tensor) -> bool:
         try:
-            with self.start_at(first):
+            with self.start_at_block(first):
                 return torch.equal(forward(), expected)
         except Exception:  # noqa: BLE001 - a model that needs more than the outputs of blocks can raise any error
             return False
@@ -117,7 +119,7 @@ def _replace_forward(undo: Undo, block: nn.Module, output: Any) -> None:
         if before is not None:
             block.__dict__["forward"] = before
 
-    undo.callback(restore)
+    undo.add_step(restore)
     block.__dict__["forward"] = lambda *_args, **_kwargs: output
 
 

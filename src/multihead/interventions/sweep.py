@@ -18,7 +18,7 @@ from multihead.errors import ModelError
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.replay import Replay, repeat_batch
 
-Batch = Mapping[str, Tensor]
+BatchInputs = Mapping[str, Tensor]
 
 
 class ObservedLayer(Protocol):
@@ -43,22 +43,22 @@ class LayerSweep:
 
     Attributes:
         layer: number of the layer.
-        measured: (heads, ...), the result of `measure` with each head switched off.
+        result_per_head: (heads, ...), the result of `measure` with each head switched off.
         seconds: time of all forward passes of the layer's sweep.
-        floor_seconds: the part of `seconds` after the attention of the layer, which every sweep takes.
+        seconds_after_layer: the part of `seconds` after the attention of the layer, which every sweep takes.
     """
 
     layer: int
-    measured: Tensor
+    result_per_head: Tensor
     seconds: float
-    floor_seconds: float
+    seconds_after_layer: float
 
 
 def sweep_layers(
     replay: Replay,
-    batch: Batch,
+    batch: BatchInputs,
     layers: Sequence[ObservedLayer],
-    measure: Callable[[Batch, int], Tensor],
+    measure: Callable[[BatchInputs, int], Tensor],
     *,
     most_copies: int,
 ) -> Iterator[LayerSweep]:
@@ -86,15 +86,15 @@ def sweep_layers(
             with (
                 torch.no_grad(),
                 follow_calls(replay.model, without.change),
-                replay.start_at(first, len(heads)),
+                replay.start_at_block(first, len(heads)),
             ):
                 found.append(measure(repeat_batch(dict(batch), len(heads)), len(heads)))
-            if without.reached_at is None:
+            if without.time_of_attention is None:
                 raise ModelError(
                     f"L{layer.number} was not reached.", "Run the same model on the same kind of inputs as before."
                 )
             ended = perf_counter()
-            seconds, floor = seconds + ended - begun, floor + ended - without.reached_at
+            seconds, floor = seconds + ended - begun, floor + ended - without.time_of_attention
         yield LayerSweep(layer.number, torch.cat(found), seconds, floor)
 
 
@@ -105,20 +105,20 @@ class _OneHeadOffPerCopy:
     Attributes:
         layer: name of the layer.
         heads: (copies,) int64, the head of each copy.
-        rows: number of rows of one copy.
-        reached_at: time in seconds at which the layer's attention ran (`perf_counter`); None if it did not run.
+        rows_per_copy: number of rows of one copy.
+        time_of_attention: time in seconds at which the layer's attention ran (`perf_counter`); None if it did not run.
     """
 
     layer: str
     heads: Tensor
-    rows: int
-    reached_at: float | None = None
+    rows_per_copy: int
+    time_of_attention: float | None = None
 
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call, (copies * rows, heads, queries, value_dim), as `HeadChange.change` does."""
-        if call.name != self.layer:
+        if call.layer_name != self.layer:
             return output, None
-        self.reached_at = perf_counter()
+        self.time_of_attention = perf_counter()
         rows = torch.arange(len(output), device=output.device)
         heads = self.heads.to(output.device).repeat_interleave(len(output) // len(self.heads))
         factors = output.new_ones(output.shape[:2]).index_put((rows, heads), output.new_zeros(()))

@@ -18,12 +18,12 @@ class QueryTokens(NamedTuple):
     """The tokens that are the queries of a call.
 
     Attributes:
-        text: (batch, queries) int64, index of the query's text, or image.
+        text_index: (batch, queries) int64, index of the query's text, or image.
         position: (batch, queries) int64, index of the query among the tokens of its text, padding not counted; -1 for
             padding. The windows of an image follow each other.
     """
 
-    text: Tensor
+    text_index: Tensor
     position: Tensor
 
 
@@ -33,12 +33,12 @@ class _ModuleCall(NamedTuple):
     Attributes:
         request: the call.
         name: qualified name of the module.
-        place: offset and padding of the keys if a Hugging Face model makes the call, else None.
+        key_offset_and_padding: offset and padding of the keys if a Hugging Face model makes the call, else None.
     """
 
     request: AttentionRequest
     name: str
-    place: huggingface.KeyOffsetAndPadding | None
+    key_offset_and_padding: huggingface.KeyOffsetAndPadding | None
 
     @property
     def is_cross_attention(self) -> bool | None:
@@ -47,7 +47,7 @@ class _ModuleCall(NamedTuple):
         assert origin is not None
         if is_cross_attention_call(origin, self.name):
             return True
-        return None if self.place is None and origin.crosses is None else False
+        return None if self.key_offset_and_padding is None and origin.is_cross_attention is None else False
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class TokenFinder:
         """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
         place, shape = request.position_in_sequence, request.shape
         assert place is not None
-        start = _first_position(request) + torch.as_tensor(place.key_start)
+        start = _first_query_position(request) + torch.as_tensor(place.key_start)
         if place.first_query is not None:  # cross-attention counts its queries
             start = torch.as_tensor(place.first_query)
         index = torch.arange(shape.query_length, device=shape.device)
@@ -125,7 +125,7 @@ class TokenFinder:
 
     def _positions_in_self_attention(self, call: _ModuleCall) -> Tensor:
         """Return the positions of the queries of a self-attention: (batch, queries) int64."""
-        request, place = call.request, call.place
+        request, place = call.request, call.key_offset_and_padding
         if request.position_in_sequence is not None:
             return self._positions_in_cache(request)
         offset = 0 if place is None else place.key_offset
@@ -141,11 +141,11 @@ class TokenFinder:
         shape, unpadded = request.shape, None if request.origin is None else request.origin.unpadded_queries
         if unpadded is not None:
             return _count_tokens(unpadded)
-        start = _first_position(request).to(shape.device).view(-1, 1) + offset
+        start = _first_query_position(request).to(shape.device).view(-1, 1) + offset
         return (start + torch.arange(shape.query_length, device=shape.device)).expand(shape.batch, -1)
 
 
-def _first_position(request: AttentionRequest) -> Tensor:
+def _first_query_position(request: AttentionRequest) -> Tensor:
     """Return the position of the first query, () or (batch,) int64; added keys come first, and are no tokens."""
     origin = request.origin
     assert origin is not None

@@ -55,7 +55,7 @@ class CallOrigin:
         layer: the module that made the call.
         packed_lengths: (samples,), tokens per sample if the samples are packed into one row of the batch; else None.
         position_in_sequence: position of the call in the sequence of a cache; None without a cache.
-        crosses: whether keys and queries come from different sequences (cross-attention); None if unknown.
+        is_cross_attention: whether keys and queries come from different sequences (cross-attention); None if unknown.
         qk_computed_for_call: whether the layer computed q and k for this call alone, so that nothing writes to them
             afterwards.
         unpadded_queries: (batch, queries) bool, False for queries that are padding; None if unknown.
@@ -64,7 +64,7 @@ class CallOrigin:
     layer: nn.Module
     packed_lengths: Tensor | None = None
     position_in_sequence: PositionInSequence | None = None
-    crosses: bool | None = None
+    is_cross_attention: bool | None = None
     qk_computed_for_call: bool = False
     unpadded_queries: Tensor | None = None
 
@@ -107,7 +107,7 @@ class AttentionRequest:
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a logit per head that takes part in the softmax and has no value, or None.
         dropout: fraction of the attention weights dropped.
-        wanted: the statistics (see `parts.PARTS`) that listeners need and the kernel should measure.
+        wanted_parts: the statistics (see `parts.PARTS`) that listeners need and the kernel should measure.
         origin: the layer that made the call and its context, if there are listeners; else None.
         scales: the dequantisation factors of int8 k and v from a quantised cache; else None.
         dropout_slice: if this call is a slice of a larger call with dropout, its seed and start; else None.
@@ -124,7 +124,7 @@ class AttentionRequest:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
-    wanted: frozenset[Part] = frozenset()
+    wanted_parts: frozenset[Part] = frozenset()
     origin: CallOrigin | None = None
     scales: Scales | None = None
     dropout_slice: DropoutSlice | None = None
@@ -163,7 +163,7 @@ class AttentionResult:
     Attributes:
         output: (batch, heads, queries, value_dim), in the dtype of q.
         logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf for a query that sees no key.
-        statistics: the statistics of `request.wanted` that the kernel measured with the output.
+        statistics: the statistics of `request.wanted_parts` that the kernel measured with the output.
         head_factors: (batch, heads, queries), the factor by which each head's own output was changed, NaN where another
             vector replaced it; None if nothing changed it (`kernels/head_changes.py`).
     """
@@ -199,7 +199,7 @@ class Listener(Protocol):
     """An object that receives every attention call while it is active."""
 
     @property
-    def wanted(self) -> frozenset[Part]:
+    def wanted_parts(self) -> frozenset[Part]:
         """The statistics (see `parts.PARTS`) that a kernel should measure with the output, if it can."""
         ...
 
@@ -216,7 +216,7 @@ active_listeners = _listeners.get  # faster than `listeners()`; not for code tha
 def listen(listener: Listener) -> Iterator[None]:
     """Pass every attention call of this thread to a listener while in this context."""
     with Undo() as undo:  # not a ContextVar token, because overlapping contexts may end in any order
-        undo.callback(lambda: _listeners.set(tuple(each for each in _listeners.get() if each is not listener)))
+        undo.add_step(lambda: _listeners.set(tuple(each for each in _listeners.get() if each is not listener)))
         _listeners.set((*_listeners.get(), listener))
         yield
 
@@ -226,11 +226,11 @@ def listeners() -> tuple[Listener, ...]:
     return () if torch.compiler.is_compiling() else _listeners.get()
 
 
-def wanted_parts() -> frozenset[Part]:
+def parts_wanted_by_listeners() -> frozenset[Part]:
     """Return the union of `wanted` of all active listeners."""
     found = frozenset[Part]()
     for listener in listeners():
-        found |= listener.wanted
+        found |= listener.wanted_parts
     return found
 
 

@@ -69,7 +69,7 @@ def scores(
 def visible_cells(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
     """Return where neither mask nor a bias of -inf hides a key: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape
-    place = TilePositions.of(
+    place = TilePositions.from_sizes(
         shape.query_length,
         shape.key_length,
         query_start=request.query_start,
@@ -102,7 +102,9 @@ def dense_mask(mask: Mask, request: AttentionRequest) -> Tensor:
     """Return the dense mask of a call: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape
     start = request.query_start
-    return mask.tile(TilePositions.of(shape.query_length, shape.key_length, query_start=start, device=shape.device))
+    return mask.tile(
+        TilePositions.from_sizes(shape.query_length, shape.key_length, query_start=start, device=shape.device)
+    )
 
 
 def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
@@ -110,7 +112,7 @@ def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionR
 
     The mask still covers all heads: select from the result of `visible_cells` if its head axis is not 1.
     """
-    kv_heads = heads // request.shape.group
+    kv_heads = heads // request.shape.heads_per_kv_head
     bias, sinks = request.bias, request.sinks
     return replace(
         request,

@@ -90,11 +90,11 @@ def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
     return Explanation(
         kernel="none, because the rank's queries see no key" if largest is None else largest.kernel,
         refusals={} if largest is None else largest.refusals,
-        hidden_share=1 - work.visible_cells / work.cells if work.cells else 0.0,
-        skipped_share=1 - cells / work.cells if work.cells else 0.0,
+        hidden_share=1 - work.visible_cells / work.computed_cells if work.computed_cells else 0.0,
+        skipped_share=1 - cells / work.computed_cells if work.computed_cells else 0.0,
         dense_remainder=any(part.dense_remainder for part in parts),
         work=WorkEstimate(cells, max((part.work.memory for part in parts), default=0) + work.received_bytes),
-        over_ranks=work.lines,
+        over_ranks=work.labelled_facts,
     )
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 HANDLES_NONFINITE = False
-BLOCK = 128  # queries and keys per block, the block size of flex_attention's own kernels
+BLOCK_SIZE = 128  # queries and keys per block, the block size of flex_attention's own kernels
 MAX_COMPILED_KINDS = 1 << 16  # limit on the kinds of calls that are compiled; PyTorch's default limit is 8
 HEAD_DIM_RANGE = (16, 256)  # Triton multiplies no narrower matrices; wider ones exceed the shared memory of a GPU
 
@@ -114,14 +114,14 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the scores computed, and the bytes of output, logsumexp, block lists and dense remainder."""
     shape = request.shape
     blocks = round_to_key_blocks(bounds, keys=shape.key_length)
-    rows = torch.full((blocks.first.shape[1],), BLOCK)
-    rows[-1:] = shape.query_length - BLOCK * (len(rows) - 1)
-    columns = (blocks.stop * BLOCK).clamp(max=shape.key_length) - blocks.first * BLOCK
-    samples = shape.batch if bounds.shared else 1
+    rows = torch.full((blocks.first.shape[1],), BLOCK_SIZE)
+    rows[-1:] = shape.query_length - BLOCK_SIZE * (len(rows) - 1)
+    columns = (blocks.stop * BLOCK_SIZE).clamp(max=shape.key_length) - blocks.first * BLOCK_SIZE
+    samples = shape.batch if bounds.is_shared_by_samples else 1
     cells = int((columns.clamp(min=0).cpu() * rows).sum()) * samples * shape.num_heads
     tokens = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
-    lists = 2 * 4 * blocks.first.numel() * -(-shape.key_length // BLOCK)
+    lists = 2 * 4 * blocks.first.numel() * -(-shape.key_length // BLOCK_SIZE)
     remainder = 0 if bounds.remainder is None else shape.cells  # at most: heads or samples may share a remainder
     return WorkEstimate(cells, tokens * (shape.value_dim * size + wide) + lists + remainder)
 
@@ -143,7 +143,7 @@ class KeyBlocks:
     stop: Tensor
 
 
-def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> KeyBlocks:
+def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK_SIZE) -> KeyBlocks:
     """Convert key intervals to blocks of keys per block of queries, in O(queries) and without synchronisation.
 
     A block is full if each of its queries sees each of its keys. Blocks that extend past the last query or key are
@@ -171,7 +171,7 @@ def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> 
     return KeyBlocks(first, torch.where(some, full_first, first), torch.where(some, full_stop, first), last)
 
 
-def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, block: int = BLOCK) -> BlockMask:
+def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, block: int = BLOCK_SIZE) -> BlockMask:
     """Convert key bounds to flex_attention's BlockMask: lists of blocks, and the mask function of partial blocks."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -312,8 +312,8 @@ def _output_and_logsumexp(
         score_mod=score_mod(request),
         block_mask=_cached_block_mask(request, bounds, backward=backward),
         scale=_float_as_text(request.scale),
-        grouped=request.shape.group > 1,
-        by_rows=request.shape.query_length * request.shape.group > BLOCK // 2,
+        grouped=request.shape.heads_per_kv_head > 1,
+        by_rows=request.shape.query_length * request.shape.heads_per_kv_head > BLOCK_SIZE // 2,
     )
 
 

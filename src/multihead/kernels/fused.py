@@ -33,7 +33,7 @@ _choose_fused_kernel = torch._fused_sdp_choice  # noqa: SLF001
 
 def refusal_on_cuda(shape: AttentionShape) -> str | None:
     """Return why no fused kernel on CUDA computes tensors of these sizes, in one sentence, or None."""
-    if shape.dtype == torch.float32 and shape.group > 1:
+    if shape.dtype == torch.float32 and shape.heads_per_kv_head > 1:
         return "PyTorch's fused CUDA kernel for float32 has no grouped heads"
     if shape.dtype not in (*HALF_DTYPES, torch.float32):
         return f"PyTorch has no fused CUDA kernel for {str(shape.dtype).split('.')[-1]}"

@@ -44,7 +44,7 @@ class HeadChange(Protocol):
         """Whether a module is the changed model or a part of it, and its calls in this thread are changed."""
         ...
 
-    def change(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def change_output(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call of the model, (batch, heads, queries, value_dim), before its projection.
 
         Returns:
@@ -63,12 +63,12 @@ def apply_change(change: HeadChange) -> Iterator[None]:
     """Apply a change in this context; contexts may end in any order."""
     global active_changes  # noqa: PLW0603
 
-    def end() -> None:
+    def remove_change() -> None:
         global active_changes  # noqa: PLW0603
         active_changes = tuple(each for each in active_changes if each is not change)
 
     with Undo() as undo:
-        undo.callback(end)
+        undo.add_step(remove_change)
         active_changes = (*active_changes, change)
         yield
 
@@ -102,7 +102,7 @@ def change_output(request: AttentionRequest, output: Tensor) -> tuple[Tensor, Te
         )
     factors: Tensor | None = None
     for change in concerned:
-        output, more = change.change(request, output)
+        output, more = change.change_output(request, output)
         if more is not None:
             factors = more if factors is None else factors * more
     return output, None if factors is None else factors.expand(output.shape[:3])

@@ -26,7 +26,7 @@ from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.tensors.tracing import can_read_values
 
-BLOCK_QUERIES = 256  # queries per step if the mask is evaluated densely, in O(keys) memory
+QUERIES_PER_BLOCK = 256  # queries per step if the mask is evaluated densely, in O(keys) memory
 
 
 def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[AttentionRequest, Tensor | None]:
@@ -57,7 +57,7 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     if bias is not None and bad_numbers is not None:
         cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
         bad_bias = with_values(bias, bad_numbers.float())
-    bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
+    bad_keys = bad_keys.repeat_interleave(request.shape.heads_per_kv_head, 1)  # (batch, heads, keys)
     sees_any = _queries_seeing_nonfinite(cleaned, bounds, torch.ones_like(bad_keys), None)  # (batch, heads, queries)
     if request.sinks is not None and bad_sinks is not None:
         cleaned = replace(cleaned, sinks=request.sinks.masked_fill(bad_sinks, 0))
@@ -114,8 +114,8 @@ def _queries_seeing_nonfinite(
         start, stop = (edge[:, None].expand(size) for edge in (bounds.start, bounds.stop))
         return counts.gather(2, stop) > counts.gather(2, start)
     found = []
-    for first in range(0, shape.query_length, BLOCK_QUERIES):
-        rows = slice(first, first + BLOCK_QUERIES)
+    for first in range(0, shape.query_length, QUERIES_PER_BLOCK):
+        rows = slice(first, first + QUERIES_PER_BLOCK)
         bad = bad_keys[:, :, None]  # (batch, heads, 1, keys)
         if bad_bias is not None:
             bad = bad | (bias_tile(bad_bias, shape, rows, slice(None)) != 0)

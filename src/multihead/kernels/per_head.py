@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multihead.kernels import head_changes
-from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult, listeners, publish, wanted_parts
+from multihead.kernels.call import (
+    AttentionCall,
+    AttentionRequest,
+    AttentionResult,
+    listeners,
+    parts_wanted_by_listeners,
+    publish,
+)
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
@@ -23,7 +30,7 @@ from multihead.tensors.tracing import is_traced
 
 # Number of weights computed at once, over samples and heads: 1 MiB of float32. Matrix products of this size are as fast
 # as larger ones, and the softmax is 5 times faster than over all weights of a call.
-TILE_WEIGHTS = 1 << 18
+MAX_WEIGHTS_PER_TILE = 1 << 18
 # Up to this many keys this code is within 5 % of the fused kernel (measured in a whole layer), and returns the weights
 # at almost no cost; computing the weights next to the fused kernel would cost another third of the layer.
 MAX_KEYS = 1024
@@ -59,7 +66,7 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
     `is_computed_per_head` must be True, and the request must have as many key/value heads as heads. The weights are
     (batch, heads, queries, keys), or averaged over the heads (batch, queries, keys), or None if not needed.
     """
-    request = replace(request, wanted=wanted_parts())
+    request = replace(request, wanted_parts=parts_wanted_by_listeners())
     keep = None
     if request.dropout:
         shape = request.shape
@@ -186,11 +193,11 @@ def _slice_of_tile(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:
 
 
 def _tiles_of_heads(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
-    """Split samples and heads into tiles of at most TILE_WEIGHTS weights, but at least one head."""
+    """Split samples and heads into tiles of at most MAX_WEIGHTS_PER_TILE weights, but at least one head."""
     shape = request.shape
     of_head = shape.query_length * shape.key_length
-    heads = min(max(1, TILE_WEIGHTS // of_head), shape.num_heads)
-    samples = max(1, TILE_WEIGHTS // (of_head * heads)) if heads == shape.num_heads else 1
+    heads = min(max(1, MAX_WEIGHTS_PER_TILE // of_head), shape.num_heads)
+    samples = max(1, MAX_WEIGHTS_PER_TILE // (of_head * heads)) if heads == shape.num_heads else 1
     for sample in range(0, shape.batch, samples):
         for head in range(0, shape.num_heads, heads):
             yield slice(sample, sample + samples), slice(head, head + heads)

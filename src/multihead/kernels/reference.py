@@ -29,7 +29,7 @@ from multihead.scores.bias import values_of
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
-BLOCK_QUERIES = 256  # queries per block, if the weights are not materialised all at once
+QUERIES_PER_BLOCK = 256  # queries per block, if the weights are not materialised all at once
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -45,11 +45,11 @@ def reads_int8(request: AttentionRequest) -> bool:
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute softmax(scores) v with materialised weights; without gradients one block of queries at a time."""
     whole, every_key = slice(0, request.shape.query_length), slice(0, request.shape.key_length)
-    if _materialises_at_once(request) or request.shape.query_length <= BLOCK_QUERIES:
+    if _materialises_at_once(request) or request.shape.query_length <= QUERIES_PER_BLOCK:
         return _attend_rows(request, whole, every_key)
     blocks = []
-    for first in range(0, request.shape.query_length, BLOCK_QUERIES):
-        rows = slice(first, min(first + BLOCK_QUERIES, request.shape.query_length))
+    for first in range(0, request.shape.query_length, QUERIES_PER_BLOCK):
+        rows = slice(first, min(first + QUERIES_PER_BLOCK, request.shape.query_length))
         blocks.append(_attend_rows(request, rows, _range_of_visible_keys(bounds, rows)))
     outputs, logsumexps = zip(*((block.output, block.logsumexp) for block in blocks), strict=True)
     return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
@@ -115,9 +115,9 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the scores computed and the memory: three tensors of scores at the peak."""
     shape = request.shape
     size = 3 * shape.batch * shape.num_heads * working_dtype(shape.dtype).itemsize
-    if _materialises_at_once(request) or shape.query_length <= BLOCK_QUERIES:
+    if _materialises_at_once(request) or shape.query_length <= QUERIES_PER_BLOCK:
         return WorkEstimate(shape.cells, size * shape.query_length * shape.key_length)
-    blocks = [slice(first, first + BLOCK_QUERIES) for first in range(0, shape.query_length, BLOCK_QUERIES)]
+    blocks = [slice(first, first + QUERIES_PER_BLOCK) for first in range(0, shape.query_length, QUERIES_PER_BLOCK)]
     spans = [_range_of_visible_keys(bounds, rows) for rows in blocks]
     cells = sum(
         (min(rows.stop, shape.query_length) - rows.start) * (keys.stop - keys.start)
@@ -125,7 +125,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     )
     widest = max(keys.stop - keys.start for keys in spans)
     outputs = shape.batch * shape.num_heads * shape.query_length * (shape.value_dim + 1) * shape.dtype.itemsize
-    return WorkEstimate(shape.batch * shape.num_heads * cells, size * BLOCK_QUERIES * widest + 2 * outputs)
+    return WorkEstimate(shape.batch * shape.num_heads * cells, size * QUERIES_PER_BLOCK * widest + 2 * outputs)
 
 
 def differentiable_gradients(
@@ -161,7 +161,7 @@ def differentiable_gradients(
     tensors = (request.q, request.k, request.v, bias, request.sinks)
     wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     with torch.enable_grad():
-        cleaned, bad_rows = replace_nonfinite(replace(request, wanted=frozenset()), bounds)
+        cleaned, bad_rows = replace_nonfinite(replace(request, wanted_parts=frozenset()), bounds)
         attended = attend(cleaned, bounds)
         attended = attended if bad_rows is None else make_rows_nan(attended, bad_rows)
         pairs = ((attended.output, grad_output), (attended.logsumexp, grad_logsumexp))

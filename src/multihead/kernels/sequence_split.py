@@ -26,17 +26,17 @@ class RankWork(NamedTuple):
 
     Attributes:
         requests: the calls that the rank computes; their tensors have the right shapes, but no meaningful values.
-        cells: number of scores of the rank's queries, over batch and heads.
+        computed_cells: number of scores of the rank's queries, over batch and heads.
         visible_cells: number of these scores within the mask's intervals.
         received_bytes: maximum size of received keys and values that the rank holds at once.
-        lines: (label of one word, sentence) about the rank's work and communication.
+        labelled_facts: (label of one word, sentence) about the rank's work and communication.
     """
 
     requests: list[AttentionRequest]
-    cells: int
+    computed_cells: int
     visible_cells: int
     received_bytes: int
-    lines: tuple[tuple[str, str], ...]
+    labelled_facts: tuple[tuple[str, str], ...]
 
 
 class SequenceSplit(Protocol):

@@ -31,10 +31,10 @@ from multihead.scores.bias import Bias, RelativeBias
 class InputWidths(NamedTuple):
     """The numbers of features that a layer expects in x, memory and values, and their dtype; None = any dtype."""
 
-    x: int
-    memory: int
-    values: int
-    dtype: torch.dtype | None
+    x_width: int
+    memory_width: int
+    values_width: int
+    projection_dtype: torch.dtype | None
 
 
 def projection_dtype(projection: nn.Module) -> torch.dtype | None:
@@ -69,8 +69,8 @@ class LayerCall:
         is_self_attention: whether queries and keys are computed from the same tokens.
         cached_memory: the memory projected in an earlier call, or None.
         padding: the padding of x and memory.
-        start: the position of the first query among the keys of the attention.
-        scales: the dequantisation factors of int8 keys and values of a cache, or None.
+        first_query_position: the position of the first query among the keys of the attention.
+        int8_scales: the dequantisation factors of int8 keys and values of a cache, or None.
     """
 
     x: Tensor
@@ -91,8 +91,8 @@ class LayerCall:
     is_self_attention: bool = field(default=True, init=False)
     cached_memory: ProjectedMemory | None = field(default=None, init=False)
     padding: Padding = field(default=NO_PADDING, init=False)
-    start: int | Tensor = field(default=0, init=False)
-    scales: Scales | None = field(default=None, init=False)
+    first_query_position: int | Tensor = field(default=0, init=False)
+    int8_scales: Scales | None = field(default=None, init=False)
 
     @property
     def is_cross_attention(self) -> bool | None:
@@ -269,9 +269,9 @@ def _is_autocast_on(device_type: str) -> bool:
 
 def _check_shapes(widths: InputWidths, x: Tensor, memory: Tensor | None, values: Tensor | None) -> None:
     for name, tensor, width in (
-        ("x", x, widths.x),
-        ("memory", memory, widths.memory),
-        ("values", values, widths.values),
+        ("x", x, widths.x_width),
+        ("memory", memory, widths.memory_width),
+        ("values", values, widths.values_width),
     ):
         if tensor is None:
             continue
@@ -279,15 +279,15 @@ def _check_shapes(widths: InputWidths, x: Tensor, memory: Tensor | None, values:
             raise ShapeError(
                 f"{name} has shape {tuple(tensor.shape)}.", f"Give (batch, length, features) with {width} features."
             )
-        if widths.dtype not in (None, tensor.dtype) and not _is_autocast_on(tensor.device.type):
+        if widths.projection_dtype not in (None, tensor.dtype) and not _is_autocast_on(tensor.device.type):
             raise DtypeError(
-                f"{name} has dtype {tensor.dtype}, and the layer has {widths.dtype}.",
-                f"Convert one of them, for example {name}.to({widths.dtype}).",
+                f"{name} has dtype {tensor.dtype}, and the layer has {widths.projection_dtype}.",
+                f"Convert one of them, for example {name}.to({widths.projection_dtype}).",
             )
-    if memory is None and (widths.memory != widths.x or values is not None):
+    if memory is None and (widths.memory_width != widths.x_width or values is not None):
         raise ShapeError(
-            f"There is no memory, and the layer's keys are projected from {widths.memory} features"
-            + (" and separate values are given." if values is not None else f", its queries from {widths.x}."),
+            f"There is no memory, and the layer's keys are projected from {widths.memory_width} features"
+            + (" and separate values are given." if values is not None else f", its queries from {widths.x_width}."),
             "Give memory: layer(x, memory).",
         )
     for name, tensor in (("memory", memory), ("values", values)):

@@ -291,7 +291,7 @@ class MultiHeadAttention(nn.Module):
         if call.padding.right_padded_query_packing is not None:
             merged = call.padding.right_padded_query_packing.pack(merged)  # (1, tokens, width): no padding is projected
         output = merged if self._modules.get("out_proj") is None else self._project(call, "out_proj", merged)
-        output = call.padding.restore(output)  # (batch, queries, output_dim)
+        output = call.padding.restore_padding(output)  # (batch, queries, output_dim)
         return output if call.has_batch_dim else output[0]
 
     def _prepare_attention(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
@@ -364,7 +364,7 @@ class MultiHeadAttention(nn.Module):
         if call.lengths is None and call.memory_lengths is None and packing is None:
             return x, memory, values
         call.find_padding(x, memory)
-        return call.padding.drop(x, memory, values)
+        return call.padding.drop_padding(x, memory, values)
 
     def _project(self, call: LayerCall, name: str, x: Tensor) -> Tensor:
         """Project tokens: (batch, length, features) -> (batch, length, width).
@@ -402,16 +402,16 @@ class MultiHeadAttention(nn.Module):
         self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, AttentionArguments]:
         """Prepend the learned key to k, v (batch, kv_heads, keys, dim); return them and the other arguments."""
-        local, mask, bias, start = call.local_layer, call.mask, call.bias, call.start
+        local, mask, bias, start = call.local_layer, call.mask, call.bias, call.first_query_position
         if local.position_bias is not None:
             queries, keys = attention_map_size(q, k, v)
             own = local.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
             call.check_position_bias(own)
             bias = own if bias is None else add_biases(bias, own, queries, keys)
         if local.bias_k is not None and local.bias_v is not None:
-            if call.scales is not None:
-                k, v = dequantise(k, call.scales.k, q.dtype), dequantise(v, call.scales.v, q.dtype)
-                call.scales = None
+            if call.int8_scales is not None:
+                k, v = dequantise(k, call.int8_scales.k, q.dtype), dequantise(v, call.int8_scales.v, q.dtype)
+                call.int8_scales = None
             k, v = (
                 prepend_learned_keys(local.bias_k, k),
                 prepend_learned_keys(local.bias_v, v),
@@ -429,7 +429,7 @@ class MultiHeadAttention(nn.Module):
     def _attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> Tensor:
         """Compute the attention: (batch, heads, queries, value_head_dim)."""
         if call.padding.documents is None:
-            attended = eager.attend(q, k, v, terms, call.scales)
+            attended = eager.attend(q, k, v, terms, call.int8_scales)
             if attended is not None:
                 return attended[0]
         return attend(self._build_request(call, q, k, v, terms)).output
@@ -452,7 +452,14 @@ class MultiHeadAttention(nn.Module):
             )
         more_keys_later, mask_fits = cache is not None, padding.documents is not None
         return request_of(
-            q, k, v, *terms, more_keys_later=more_keys_later, mask_fits=mask_fits, origin=origin, scales=call.scales
+            q,
+            k,
+            v,
+            *terms,
+            more_keys_later=more_keys_later,
+            mask_fits=mask_fits,
+            origin=origin,
+            scales=call.int8_scales,
         )
 
     def explain(

@@ -198,8 +198,8 @@ class Padding(NamedTuple):
     Attributes:
         query_packing: positions of the queries' tokens in their padded batch; None without padding.
         key_packing: positions of the keys' tokens in their padded batch; None without padding.
-        queries: number of queries per sample, including padding.
-        keys: number of keys per sample, including padding.
+        padded_query_length: number of queries per sample, including padding.
+        padded_key_length: number of keys per sample, including padding.
         documents: the mask that separates the samples if attention is computed on one packed row; else None.
         input_is_packed: whether the input is packed, so that the output stays packed.
         right_padded_query_packing: `query_packing` for a right-padded batch, on which attention is computed; None if
@@ -212,8 +212,8 @@ class Padding(NamedTuple):
 
     query_packing: Packing | None
     key_packing: Packing | None
-    queries: int
-    keys: int
+    padded_query_length: int
+    padded_key_length: int
     documents: Documents | None = None
     input_is_packed: bool = False
     right_padded_query_packing: Packing | None = None
@@ -293,9 +293,9 @@ class Padding(NamedTuple):
         if self.documents is not None or self.query_packing is None:
             return None
         lengths = self.query_packing.lengths
-        return torch.arange(self.queries, device=lengths.device) < lengths[:, None]
+        return torch.arange(self.padded_query_length, device=lengths.device) < lengths[:, None]
 
-    def drop(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def drop_padding(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pack x, memory and values before the projections: NaN in padding must not reach a parameter's gradient.
 
         Returns (1, tokens, features) each; an input without padding is returned unchanged.
@@ -341,7 +341,7 @@ class Padding(NamedTuple):
         if self.mask_of_all_ranks is not None:
             return mask & self.mask_of_all_ranks
         if keys is None:
-            keys, key_lengths = self.keys, None if self.key_packing is None else self.key_packing.lengths
+            keys, key_lengths = self.padded_key_length, None if self.key_packing is None else self.key_packing.lengths
         if self.query_packing is None:
             return mask if key_lengths is None else mask & Lengths(key_lengths)
         lengths = self.query_packing.lengths
@@ -349,14 +349,16 @@ class Padding(NamedTuple):
         real = self.unpadded_queries
         return mask if real is None else mask & Lengths(torch.where(real, visible[:, None], 0))
 
-    def restore(self, output: Tensor) -> Tensor:
+    def restore_padding(self, output: Tensor) -> Tensor:
         """Restore padding as 0 in the output: (batch, queries, features); the output of a packed input stays packed."""
         if self.padding_of_rank is not None:
             return output.masked_fill(self.padding_of_rank, 0)
         return output if self.input_is_packed or self.query_packing is None else self.query_packing.unpack(output)
 
 
-NO_PADDING = Padding(None, None, queries=0, keys=0)  # `queries` and `keys` are read only if there is padding
+NO_PADDING = Padding(
+    None, None, padded_query_length=0, padded_key_length=0
+)  # `queries` and `keys` are read only if there is padding
 
 
 @lru_cache(maxsize=8)

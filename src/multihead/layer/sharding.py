@@ -31,7 +31,7 @@ from multihead.masks import Mask
 from multihead.scores import RelativeBias
 from multihead.scores.bias import Bias, values_of, with_values
 
-HOW_TO_SPLIT = (
+ADVICE_ON_SPLITTING = (
     "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
 )
 
@@ -90,21 +90,21 @@ class ShardGroup(NamedTuple):
 
     Attributes:
         mesh: a torch.distributed DeviceMesh.
-        dim: the dimension of the mesh over which the heads are split.
+        mesh_dim: the dimension of the mesh over which the heads are split.
     """
 
     mesh: Any
-    dim: int
+    mesh_dim: int
 
     @property
     def size(self) -> int:
         """The number of processes in the group."""
-        return int(self.mesh.size(self.dim))
+        return int(self.mesh.size(self.mesh_dim))
 
     @property
     def rank(self) -> int:
         """The index of this process in the group."""
-        return int(self.mesh.get_local_rank(self.dim))
+        return int(self.mesh.get_local_rank(self.mesh_dim))
 
     def sum_gradient(self, tensor: Tensor) -> Tensor:
         """Return the tensor, equal on all processes, such that its gradient is summed over the processes.
@@ -126,7 +126,7 @@ class ShardGroup(NamedTuple):
             return tensor
         else:
             whole = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
-        partial = [Partial() if dim == self.dim else Replicate() for dim in range(self.mesh.ndim)]
+        partial = [Partial() if dim == self.mesh_dim else Replicate() for dim in range(self.mesh.ndim)]
         return whole.to_local(grad_placements=partial)
 
 
@@ -136,15 +136,15 @@ class LocalHeads:
 
     Attributes:
         num_heads: number of query heads of the whole layer.
-        queries: the query heads that this process computes.
-        keys: the key/value heads that this process computes.
+        query_heads: the query heads that this process computes.
+        kv_heads: the key/value heads that this process computes.
         group: the processes over which the heads are split; None if the projections have fewer heads for an unknown
             reason, so that it is unknown which heads they compute.
     """
 
     num_heads: int
-    queries: range
-    keys: range
+    query_heads: range
+    kv_heads: range
     group: ShardGroup | None
 
     def slice_keys(self, x: Tensor, num_kv_heads: int, dim: int) -> Tensor:
@@ -152,13 +152,13 @@ class LocalHeads:
         if self.group is None or x.shape[2] < num_kv_heads * dim:
             return x
         # The projection is not split: each process slices the key/value heads of its query heads.
-        return self.group.sum_gradient(x)[..., self.keys.start * dim : self.keys.stop * dim]
+        return self.group.sum_gradient(x)[..., self.kv_heads.start * dim : self.kv_heads.stop * dim]
 
     def slice_parameters(self, layer: ShardableLayer) -> LocalLayer:
         """Slice the per-head parameters of the layer to the heads of this process."""
         return LocalLayer(
-            len(self.queries),
-            len(self.keys),
+            len(self.query_heads),
+            len(self.kv_heads),
             None if layer.qk_norm is None else partial(self.normalise, layer.qk_norm),
             None if layer.position_bias is None else partial(self._local_position_bias, layer.position_bias),
             None if layer.sinks is None else self.slice_query_heads(layer.sinks, name="sinks"),
@@ -179,15 +179,19 @@ class LocalHeads:
         if heads not in (1, self.num_heads):
             raise ShapeError(
                 f"{name} is for {heads} heads, and the layer has {self.num_heads}, of which this process computes "
-                f"{_list_heads(self.queries)}.",
+                f"{_list_heads(self.query_heads)}.",
                 f"Give it for all {self.num_heads} heads: each process slices its own heads.",
             )
         per_head = self.group.sum_gradient(per_head)
-        return per_head.narrow(axis, self.queries.start, len(self.queries)) if heads > 1 else per_head
+        return per_head.narrow(axis, self.query_heads.start, len(self.query_heads)) if heads > 1 else per_head
 
     def _slice_kv_heads(self, per_head: Tensor) -> Tensor:
         """Slice a tensor of all key/value heads, (kv_heads, dim), to the key/value heads of this process."""
-        return per_head if self.group is None else self.group.sum_gradient(per_head)[self.keys.start : self.keys.stop]
+        return (
+            per_head
+            if self.group is None
+            else self.group.sum_gradient(per_head)[self.kv_heads.start : self.kv_heads.stop]
+        )
 
     def slice_bias(self, bias: Bias, name: str) -> Bias:
         """Slice a bias, if it has a head axis, to the heads of this process; `name` is its name in error messages."""
@@ -216,7 +220,7 @@ class LocalHeads:
         if self.group is not None:
             shared = {name: self.group.sum_gradient(weight) for name, weight in norms.named_parameters(recurse=False)}
             if "scale" in shared:
-                shared["scale"] = shared["scale"][self.queries.start : self.queries.stop]
+                shared["scale"] = shared["scale"][self.query_heads.start : self.query_heads.stop]
             local._parameters = {**norms._parameters, **shared}  # type: ignore[dict-item]  # noqa: SLF001
         normed: tuple[Tensor, Tensor] = local(q, k)
         return normed
@@ -226,15 +230,15 @@ class RankHeads(NamedTuple):
     """The heads of a layer that one process computes.
 
     Attributes:
-        queries: the query heads, [first, stop).
+        query_heads: the query heads, [first, stop).
         num_heads: number of query heads of the layer.
-        keys: the key/value heads, [first, stop).
+        kv_heads: the key/value heads, [first, stop).
         num_kv_heads: number of key/value heads of the layer.
     """
 
-    queries: tuple[int, int]
+    query_heads: tuple[int, int]
     num_heads: int
-    keys: tuple[int, int]
+    kv_heads: tuple[int, int]
     num_kv_heads: int
 
     @staticmethod
@@ -277,8 +281,9 @@ def slice_to_rank(
         ModelError: the layer does not compute the heads of this rank. A layer that splits its features by a fixed
             number of heads would otherwise mix tokens without an error.
     """
-    held, group = layer.__dict__["rank_heads"], layer.__dict__["shard_group"]
-    (first, stop), (first_key, stop_key) = held.queries, held.keys
+    held: RankHeads = layer.__dict__["rank_heads"]
+    group: ShardGroup = layer.__dict__["shard_group"]
+    (first, stop), (first_key, stop_key) = held.query_heads, held.kv_heads
     if q.shape[1] != stop - first or k.shape[1] not in (stop_key - first_key, held.num_kv_heads):
         raise ModelError(
             f"{type(layer).__name__} returns {q.shape[1]} heads and {k.shape[1]} key/value heads, and this rank has "
@@ -381,7 +386,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
     if len(dims) > 1 or not placements[dims[0]].is_shard(0):
         raise ArgumentError(
             f"{name}.weight is placed as {tuple(placements)}, from which this process's heads cannot be determined.",
-            f"Split the layer with {HOW_TO_SPLIT}.",
+            f"Split the layer with {ADVICE_ON_SPLITTING}.",
         )
     return ShardGroup(mesh, dims[0])
 
@@ -389,7 +394,7 @@ def _shard_group_of(name: str, projection: nn.Module) -> ShardGroup | None:
 def _reject_mismatched_heads(name: str, queries: range, keys: range) -> NoReturn:
     raise ArgumentError(
         f"q_proj returns {_list_heads(queries)} here and {name} {_list_heads(keys)}, which do not match.",
-        f"Split the layer with {HOW_TO_SPLIT}; k_proj and v_proj may both stay whole.",
+        f"Split the layer with {ADVICE_ON_SPLITTING}; k_proj and v_proj may both stay whole.",
     )
 
 
@@ -413,7 +418,7 @@ def _reject_per_head_parameters(layer: ShardableLayer) -> None:
             raise ArgumentError(
                 f"The projections return fewer heads than the layer's {layer.num_heads}, and {name} needs to know "
                 "which heads they are.",
-                f"Split the layer over processes with {HOW_TO_SPLIT}, or construct a layer with fewer heads.",
+                f"Split the layer over processes with {ADVICE_ON_SPLITTING}, or construct a layer with fewer heads.",
             )
 
 

@@ -19,9 +19,9 @@ def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, layer_uses_positi
     """Set `call.start`, the position of the first query, if the layer or the mask depends on it."""
     matters = layer_uses_positions or call.mask.uses_positions
     if call.cache is not None and call.query_start is None and (call.is_self_attention or matters):
-        call.start = call.cache.query_start
+        call.first_query_position = call.cache.query_start
     elif matters or call.query_start is not None:
-        call.start = position_of_first_query(call.query_start, q, k.shape[2])
+        call.first_query_position = position_of_first_query(call.query_start, q, k.shape[2])
 
 
 def position_of_first_query(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
@@ -38,7 +38,7 @@ def attention_map_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     sequence = sequence_split.active_split
     if sequence is None:
         return q.shape[2], k.shape[2]
-    whole = sequence.whole_shape(AttentionShape.of(q, k, v))
+    whole = sequence.whole_shape(AttentionShape.from_tensors(q, k, v))
     return whole.query_length, whole.key_length
 
 
@@ -60,7 +60,7 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
     if sequence is not None:
         positions, same = sequence.positions(q.shape[2], q.device), True
     if positions is None:
-        positions = call.start
+        positions = call.first_query_position
         if isinstance(positions, Tensor):
             positions = positions[:, None] + torch.arange(q.shape[2], device=positions.device)  # (batch, queries)
     if call.cached_memory is not None:
@@ -81,14 +81,14 @@ def extend_cache(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v:
     if call.is_self_attention:
         held = cache.extend(k, v, lengths=lengths)
         call.mask = padding.hide_in_mask(call.mask.after_dropping_keys(held.key_start), held.lengths, held.k.shape[2])
-        call.scales, call.start = held.scales, held.query_start
+        call.int8_scales, call.first_query_position = held.scales, held.query_start
         return held.k, held.v
     memory = call.cached_memory
     if memory is None:
         memory = cache.store_memory(k, v, None if padding.key_packing is None else padding.key_packing.lengths)
     cache.advance(q.shape[2], lengths=lengths)
     call.mask = padding.hide_in_mask(call.mask, memory.lengths, memory.k.shape[2])
-    call.scales = memory.scales
+    call.int8_scales = memory.scales
     return memory.k, memory.v
 
 

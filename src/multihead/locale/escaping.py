@@ -11,10 +11,10 @@ CONTROL_CHARACTERS = re.compile(
 )
 
 
-def visible(text: object) -> str:
+def escape_controls(text: object) -> str:
     r"""Replace control and direction characters by escapes, so that untrusted text cannot act on the terminal.
 
-    >>> print(visible("a\x1b[31mb\n\u202ec"))
+    >>> print(escape_controls("a\x1b[31mb\n\u202ec"))
     a\x1b[31mb\n\u202ec
     """
     return CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))

@@ -60,7 +60,7 @@ class KeyBounds:
     remainder: Mask | None = None
 
     @property
-    def shared(self) -> bool:
+    def is_shared_by_samples(self) -> bool:
         """Whether all samples have the same bounds."""
         return self.start.shape[0] == 1
 
@@ -75,13 +75,13 @@ class Band(NamedTuple):
 
     Attributes:
         lengths: (batch or 1,) int64 on the CPU, the number of first keys that are visible per sample; None = all.
-        before: how many keys before its own position a query sees; -1 = all.
-        after: how many keys after its own position a query sees; -1 = all.
+        keys_before: how many keys before its own position a query sees; -1 = all.
+        keys_after: how many keys after its own position a query sees; -1 = all.
     """
 
     lengths: Tensor | None = None
-    before: int = -1
-    after: int = -1
+    keys_before: int = -1
+    keys_after: int = -1
 
 
 _PytreeContext: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
@@ -218,7 +218,7 @@ class Mask:
             MaskError: the mask holds a tensor, and does not define this method.
         """
         if not self.holds_tensors:
-            heads = 1 if self.defines_interval else self.tile(TilePositions.of(1, 1)).shape[1]
+            heads = 1 if self.defines_interval else self.tile(TilePositions.from_sizes(1, 1)).shape[1]
             return (
                 self
                 if heads == 1
@@ -238,7 +238,7 @@ class Mask:
             bool, broadcasting to (batch, heads, rows, columns).
 
         >>> from multihead import masks
-        >>> masks.Causal().tile(TilePositions.of(queries=2, keys=2))[0, 0].int()
+        >>> masks.Causal().tile(TilePositions.from_sizes(queries=2, keys=2))[0, 0].int()
         tensor([[1, 0],
                 [1, 1]], dtype=torch.int32)
         """
@@ -248,7 +248,7 @@ class Mask:
                 f"{type(self).__name__}.visible returned {describe_type(cells)}.",
                 "Return a bool tensor that broadcasts to (batch, heads, queries, keys), True = may be seen.",
             )
-        everywhere = tile.everywhere()
+        everywhere = tile.all_visible()
         try:
             return cells & everywhere
         except RuntimeError as error:
@@ -394,14 +394,14 @@ class Mask:
 
 
 class _CombinedMask(Mask):
-    """A combination of masks, `And` or `Or`; `parts` are the combined masks, and `sign` is "&" or "|" in the repr."""
+    """A combination of masks, `And` or `Or`; `parts` are the masks, and `operator_symbol` is "&" or "|" in the repr."""
 
     parts: tuple[Mask, ...]
-    sign: ClassVar[str]
+    operator_symbol: ClassVar[str]
 
     def __repr__(self) -> str:
         written = (f"({part!r})" if isinstance(part, _CombinedMask) else repr(part) for part in self.parts)
-        return f" {self.sign} ".join(written)
+        return f" {self.operator_symbol} ".join(written)
 
     def cache_key(self) -> tuple[object, ...] | None:
         key: list[object] = [type(self)]
@@ -466,7 +466,7 @@ class And(_CombinedMask):
     """A key is visible if all combined masks show it. Created by `&`."""
 
     parts: tuple[Mask, ...]
-    sign: ClassVar[str] = "&"
+    operator_symbol: ClassVar[str] = "&"
 
     @property
     def sees_no_later_key(self) -> bool:  # type: ignore[override]
@@ -508,7 +508,7 @@ class Or(_CombinedMask):
     """A key is visible if at least one of the combined masks shows it. Created by `|`."""
 
     parts: tuple[Mask, ...]
-    sign: ClassVar[str] = "|"
+    operator_symbol: ClassVar[str] = "|"
 
     @property
     def sees_no_later_key(self) -> bool:  # type: ignore[override]
@@ -533,7 +533,7 @@ class Or(_CombinedMask):
             stop = torch.where(left_empty, part.stop, torch.where(right_empty, whole.stop, highest))
             touching = left_empty | right_empty | (torch.maximum(whole.start, part.start) <= whole.stop.min(part.stop))
             # If values cannot be read, two intervals are known to touch only if both start at the first key.
-            joined = bool(touching.all()) if call.readable else self.starts_at_first_key
+            joined = bool(touching.all()) if call.has_readable_values else self.starts_at_first_key
             clean = joined and whole.remainder is None and part.remainder is None
             whole = KeyBounds(start, stop, None if clean else self)
         return whole
@@ -578,7 +578,7 @@ class Shifted(Mask):
         offset = self.offset
         if isinstance(offset, Tensor):
             offset = offset.to(call.positions.device).view(-1, 1)
-        inner = self.mask.bounds(CallPositions(call.positions + offset, call.keys + offset, call.readable))
+        inner = self.mask.bounds(CallPositions(call.positions + offset, call.keys + offset, call.has_readable_values))
         start, stop = (inner.start - offset).clamp(min=0), (inner.stop - offset).clamp(min=0)
         return KeyBounds(start, stop, None if inner.remainder is None else Shifted(inner.remainder, self.offset))
 
@@ -628,11 +628,11 @@ class OfHeads(Mask):
 class UnknownMask(Mask):
     """Placeholder in a loaded record for a mask of an undefined class: statistics can be read, maps cannot be computed.
 
-    `content` holds the fields of the mask, so that the record can be saved again.
+    `stored_fields` holds the fields of the mask, so that the record can be saved again.
     """
 
     name: str
-    content: Mapping[str, object] = field(default_factory=dict, repr=False)
+    stored_fields: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnknownMask) and other.name == self.name
@@ -641,7 +641,7 @@ class UnknownMask(Mask):
         return hash((UnknownMask, self.name))
 
     def values(self) -> dict[str, object]:
-        return dict(self.content)
+        return dict(self.stored_fields)
 
     def name_and_fields(self) -> tuple[str, dict[str, object]]:
         return self.name, self.values()

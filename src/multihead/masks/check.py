@@ -39,7 +39,7 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
     """
     check_is_mask(mask)
     for start in sorted({0, 1, max(keys - queries, 0), keys // 2, keys}):
-        tile = TilePositions.of(queries, keys, query_start=start)
+        tile = TilePositions.from_sizes(queries, keys, query_start=start)
         visible = mask.tile(tile)  # (batch or 1, heads or 1, queries, keys)
         mask.check_fits(CallSize(visible.shape[0], visible.shape[1], queries, keys))
         for name, claimed in _visibility_by_attribute(mask, tile, start, visible):
@@ -62,7 +62,7 @@ def _visibility_by_attribute(
     """Yield the name of each attribute of a mask, and the visibility (batch, heads, queries, keys) that it implies."""
     queries, keys = visible.shape[2:]
     positions, columns = tile.positions, tile.columns
-    bounds = mask.bounds(CallPositions(positions.view(1, -1), keys, readable=True))
+    bounds = mask.bounds(CallPositions(positions.view(1, -1), keys, has_readable_values=True))
     first, stop = (edge[:, None, :, None] for edge in (bounds.start, bounds.stop))
     inside = (columns >= first) & (columns < stop)
     yield "interval", inside if bounds.remainder is None else inside & bounds.remainder.tile(tile)
@@ -101,6 +101,6 @@ def picture(mask: Mask, *, queries: int = 5, keys: int = 5, query_start: int | T
     ■ ■ ■ ■ ·
     ■ ■ ■ ■ ■
     """
-    seen = mask.tile(TilePositions.of(queries, keys, query_start=query_start)).flatten(0, 1)
+    seen = mask.tile(TilePositions.from_sizes(queries, keys, query_start=query_start)).flatten(0, 1)
     drawn = [[" ".join("■" if cell else "·" for cell in row) for row in sample] for sample in seen.tolist()]
     return "\n".join("   ".join(line) for line in zip(*drawn, strict=True))

@@ -13,12 +13,12 @@ from multihead.masks.positions import CallSize
 from multihead.tensors.shapes import MAX_POSITION
 from multihead.tensors.tracing import can_read_values
 
-Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
+IntOrInts: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
 
 def check_counts(
     given: object, name: str, form: str, *, dims: tuple[int, ...] = (1, 2), ragged: bool = False
-) -> Ints | Tensor:
+) -> IntOrInts | Tensor:
     """Check the lengths of a new mask: non-negative integers with `dims` dimensions; return ints or a tensor.
 
     `name` and `form` are the mask and the expected shape, for errors; `ragged` rows are padded with 0.

@@ -60,7 +60,7 @@ class Causal(Mask):
     translation_invariant: ClassVar[bool] = True
     sees_no_later_key: ClassVar[bool] = True
     starts_at_first_key: ClassVar[bool] = True
-    band: ClassVar[Band] = Band(after=0)
+    band: ClassVar[Band] = Band(keys_after=0)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         return keys <= queries
@@ -120,7 +120,7 @@ class Window(Mask):
     @cached_property
     def band(self) -> Band:  # type: ignore[override]
         before, after = self._keys_before_and_after
-        return Band(before=before, after=after)
+        return Band(keys_before=before, keys_after=after)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         before, after = self._keys_before_and_after

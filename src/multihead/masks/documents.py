@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multihead.masks.base import Mask, Shifted
 from multihead.masks.counts import (
-    Ints,
+    IntOrInts,
     as_tensor,
     check_counts,
     check_counts_within_keys,
@@ -47,7 +47,7 @@ class Documents(Mask):
     · · · · ·
     """
 
-    lengths: Ints | Tensor
+    lengths: IntOrInts | Tensor
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
         counts = check_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)

@@ -69,12 +69,12 @@ class LeadingKeys(Mask):
         if not is_traced() and not isinstance(keys, Tensor) and keys <= 0:
             nothing = torch.zeros_like(call.positions)
             return KeyBounds(nothing, nothing + call.keys)
-        inner = self.mask.bounds(CallPositions(call.positions - self.count, keys, call.readable))
+        inner = self.mask.bounds(CallPositions(call.positions - self.count, keys, call.has_readable_values))
         if not self.count:
             return inner
         empty = inner.sees_nothing
         stop = inner.stop.masked_fill(empty, 0) + self.count
-        all_at_first = call.readable and bool((empty | (inner.start == 0)).all())
+        all_at_first = call.has_readable_values and bool((empty | (inner.start == 0)).all())
         touching = all_at_first or self.mask.starts_at_first_key
         clean = touching and inner.remainder is None
         return KeyBounds(torch.zeros_like(stop), stop, None if clean else self)

@@ -14,7 +14,7 @@ from multihead.errors import MaskError
 from multihead.errors.arguments import check_integer
 from multihead.masks.base import Band, Mask
 from multihead.masks.counts import (
-    Ints,
+    IntOrInts,
     as_tensor,
     check_counts,
     check_counts_within_keys,
@@ -45,7 +45,7 @@ class Lengths(Mask):
     ■ ■ ■ ·   · · · ·
     """
 
-    lengths: Ints | Tensor
+    lengths: IntOrInts | Tensor
     uses_positions: ClassVar[bool] = False
     starts_at_first_key: ClassVar[bool] = True
 
@@ -74,7 +74,7 @@ class Lengths(Mask):
     def tile(self, tile: TilePositions) -> Tensor:
         lengths = as_tensor(self.lengths, tile.columns.device)
         if lengths.dim() == 1:
-            return tile.everywhere() & (tile.columns < lengths.view(-1, 1, 1, 1))
+            return tile.all_visible() & (tile.columns < lengths.view(-1, 1, 1, 1))
         return tile.columns < lengths[:, tile.rows.flatten()][:, None, :, None]
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ class TilePositions:
     columns: Tensor
 
     @staticmethod
-    def of(
+    def from_sizes(
         queries: int,
         keys: int,
         *,
@@ -49,7 +49,7 @@ class TilePositions:
             offset = offset.to(self.columns.device).view(-1, 1, 1, 1)
         return TilePositions(self.positions + offset, self.rows, self.columns + offset)
 
-    def everywhere(self) -> Tensor:
+    def all_visible(self) -> Tensor:
         """Return a tile of True: (1, 1, rows, columns) bool."""
         return torch.ones_like(self.rows, dtype=torch.bool) & torch.ones_like(self.columns, dtype=torch.bool)
 
@@ -61,12 +61,12 @@ class CallPositions:
     Attributes:
         positions: (batch or 1, queries), int64, the position of each query among the keys.
         keys: number of keys, an int or (batch, 1).
-        readable: whether values can be read without device synchronisation or a graph break.
+        has_readable_values: whether values can be read without device synchronisation or a graph break.
     """
 
     positions: Tensor
     keys: int | Tensor
-    readable: bool
+    has_readable_values: bool
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,17 @@ class SampleSpan:
         sample: index of the sample in the batch.
         queries: first query of the sample and one past the last.
         keys: first key of the sample and one past the last.
-        holds_all: whether the queries see no keys outside the span, so that statistics of the call can be sliced.
-        holds_first: whether the first key that the queries see is the key that the kernel used for `first_mass`.
+        holds_all_visible_keys: whether the queries see no keys outside the span, so that statistics of the call can be
+            sliced.
+        holds_first_visible_key: whether the first key that the queries see is the key that the kernel used for
+            `first_mass`.
     """
 
     sample: int
     queries: tuple[int, int]
     keys: tuple[int, int]
-    holds_all: bool = field(default=False, compare=False)
-    holds_first: bool = field(default=False, compare=False)
+    holds_all_visible_keys: bool = field(default=False, compare=False)
+    holds_first_visible_key: bool = field(default=False, compare=False)
 
 
 class CallSize(NamedTuple):

@@ -59,7 +59,7 @@ class _TensorMask(Mask):
         sizes = dict(zip(self.axes.split(), self.tensor.shape, strict=True))
         return self.tensor.reshape([sizes.get(axis, 1) for axis in AXES])
 
-    def kept(self) -> Tensor:
+    def visible_cells(self) -> Tensor:
         """Return where keys are visible: bool, (batch or 1, heads or 1, queries or 1, keys or 1)."""
         return self.four_dimensional()
 
@@ -73,7 +73,7 @@ class _TensorMask(Mask):
                 )
 
     def tile(self, tile: TilePositions) -> Tensor:
-        cells = self.kept().to(tile.columns.device)
+        cells = self.visible_cells().to(tile.columns.device)
         if cells.shape[2] > 1:
             cells = cells[:, :, tile.rows.flatten()]
         if cells.shape[3] > 1:
@@ -86,12 +86,12 @@ class _TensorMask(Mask):
         # In torch.jit.trace, sizes are 0-dimensional tensors.
         differs = isinstance(call.keys, Tensor) and call.keys.dim()
         keys: int = self.four_dimensional().shape[3] if differs else call.keys  # type: ignore[assignment]
-        cells = self.kept().to(call.positions.device).expand(-1, -1, -1, keys)
+        cells = self.visible_cells().to(call.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
         # The cells are padded with 1, so that argmax finds an end even if no key is visible.
         edged = torch.nn.functional.pad(cells.int(), (1, 1), value=1)
         first, stop = edged[..., 1:].argmax(-1), keys - edged[..., :-1].flip(-1).argmax(-1)
-        whole = call.readable and bool((count == (stop - first).clamp(min=0)).all())
+        whole = call.has_readable_values and bool((count == (stop - first).clamp(min=0)).all())
         hull_first, hull_stop = first.amin(1), stop.amax(1)
         if whole and first.shape[1] > 1:
             whole = bool((first == hull_first[:, None]).all() & (stop == hull_stop[:, None]).all())
@@ -125,7 +125,7 @@ class _TensorMask(Mask):
         if tensor.shape[3] > 1:
             tensor = tensor[..., slice(*span.keys)]
         mask = type(self)(tensor)
-        return Full() if bool(mask.kept().all()) else mask
+        return Full() if bool(mask.visible_cells().all()) else mask
 
     def restrict_to_first_keys(self, count: int) -> Self:
         if not self.axes.endswith("keys") or self.tensor.shape[-1] == 1:
@@ -174,5 +174,5 @@ class Drop(_TensorMask):
     tensor: Tensor
     axes: str
 
-    def kept(self) -> Tensor:
+    def visible_cells(self) -> Tensor:
         return ~self.four_dimensional()

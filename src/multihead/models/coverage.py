@@ -79,7 +79,7 @@ def multiplies_matrices(kind: Any) -> bool:
 @cache
 def names_in_eager_attention(kind: Any) -> frozenset[str] | None:
     """Return the names of variables and the string constants in a class's eager attention; None if it is unknown."""
-    functions = _read_class_forward(kind).defaults
+    functions = _read_class_forward(kind).default_functions
     names = [{*each.__code__.co_varnames, *map(str, each.__code__.co_consts)} for each in functions]
     return frozenset().union(*names) if names else None
 
@@ -152,7 +152,7 @@ def _reason_eager_differs(module: nn.Module) -> str | None:
     kind: Any = type(module)
     if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
         return None
-    for function in _read_class_forward(kind).defaults:
+    for function in _read_class_forward(kind).default_functions:
         if function.__module__.split(".")[0] != "transformers" and not _computes_softmax_attention(function, module):
             return (
                 f"The eager attention of {kind.__name__}, {function.__name__}, computes something else than "
@@ -198,8 +198,8 @@ def _reason_code_unsupported(kind: Any, code: _ForwardCode, bases: tuple[Any, ..
         code: the names and attention functions that the forward uses.
         bases: the classes whose forward this forward replaces.
     """
-    if code.calls:
-        return f"{kind.__name__} calls {min(code.calls)} itself."
+    if code.called_functions:
+        return f"{kind.__name__} calls {min(code.called_functions)} itself."
     if _interface_is_named(code.names) or _NOT_TOKEN_ATTENTION.search(kind.__name__):
         return None
     if fused := code.names & _FUSED_FUNCTIONS:
@@ -231,13 +231,14 @@ class _ForwardCode:
 
     Attributes:
         names: all names of variables, functions and attributes in this code.
-        calls: names of the attention functions that this code calls directly, such as eager attention.
-        defaults: attention functions to which this code refers, which AttentionInterface returns for eager attention.
+        called_functions: names of the attention functions that this code calls directly, such as eager attention.
+        default_functions: attention functions to which this code refers, which AttentionInterface returns for eager
+            attention.
     """
 
     names: frozenset[str]
-    calls: frozenset[str]
-    defaults: frozenset[FunctionType]
+    called_functions: frozenset[str]
+    default_functions: frozenset[FunctionType]
 
 
 @cache

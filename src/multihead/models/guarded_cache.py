@@ -35,7 +35,7 @@ def guard_caches(model: nn.Module) -> Iterator[None]:
 
 def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     """Forward pre-hook that guards the cache with which a model is called."""
-    for each in _parts_of_cache((kwargs or {}).get("past_key_values")):
+    for each in _caches_within((kwargs or {}).get("past_key_values")):
         if isinstance(each, _Guard):
             continue
         states = head_changes.change_states_of(module)
@@ -47,12 +47,12 @@ def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, 
 
 def _guard_returned_cache(module: nn.Module, _: object, output: object) -> None:
     """Forward hook that guards a cache that the model made itself."""
-    for each in _parts_of_cache(getattr(output, "past_key_values", None)):
+    for each in _caches_within(getattr(output, "past_key_values", None)):
         if not isinstance(each, _Guard):
             _guard(each, module, head_changes.change_states_of(module))
 
 
-def _parts_of_cache(given: Any) -> list[Any]:
+def _caches_within(given: Any) -> list[Any]:
     """Return the caches of self- and cross-attention in a cache of transformers; none for other objects."""
     parts = [getattr(given, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     found = parts if parts[0] is not None else [given]

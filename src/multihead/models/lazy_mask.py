@@ -185,7 +185,7 @@ class LazyMask(BooleanMask):
     def dense(self) -> Tensor:
         """Return the mask as a plain tensor: bool (batch, 1, queries, keys), True = visible."""
         batch, heads, queries, keys = self.shape
-        place = TilePositions.of(queries, keys, query_start=self.query_start, device=self.device)
+        place = TilePositions.from_sizes(queries, keys, query_start=self.query_start, device=self.device)
         return self.mask.tile(place).expand(batch, heads, queries, keys)
 
     def first_keys(self, keys: int) -> LazyMask:

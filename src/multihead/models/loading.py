@@ -53,15 +53,16 @@ class _HeadNames:
 
     Attributes:
         auto_class: name of the class of transformers that loads models with this output head.
-        classes: name of the mapping in transformers from configurations to model classes with this output head.
-        predicts: phrase for the tokens that the output head predicts.
-        models: phrase for the models that have the output head.
+        name_of_class_mapping: name of the mapping in transformers from configurations to model classes with this output
+            head.
+        predicted_tokens: phrase for the tokens that the output head predicts.
+        kind_of_models: phrase for the models that have the output head.
     """
 
     auto_class: str
-    classes: str
-    predicts: str
-    models: str
+    name_of_class_mapping: str
+    predicted_tokens: str
+    kind_of_models: str
 
 
 _HEADS: dict[OutputHead, _HeadNames] = {
@@ -196,7 +197,7 @@ class EncodedText:
     gaps: list[str | None] | None = None
 
     @property
-    def stop(self) -> int:
+    def end_of_last_token(self) -> int:
         """End of the last token in the text, characters; 0 where the tokenizer has no offsets."""
         return max((stop for _, stop in self.offsets), default=0)
 
@@ -550,7 +551,7 @@ def _has_generating_head(config: Any) -> bool:
 
 def _classes_with_head(transformers: Any, head: OutputHead) -> Any:
     """Return the mapping of transformers from the class of a configuration to the model class with an output head."""
-    return getattr(transformers, _HEADS[head].classes)
+    return getattr(transformers, _HEADS[head].name_of_class_mapping)
 
 
 def _head_of_family(transformers: Any, config: Any) -> OutputHead | None:
@@ -571,15 +572,19 @@ def _check_head(transformers: Any, described: ModelDescription, head: OutputHead
     possible, title, wanted = _head_of_family(transformers, described.config), described.title, _HEADS[head]
     if possible == head:
         return
-    mend = f"Give {wanted.models}."
+    mend = f"Give {wanted.kind_of_models}."
     if has_decoder(described.config):
         finding = f"{title} is an encoder-decoder model, whose decoder reads a second text."
-        mend = f"Give {wanted.models}; in Python, leave out head to load this one."
+        mend = f"Give {wanted.kind_of_models}; in Python, leave out head to load this one."
     elif possible is None:
-        finding = f"{title} is of the family {described.config.model_type}, which does not predict {wanted.predicts}."
+        finding = (
+            f"{title} is of the family {described.config.model_type}, which does not predict {wanted.predicted_tokens}."
+        )
     else:
-        finding = f"{title} is {_HEADS[possible].models}, so it has no head that predicts {wanted.predicts}."
-        mend = f'Give {wanted.models}; in Python, load this one with head="{possible}" or without head.'
+        finding = (
+            f"{title} is {_HEADS[possible].kind_of_models}, so it has no head that predicts {wanted.predicted_tokens}."
+        )
+        mend = f'Give {wanted.kind_of_models}; in Python, load this one with head="{possible}" or without head.'
     raise ModelError(finding, mend)
 
 

@@ -101,7 +101,7 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExt
     read = torch.cat(
         [
             mask.tile(
-                TilePositions.of(
+                TilePositions.from_sizes(
                     extent.queries,
                     extent.keys,
                     query_start=extent.query_start,

@@ -162,7 +162,7 @@ def leave_out_padding(model: nn.Module) -> Undo:
 
 def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], undo: Undo) -> None:
     used = install(model)
-    undo.callback(used.close)
+    undo.add_step(used.close)
     for module, family in stacks:
         undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
         read = [module.get_submodule(family.pooler_input)] if family.pooler_input else []
@@ -179,7 +179,7 @@ def run_models_padded() -> Iterator[None]:
     """Disable packing in this context and thread, because a record expects one row per sample."""
     user = object()
     with Undo() as undo:
-        undo.callback(lambda: _padded_contexts.set(_padded_contexts.get() - {user}))
+        undo.add_step(lambda: _padded_contexts.set(_padded_contexts.get() - {user}))
         _padded_contexts.set(_padded_contexts.get() | {user})
         yield
 

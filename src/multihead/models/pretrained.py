@@ -55,7 +55,7 @@ def is_cross_attention_call(origin: CallOrigin, name: str) -> bool:
         origin: layer that made the call; its `crosses` decides if it is not None, else `is_cross_attention`.
         name: the qualified name of the layer.
     """
-    return is_cross_attention(origin.layer, name) if origin.crosses is None else origin.crosses
+    return is_cross_attention(origin.layer, name) if origin.is_cross_attention is None else origin.is_cross_attention
 
 
 def is_cross_attention(module: nn.Module, name: str = "") -> bool:
@@ -72,13 +72,13 @@ class TokenInputs:
 
     Attributes:
         ids: (batch, tokens) int64, a copy of the token ids on the CPU; None if the model received none.
-        tokens: (batch, cached and new tokens) bool, False for padding; None where padding is unknown.
+        is_token: (batch, cached and new tokens) bool, False for padding; None where padding is unknown.
         batch_sizes: batch size of the main input, then of every input; () where unknown, as in models that are not from
             Hugging Face.
     """
 
     ids: Tensor | None = None
-    tokens: Tensor | None = None
+    is_token: Tensor | None = None
     batch_sizes: tuple[int, ...] = ()
 
 
@@ -131,7 +131,7 @@ class InputTracker:
     @property
     def is_recording(self) -> bool:
         """Whether forward passes in this thread and context are recorded."""
-        return self in _receiving.get()
+        return self in _active_trackers.get()
 
     def inputs_of_queries(self, name: str) -> TokenInputs:
         """Return the token inputs of the model from which the queries of a layer are computed.
@@ -145,7 +145,7 @@ class InputTracker:
                 continue
             if found is not None:
                 # A model of texts and images embeds the tokens and passes only embeddings to its inner model.
-                return found if model.is_encoder_decoder else TokenInputs(model.newest_inputs.ids, found.tokens)
+                return found if model.is_encoder_decoder else TokenInputs(model.newest_inputs.ids, found.is_token)
             if model.takes_tokens:
                 found = model.newest_inputs
                 if found.ids is not None:
@@ -174,7 +174,7 @@ class InputTracker:
         Returns:
             (batch, tokens) bool, whose last `queries` columns are the queries of the call; None if unknown.
         """
-        tokens, shape = self.inputs_of_queries(name).tokens, request.shape
+        tokens, shape = self.inputs_of_queries(name).is_token, request.shape
         if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
             return None
         stop = min(key_offset + int(request.query_start) + shape.query_length, tokens.shape[1])
@@ -214,7 +214,7 @@ class InputTracker:
             self._depth = max(self._depth - 1, 0)
 
 
-_receiving: ContextVar[tuple[InputTracker, ...]] = ContextVar("receiving", default=())
+_active_trackers: ContextVar[tuple[InputTracker, ...]] = ContextVar("receiving", default=())
 
 
 @contextmanager
@@ -222,8 +222,10 @@ def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
     """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
     inputs = InputTracker()
     with Undo() as undo:
-        undo.callback(lambda: _receiving.set(tuple(each for each in _receiving.get() if each is not inputs)))
-        _receiving.set((*_receiving.get(), inputs))
+        undo.add_step(
+            lambda: _active_trackers.set(tuple(each for each in _active_trackers.get() if each is not inputs))
+        )
+        _active_trackers.set((*_active_trackers.get(), inputs))
         for name, module in {"": model, **pretrained_models(model)}.items():
             each = _TrackedModel(name and f"{name}.", module, _forward_signature(module))
             inputs._models.append(each)  # noqa: SLF001 - made here

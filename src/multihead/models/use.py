@@ -127,7 +127,7 @@ class _FirstCallExplainer:
 
     names: dict[int, str]
     by_name: dict[str, Explanation]
-    wanted: frozenset[Part] = frozenset()
+    wanted_parts: frozenset[Part] = frozenset()
 
     def receive(self, call: AttentionCall) -> None:
         """Store the explanation of a call if it is the first one of its layer."""

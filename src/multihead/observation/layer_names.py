@@ -33,29 +33,29 @@ class LayerNamer:
     inputs: InputTracker
     numbers: dict[str, int] = field(default_factory=dict)
     is_further_window: bool = False
-    _pass: int = -1
-    _counts: dict[str, int] = field(default_factory=dict)  # calls of each module in this forward pass
-    _newest: tuple[nn.Module, Tensor, Tensor] | None = None  # layer, q and k of the newest call
+    _forward_pass: int = -1
+    _calls_in_pass: dict[str, int] = field(default_factory=dict)  # calls of each module in this forward pass
+    _newest_call: tuple[nn.Module, Tensor, Tensor] | None = None  # layer, q and k of the newest call
 
     def begins_pass(self) -> bool:
         """Whether a forward pass has begun since the last call; if so, count its calls from the start."""
-        if self.inputs.num_passes == self._pass and self.inputs.is_running:
+        if self.inputs.num_passes == self._forward_pass and self.inputs.is_running:
             return False
-        self._pass, self._newest = self.inputs.num_passes, None
-        self._counts.clear()
+        self._forward_pass, self._newest_call = self.inputs.num_passes, None
+        self._calls_in_pass.clear()
         return True
 
     def name_call(self, request: AttentionRequest, module: nn.Module) -> str:
         """Return the name of the layer that makes a call, after `begins_pass`."""
         self.is_further_window = self._is_further_window(request, module)
         name = self.names[id(module)]
-        self._counts[name] = self._counts.get(name, 0) + (not self.is_further_window)
-        return self._numbered(name, self._counts[name])
+        self._calls_in_pass[name] = self._calls_in_pass.get(name, 0) + (not self.is_further_window)
+        return self._numbered(name, self._calls_in_pass[name])
 
     def name_recomputed_call(self, module: nn.Module) -> str:
         """Return the name of the layer that a backward pass recomputes: that of its last call in a forward pass."""
         name = self.names[id(module)]
-        return self._numbered(name, self._counts.get(name, 1))
+        return self._numbered(name, self._calls_in_pass.get(name, 1))
 
     def _numbered(self, name: str, count: int) -> str:
         name = name if count == 1 else f"{name}#{count}"
@@ -67,8 +67,8 @@ class LayerNamer:
 
         A layer makes such calls if it attends within one image or window of a sample at a time.
         """
-        newest, (q, k) = self._newest, (request.q.detach(), request.k.detach())
-        self._newest = module, q, k  # kept alive, so that no other tensor can reuse their memory
+        newest, (q, k) = self._newest_call, (request.q.detach(), request.k.detach())
+        self._newest_call = module, q, k  # kept alive, so that no other tensor can reuse their memory
         return newest is not None and newest[0] is module and all(map(_are_adjacent_in_memory, newest[1:], (q, k)))
 
 

@@ -161,7 +161,7 @@ class StatisticsMeasurer:
         probes = tuple(each for each in self.probes if each.chance and "values" not in each.needs)
         request = with_zero_scores(call.request, exact=call.request.shape.dtype == torch.float64)
         wanted = parts_of_probes(each for each in probes if not each.needs)
-        request = replace(request, origin=call.request.origin, wanted=wanted)
+        request = replace(request, origin=call.request.origin, wanted_parts=wanted)
         spread = AttentionCall(request, attend(request, published=False))
         found = replace(self, probes=probes).measure_whole_batch(spread, sample_spans, ids, layer)
         return {name: each.values for name, each in found.items()}
@@ -176,7 +176,7 @@ def _measure_packed_texts(
     if not counts and SPECIAL_KEYS_WEIGHT not in missing:
         return found
     logsumexp, device = call.result.logsumexp.detach(), call.request.shape.device
-    measured = MeasuredCall.of(call.request, logsumexp, context)
+    measured = MeasuredCall.from_request(call.request, logsumexp, context)
     start = sample_spans.first_keys[0, 0]  # (tokens,)
 
     def weight_on(keys: Tensor) -> Tensor:

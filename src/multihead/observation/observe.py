@@ -21,7 +21,7 @@ from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
-from multihead.observation.recorder import Keep, MakeSums, Recorder
+from multihead.observation.recorder import Keep, Recorder, RunningSummaryFactory
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
@@ -113,7 +113,7 @@ def observe_with_sums(
     map_size: int = MAP_SIZE,
     map_pool: PoolOperation = "mean",
     kinds: Sequence[Kind] = (),
-    sums: MakeSums | None = None,
+    sums: RunningSummaryFactory | None = None,
 ) -> Iterator[Record]:
     """Observe a model as `observe` does; `sums` creates the running sums of each layer if no samples are kept."""
     if tokenizer is not None and not special_ids:
@@ -160,7 +160,11 @@ def observe_with_sums(
 
 @contextmanager
 def recording_calls(
-    record: Record, layer_filter: LayerFilter | None, keep: Keep, measuring: StatisticsMeasurer, sums: MakeSums | None
+    record: Record,
+    layer_filter: LayerFilter | None,
+    keep: Keep,
+    measuring: StatisticsMeasurer,
+    sums: RunningSummaryFactory | None,
 ) -> Iterator[Recorder]:
     """Add the attention calls that a model makes in this context to a record."""
     with track_inputs(measuring.root) as inputs:

@@ -10,13 +10,13 @@ from torch import nn
 from multihead.record.texts import Text
 
 # Parameters of transformers' models that are tokens before the patches, in the order in which these are concatenated.
-_BEFORE_PATCHES = {
+_TOKENS_BEFORE_PATCHES = {
     "cls_token": "CLS",
     "class_embedding": "CLS",
     "distillation_token": "DIST",
     "register_tokens": "REG",
 }
-_CLASS_TOKEN_LAST = "llama4_vision_model"
+_MODEL_WITH_CLASS_TOKEN_LAST = "llama4_vision_model"
 
 
 def text_of_patches(model: nn.Module, layer: str) -> Text | None:
@@ -31,7 +31,7 @@ def text_of_patches(model: nn.Module, layer: str) -> Text | None:
     around = list(_modules_around(model, layer))
     config = next((each.config for each in around if hasattr(each, "config")), None)
     image, patch = _height_and_width(config, "image_size"), _height_and_width(config, "patch_size")
-    if image is None or patch is None or getattr(config, "model_type", None) == _CLASS_TOKEN_LAST:
+    if image is None or patch is None or getattr(config, "model_type", None) == _MODEL_WITH_CLASS_TOKEN_LAST:
         return None
     rows, columns = (size // of_patch for size, of_patch in zip(image, patch, strict=True))
     first = next(filter(None, map(_tokens_before_patches, around)), [])
@@ -67,12 +67,12 @@ def _tokens_before_patches(module: nn.Module) -> list[str]:
     """Return the names of a model's own tokens before the patches, such as ["[CLS]", "[REG 1]", "[REG 2]"]."""
     counts: dict[str, int] = {}
     for name, parameter in module.named_parameters():
-        kind = _BEFORE_PATCHES.get(name.rpartition(".")[2])
+        kind = _TOKENS_BEFORE_PATCHES.get(name.rpartition(".")[2])
         if kind is not None:
             counts[kind] = parameter.shape[-2] if parameter.dim() > 1 else 1
     return [
         f"[{kind}]" if counts[kind] == 1 else f"[{kind} {number}]"
-        for kind in dict.fromkeys(_BEFORE_PATCHES.values())
+        for kind in dict.fromkeys(_TOKENS_BEFORE_PATCHES.values())
         if kind in counts
         for number in range(1, counts[kind] + 1)
     ]

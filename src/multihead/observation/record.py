@@ -15,13 +15,13 @@ import torch
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, merging, notebook, plots, saving
 from multihead.record.analysis.changes import ChangedHead, changes
-from multihead.record.analysis.find import FoundHead, Range, find
+from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import (
     Finding,
     HeadKind,
@@ -218,7 +218,7 @@ class Record:
             more = [{}] * layer.num_heads if profile is None else list(map(profile.row, range(layer.num_heads)))
             of_layer = head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
             rows += [row | each for row, each in zip(of_layer, more, strict=True)]
-        return HeadTable.of(rows, sort=sort, top=top, statistics=self.statistics)
+        return HeadTable.from_rows(rows, sort=sort, top=top, statistics=self.statistics)
 
     @property
     def _has_kinds(self) -> bool:
@@ -234,7 +234,7 @@ class Record:
         """
         return statistic(name, self.statistics)
 
-    def find(self, *, of: SummaryName = "mean", **ranges: Range) -> HeadList[FoundHead]:
+    def find(self, *, of: SummaryName = "mean", **ranges: ValueRange) -> HeadList[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first.
 
         Args:
@@ -455,7 +455,7 @@ class Record:
 
     def __repr__(self) -> str:
         """Return one line: the title, and the numbers of layers, heads, texts and tokens."""
-        return f"<Record of {visible(self.title) or 'a run'}: {self._contents()}>"
+        return f"<Record of {escape_controls(self.title) or 'a run'}: {self._contents()}>"
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: a table with one row per head."""
@@ -530,7 +530,7 @@ class Record:
         """
         if head is not None:
             chosen = self[layer]
-            title = f"layer {chosen.number}, head {head}: {visible(chosen.name)}"
+            title = f"layer {chosen.number}, head {head}: {escape_controls(chosen.name)}"
             return plots.plot_map(chosen.sample(sample), head, title=title, queries=queries, keys=keys, ax=ax)
         summaries = {each.number: each.summary(of) for each in self.layers}
         having = [each for each in self.layers if layer in summaries[each.number]]

@@ -69,7 +69,7 @@ from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
-MakeSums: TypeAlias = Callable[[str, int], RunningSummary]
+RunningSummaryFactory: TypeAlias = Callable[[str, int], RunningSummary]
 """Function (name of a layer, number of heads) -> the layer's empty running sums."""
 
 TOKEN_MATCH_PARTS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
@@ -127,12 +127,14 @@ class Recorder:
     inputs: InputTracker
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
-    measuring: StatisticsMeasurer
-    sums: MakeSums | None = None  # creates the running sums of a layer if no samples are kept
-    wanted: frozenset[Part] = field(init=False)
-    _counted: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
+    measurer: StatisticsMeasurer
+    new_running_summary: RunningSummaryFactory | None = (
+        None  # creates the running sums of a layer if no samples are kept
+    )
+    wanted_parts: frozenset[Part] = field(init=False)
+    _counting_rules: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
-    _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
+    _previous_calls: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
     _namer: LayerNamer = field(init=False)
     _spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
@@ -146,19 +148,19 @@ class Recorder:
         for probe in self.probes:
             if not probe.needs and probe.axes == "queries":
                 wanted |= probe.parts
-        self.wanted = wanted
+        self.wanted_parts = wanted
         self._namer = LayerNamer(self.names, self.inputs)
-        self._counted = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
+        self._counting_rules = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
 
     @property
     def names(self) -> dict[int, str]:
         """Map id(module) -> name for all modules of the model."""
-        return self.measuring.names
+        return self.measurer.names
 
     @property
     def probes(self) -> tuple[Probe, ...]:
         """The statistics to measure."""
-        return self.measuring.probes
+        return self.measurer.probes
 
     @torch.no_grad()
     def receive(self, call: AttentionCall) -> None:
@@ -179,7 +181,7 @@ class Recorder:
             offset, cross_attention = continued.key_start, continued.first_query is not None
         text = name, None if continued is None else continued.sequence
         sequence = sequence_split.active_split
-        previous = self._previous.get(text)
+        previous = self._previous_calls.get(text)
         if previous is not None and not (
             window or self._continues_call(call, previous, offset, cross_attention=cross_attention)
         ):
@@ -201,14 +203,16 @@ class Recorder:
         if previous is not None:
             state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
             state.is_further_window = window
-        self._previous[text] = state
+        self._previous_calls[text] = state
         if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
             self._add_call(call, module, layer, state, offset)
 
     def _record_of_layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer; at the layer's first call, create it."""
         if name not in self._layers:
-            summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
+            summary = (
+                None if self.new_running_summary is None else self.new_running_summary(name, request.shape.num_heads)
+            )
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
             split = _rank_part_of_layer(module, request, sequence_split.active_split) if grouped else None
@@ -254,7 +258,7 @@ class Recorder:
         ids = self._ids_of_call(request, name, sample_spans, cross_attention=state.cross_attention)
         windows = 1 if state.cross_attention else self._windows_per_sample(request, name)
         if layer.running_summary is not None and layer.running_summary.takes_batches:
-            measured = self.measuring.measure_whole_batch(call, sample_spans, ids, module)
+            measured = self.measurer.measure_whole_batch(call, sample_spans, ids, module)
             levels = self._measure_chance_levels(call, sample_spans, ids, module)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
             layer.running_summary.add(measured, samples=len(sample_spans.spans))
@@ -295,7 +299,7 @@ class Recorder:
         )
         key = (sizes, *where, *visibility_key(request))
         if key not in self._chance_levels:
-            self._chance_levels[key] = self.measuring.measure_chance_levels(call, sample_spans, ids, module)
+            self._chance_levels[key] = self.measurer.measure_chance_levels(call, sample_spans, ids, module)
         return self._chance_levels[key]
 
     def _add_batch(
@@ -485,7 +489,7 @@ class Recorder:
             real = token < request.position_in_sequence.lengths[:, None]
         elif request.origin is not None and request.origin.unpadded_queries is not None:
             real = request.origin.unpadded_queries
-            if request.origin.crosses is False and request.shape.key_length == request.shape.query_length:
+            if request.origin.is_cross_attention is False and request.shape.key_length == request.shape.query_length:
                 padding = real
         elif keys is not None:
             padding = keys.padding
@@ -531,7 +535,7 @@ class Recorder:
     def _image_of_layer(self, name: str) -> Text | None:
         """Return the tokens of the image that a layer reads, by its configuration, which is looked up once."""
         if name not in self._image_texts:
-            self._image_texts[name] = text_of_patches(self.measuring.root, name)
+            self._image_texts[name] = text_of_patches(self.measurer.root, name)
         return self._image_texts[name]
 
     def _parts_of_batch(self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds) -> Parts | None:
@@ -548,7 +552,7 @@ class Recorder:
         if call.request.sinks is not None:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
-            known |= {"ids", "special_keys"} if self.measuring.special_ids else {"ids"}
+            known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
         wanted = frozenset[Part]()
         for probe in self.probes:
             if probe.needs <= known and not (ids.cross_attention and probe.parts & TOKEN_MATCH_PARTS):
@@ -557,7 +561,7 @@ class Recorder:
             return None
         missing = wanted - measured.keys()
         if missing:
-            more = measure_token_parts(call, missing, ids.special_keys(call.request, self.measuring.special_ids))
+            more = measure_token_parts(call, missing, ids.special_keys(call.request, self.measurer.special_ids))
             if more is None:
                 return None
             measured = {**measured, **more}
@@ -645,7 +649,7 @@ class Recorder:
             q=nothing,
             k=nothing,
             v=nothing,
-            wanted=frozenset(),
+            wanted_parts=frozenset(),
             shape=request.shape._replace(device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
             sinks=None if request.sinks is None or not keeps else copy_contiguous(request.sinks, device),
@@ -654,8 +658,8 @@ class Recorder:
 
     def _sample_factory(self, name: str, *, cross_attention: bool = False) -> Callable[[], SampleRecord]:
         """Return a function that creates an empty sample; batches store it, so it must not refer to the recorder."""
-        size, pool = self.measuring.map_size, self.measuring.map_pool
-        return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, counted=self._counted)
+        size, pool = self.measurer.map_size, self.measurer.map_pool
+        return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, counted=self._counting_rules)
 
     def _context_of_probes(
         self, sample: SampleRecord, call: AttentionCall, start: int, module: nn.Module, *, first: bool
@@ -663,12 +667,12 @@ class Recorder:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
         shape, read = call.request.shape, sample.growing_key_text.ids
         stop = start + shape.key_length
-        known = read is not None and read.length >= stop and self.measuring.needs & {"ids", "special_keys"}
+        known = read is not None and read.length >= stop and self.measurer.needs & {"ids", "special_keys"}
         ids = read.rows_between(start, stop)[None] if known and read is not None else None
         before = read.rows_between(start - 1, start) if ids is not None and read is not None and start else None
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
-        return self.measuring.probe_context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
+        return self.measurer.probe_context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
 
     def check_complete(self, model: nn.Module) -> None:
         """Check that every layer that the user selected was recorded.

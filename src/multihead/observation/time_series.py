@@ -24,7 +24,7 @@ from multihead.record.plots import import_pyplot, report_colormap
 FORMAT_NAME = "multihead time series"
 FORMAT_VERSION = 1
 
-StatisticOfLayer = tuple[str, int]  # name of a statistic, number of a layer
+StatisticAndLayer = tuple[str, int]  # name of a statistic, number of a layer
 
 
 @dataclass(eq=False, repr=False)
@@ -46,7 +46,7 @@ class TimeSeries:
     steps: list[int] = field(default_factory=list)
     layers: dict[int, str] = field(default_factory=dict)
     statistics: dict[str, Statistic] = field(default_factory=dict)
-    _rows: dict[StatisticOfLayer, dict[int, NDArray[np.float32]]] = field(default_factory=dict)  # step -> (heads,)
+    _rows: dict[StatisticAndLayer, dict[int, NDArray[np.float32]]] = field(default_factory=dict)  # step -> (heads,)
 
     def __repr__(self) -> str:
         """Return one line: the numbers of steps and layers, and the names of the statistics."""

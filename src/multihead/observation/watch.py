@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import observe_with_sums
 from multihead.observation.record import Record
@@ -23,8 +23,8 @@ from multihead.record.layer import LayerRecord
 from multihead.record.notebook import html_of_table, number_with_noun
 from multihead.record.running_summary import RunningSummary
 
-LARGEST_SCORE = "largest_score"
-DEFAULT_PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE)
+LARGEST_SCORE_NAME = "largest_score"
+DEFAULT_PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE_NAME)
 """Names of the statistics that are observed by default."""
 
 
@@ -107,7 +107,7 @@ class Watch:
         return f"<div>{html_of_table(self._title(), self._contents(), [], [])}{self.series._repr_html_()}</div>"
 
     def _title(self) -> str:
-        return f"Watch of {visible(type(self.model).__name__)}"
+        return f"Watch of {escape_controls(type(self.model).__name__)}"
 
     def _contents(self) -> str:
         observed = f"{len(self.series.steps):,} of {number_with_noun(self.step, 'step')} observed (every={self.every})"
@@ -187,12 +187,12 @@ class Watch:
 
 def _make_running_sums(_: str, num_heads: int) -> RunningSummary:
     """Create the running sums of a layer; they include the maximum of `largest_score`."""
-    return RunningSummary(num_heads, maxima=(LARGEST_SCORE,))
+    return RunningSummary(num_heads, statistics_with_maximum=(LARGEST_SCORE_NAME,))
 
 
 def _summary_of_layer(layer: LayerRecord) -> dict[str, Tensor]:
     """Return name -> (heads,), the mean of each statistic over queries, and the maximum for `largest_score`."""
-    return layer.summary("mean") | layer.summary("max", (LARGEST_SCORE,))
+    return layer.summary("mean") | layer.summary("max", (LARGEST_SCORE_NAME,))
 
 
 def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str,
 
 def _largest_scores_of_record(record: Record) -> Mapping[str, Tensor]:
     return {
-        layer.name: _require_largest_scores(layer.summary("max", (LARGEST_SCORE,)).get(LARGEST_SCORE))
+        layer.name: _require_largest_scores(layer.summary("max", (LARGEST_SCORE_NAME,)).get(LARGEST_SCORE_NAME))
         for layer in record.layers
     }
 
@@ -239,10 +239,10 @@ def _largest_scores_of_record(record: Record) -> Mapping[str, Tensor]:
 def _largest_scores_of_watch(watch: Watch) -> Mapping[str, Tensor]:
     if not watch.series.steps:
         return {}
-    series, known = watch.series, LARGEST_SCORE in watch.series.statistics
+    series, known = watch.series, LARGEST_SCORE_NAME in watch.series.statistics
     return {
         name: _require_largest_scores(
-            torch.from_numpy(series.values(LARGEST_SCORE, layer=number)[-1]) if known else None
+            torch.from_numpy(series.values(LARGEST_SCORE_NAME, layer=number)[-1]) if known else None
         )
         for number, name in series.layers.items()
     }

@@ -188,12 +188,12 @@ class _GatherSequence(torch.autograd.Function):
         parts = [torch.empty_like(x) for _ in range(ranks.size)]
         with raise_as_rank_error(f"Gathering the sequence on rank {ranks.rank}"):
             dist.all_gather(parts, x, group=ranks.group)
-        return layout.join(parts, dim)
+        return layout.join_tokens_of_ranks(parts, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ranks, layout, dim = ctx.call
-        parts = torch.stack([layout.take(gradient, rank, dim) for rank in range(ranks.size)])
+        parts = torch.stack([layout.select_tokens_of_rank(gradient, rank, dim) for rank in range(ranks.size)])
         return _all_to_all(parts, ranks).sum(0), None, None, None
 
 
@@ -212,11 +212,11 @@ class _HeadTokenExchange(torch.autograd.Function):
 
 
 def _split_heads_gather_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    return layout.join(list(_all_to_all(torch.stack(x.chunk(ranks.size, 1)), ranks)), 2)
+    return layout.join_tokens_of_ranks(list(_all_to_all(torch.stack(x.chunk(ranks.size, 1)), ranks)), 2)
 
 
 def _split_tokens_gather_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    parts = torch.stack([layout.take(x, rank, 2) for rank in range(ranks.size)])
+    parts = torch.stack([layout.select_tokens_of_rank(x, rank, 2) for rank in range(ranks.size)])
     return torch.cat(list(_all_to_all(parts, ranks)), 1)
 
 

@@ -46,13 +46,13 @@ class Layout(NamedTuple):
         """Return the positions of a rank's tokens: (tokens,) int64."""
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(rank, length)])
 
-    def take(self, whole: Tensor, rank: int, dim: int) -> Tensor:
+    def select_tokens_of_rank(self, whole: Tensor, rank: int, dim: int) -> Tensor:
         """Slice the tokens of a rank from a tensor of the whole sequence, whose dimension `dim` is tokens."""
         length = whole.shape[dim]
         parts = [whole.narrow(dim, first, stop - first) for first, stop in self.chunks(rank, length)]
         return torch.cat(parts, dim)
 
-    def join(self, parts: list[Tensor], dim: int) -> Tensor:
+    def join_tokens_of_ranks(self, parts: list[Tensor], dim: int) -> Tensor:
         """Concatenate the tokens of all ranks, listed by rank, to the whole sequence along dimension `dim`."""
         count = self.chunk_count // self.ranks
         chunks = [part.chunk(count, dim) for part in parts]

@@ -32,11 +32,11 @@ def measure_over_keys(
     Statistics that the kernel did not return are measured here. `first_key`, an int or (batch or 1,), is the index of
     the sequence's first visible key, counted from the first key of the subset.
     """
-    wanted = _add_companion_parts(request.wanted)
+    wanted = _add_companion_parts(request.wanted_parts)
     known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY_WEIGHT}
     with without_autocast(request.shape.device):
         context = ProbeContext(first_key=first_key)
-        call = MeasuredCall.of(request, attended.logsumexp.detach(), context)
+        call = MeasuredCall.from_request(request, attended.logsumexp.detach(), context)
         known |= measure_parts(call, wanted - known.keys())
     empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
     # The parts are sorted, because a set of strings has another order in each process, and all ranks need the same

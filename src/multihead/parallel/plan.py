@@ -32,11 +32,11 @@ from multihead.tensors.shapes import AttentionShape
 class MapBlockMask(Mask):
     """The mask of a rectangle of the attention map: queries `rows` and keys `keys` of a mask, numbered from 0.
 
-    `whole` holds the key intervals of all queries of `mask`.
+    `bounds_of_whole_map` holds the key intervals of all queries of `mask`.
     """
 
     mask: Mask
-    whole: KeyBounds
+    bounds_of_whole_map: KeyBounds
     rows: TokenRange
     keys: TokenRange
 
@@ -48,10 +48,15 @@ class MapBlockMask(Mask):
     def bounds(self, extent: CallPositions) -> KeyBounds:
         """Clip the whole mask's intervals of visible keys to the block."""
         (first, stop), device = self.keys, extent.positions.device
-        edges = (edge[:, slice(*self.rows)].to(device) for edge in (self.whole.start, self.whole.stop))
+        edges = (
+            edge[:, slice(*self.rows)].to(device)
+            for edge in (self.bounds_of_whole_map.start, self.bounds_of_whole_map.stop)
+        )
         start, end = (edge.clamp(first, stop) - first for edge in edges)
-        rest = self.whole.remainder
-        return KeyBounds(start, end, None if rest is None else MapBlockMask(rest, self.whole, self.rows, self.keys))
+        rest = self.bounds_of_whole_map.remainder
+        return KeyBounds(
+            start, end, None if rest is None else MapBlockMask(rest, self.bounds_of_whole_map, self.rows, self.keys)
+        )
 
 
 class MapPiece(NamedTuple):
@@ -78,24 +83,24 @@ class RingStep(NamedTuple):
     Attributes:
         distance: in this step rank r uses the keys of rank r - distance; 0 in the first step, which sends nothing.
         pieces: rectangles of the attention map that the rank computes with these keys.
-        received: keys that the rank uses, as ranges of the tokens of rank r - distance.
-        sent: keys that are sent to rank r + distance, as ranges of this rank's tokens.
+        received_ranges: keys that the rank uses, as ranges of the tokens of rank r - distance.
+        sent_ranges: keys that are sent to rank r + distance, as ranges of this rank's tokens.
     """
 
     distance: int
     pieces: tuple[MapPiece, ...]
-    received: tuple[TokenRange, ...]
-    sent: tuple[TokenRange, ...]
+    received_ranges: tuple[TokenRange, ...]
+    sent_ranges: tuple[TokenRange, ...]
 
     @property
     def keys_received(self) -> int:
         """Number of keys that are received in this step."""
-        return _count_positions(self.received)
+        return _count_positions(self.received_ranges)
 
     @property
     def keys_sent(self) -> int:
         """Number of keys that are sent in this step."""
-        return _count_positions(self.sent)
+        return _count_positions(self.sent_ranges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,13 +310,13 @@ class Traffic(NamedTuple):
     The message of 16 bytes per rank that compares the calls of all ranks is not counted.
 
     Attributes:
-        forward: bytes sent in the forward pass.
-        backward: bytes sent in the backward pass.
+        forward_bytes: bytes sent in the forward pass.
+        backward_bytes: bytes sent in the backward pass.
         stored_bytes: largest number of bytes of other ranks' tensors that the rank stores in the forward pass.
     """
 
-    forward: int
-    backward: int
+    forward_bytes: int
+    backward_bytes: int
     stored_bytes: int
 
 
@@ -347,12 +352,12 @@ def copies_for_ulysses(shape: AttentionShape, ranks: int) -> int | None:
 
     >>> import torch
     >>> q, k = torch.zeros(1, 8, 4, 2), torch.zeros(1, 2, 4, 2)
-    >>> copies_for_ulysses(AttentionShape.of(q, k, k), 4)
+    >>> copies_for_ulysses(AttentionShape.from_tensors(q, k, k), 4)
     2
     """
     if shape.num_heads % ranks:
         return None
-    for copies in range(1, shape.group + 1):
-        if shape.num_kv_heads * copies % ranks == 0 and shape.group % copies == 0:
+    for copies in range(1, shape.heads_per_kv_head + 1):
+        if shape.num_kv_heads * copies % ranks == 0 and shape.heads_per_kv_head % copies == 0:
             return copies
     return None

@@ -80,22 +80,24 @@ class Ring:
         if index >= len(self.plan.steps):
             return None
         step = self.plan.steps[index]
-        if not step.sent and not step.received:
+        if not step.sent_ranges and not step.received_ranges:
             return None
-        return self._exchange_ranges(slice_token_major((k, v), step.sent), (k, v), step.received, step.distance)
+        return self._exchange_ranges(
+            slice_token_major((k, v), step.sent_ranges), (k, v), step.received_ranges, step.distance
+        )
 
     def start_gradient_transfer(
         self, step: RingStep, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor
     ) -> Transfer | None:
         """Start to send the gradients of a step's keys and values back to their rank; None without a transfer."""
-        if step.distance == 0 or not (step.sent or step.received):
+        if step.distance == 0 or not (step.sent_ranges or step.received_ranges):
             return None
         message = (
             ()
             if gradients is None
-            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _concatenated_ranges(step.received))
+            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _concatenated_ranges(step.received_ranges))
         )
-        return self._exchange_ranges(message, (k, v), step.sent, -step.distance)
+        return self._exchange_ranges(message, (k, v), step.sent_ranges, -step.distance)
 
     def _exchange_ranges(
         self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[TokenRange, ...], distance: int
@@ -111,10 +113,10 @@ class Ring:
     ) -> tuple[Tensor, Tensor] | None:
         """Wait for the keys and values of a step, and return them; None if the rank needs no keys in the step."""
         found = () if transfer is None else transfer.wait()
-        if not step.received:
+        if not step.received_ranges:
             return None
         if step.distance == 0:
-            return slice_ranges(k, step.received), slice_ranges(v, step.received)
+            return slice_ranges(k, step.received_ranges), slice_ranges(v, step.received_ranges)
         return found[0], found[1]
 
 
@@ -142,10 +144,10 @@ class PieceTensors(NamedTuple):
     def build_request(self, ring: Ring, piece: MapPiece) -> AttentionRequest:
         """Build the attention request for the piece."""
         q, k, v, bias = self
-        shape = AttentionShape.of(q, k, v)
+        shape = AttentionShape.from_tensors(q, k, v)
         part = dropout_of_piece(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
         # Only statistics of distances use the position of the queries.
-        start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
+        start = piece.rows[0] - piece.keys[0] if ring.request.wanted_parts else 0
         return replace(
             ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, dropout_slice=part, query_start=start
         )
@@ -161,7 +163,7 @@ class _RingFunction(torch.autograd.Function):
         dtype = working_dtype(q.dtype)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        merged = MergedStatistics(ring.request.wanted, logsumexp)
+        merged = MergedStatistics(ring.request.wanted_parts, logsumexp)
         transfer = None
         for index, step in enumerate(ring.plan.steps):
             following = ring.start_transfer(index + 1, k, v)  # runs during this step
@@ -171,7 +173,7 @@ class _RingFunction(torch.autograd.Function):
                     part = slice_piece(ring, piece, q, *held, bias).build_request(ring, piece)
                     with use_split(None):
                         found = attend(part, kernel=ring.kernel, published=False)
-                    if part.wanted:
+                    if part.wanted_parts:
                         measures = measure_over_keys(part, found, ring.first_keys(bias) - piece.keys[0])
                         merged.add(piece.query_slice, piece.keys[0], found.logsumexp, measures)
                     merge_outputs(
@@ -187,7 +189,7 @@ class _RingFunction(torch.autograd.Function):
         ring.statistics.update(merged.results(logsumexp))
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
-        ctx.ring = replace(ring, request=replace(without_qkv(ring.request), wanted=frozenset()))
+        ctx.ring = replace(ring, request=replace(without_qkv(ring.request), wanted_parts=frozenset()))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
@@ -261,7 +263,7 @@ class _RingBackward:
         In the first step, whose keys are the rank's own, the gradients of k and v are also added to `gradient_sums`.
         """
         dtype, own = self.logsumexp.dtype, step.distance == 0
-        views = [slice_ranges(each, step.received) for each in self.gradient_sums[1:]] if own else []
+        views = [slice_ranges(each, step.received_ranges) for each in self.gradient_sums[1:]] if own else []
         at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - adding to a copy would have no effect
         dk, dv = views if at_once else (torch.zeros_like(each, dtype=dtype) for each in (k, v))
         for piece in step.pieces:
@@ -273,7 +275,7 @@ class _RingBackward:
                 _add_bias_gradient(self.bias_gradient, self.ring, piece, bias_gradient)
             del of_q, of_k, of_v, bias_gradient  # frees their memory before the next piece is computed
         if own and not at_once:
-            self.add_local_gradients(step.received, (dk, dv))
+            self.add_local_gradients(step.received_ranges, (dk, dv))
         return dk, dv
 
     def compute_piece(self, piece: MapPiece, k: Tensor, v: Tensor) -> Gradients:
@@ -335,7 +337,7 @@ class _RingBackward:
         """Wait for the gradients that another rank computed for this rank's keys and values, and add them to `sums`."""
         found = () if transfer is None else transfer.wait()
         if step is not None and found:
-            self.add_local_gradients(step.sent, found)
+            self.add_local_gradients(step.sent_ranges, found)
 
     def gradient_of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""

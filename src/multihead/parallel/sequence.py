@@ -27,8 +27,8 @@ from multihead.kernels.call import (
     DropoutOffset,
     DropoutSlice,
     listeners,
+    parts_wanted_by_listeners,
     publish,
-    wanted_parts,
 )
 from multihead.kernels.explanation import readable_bytes
 from multihead.kernels.native import kernel as native
@@ -149,7 +149,7 @@ def shard(
     chosen.check_length(length)
     compare_calls(ranks, {"The call": "shard", "The tensors": ", ".join(tensors), "The layout": kind, **tensors})
     device = next(iter(tensors.values())).device
-    parts = {name: chosen.take(tensor, ranks.rank, 1) for name, tensor in tensors.items()}
+    parts = {name: chosen.select_tokens_of_rank(tensor, ranks.rank, 1) for name, tensor in tensors.items()}
     return Shard(parts, chosen.positions(ranks.rank, length, device)[None], kind)
 
 
@@ -263,7 +263,7 @@ class _SplitOverRanks:
     layout: Layout
     strategy: Literal["auto"] | Strategy
     mask: Mask
-    check: CheckFrequency
+    check_frequency: CheckFrequency
     has_compared: bool = field(default=False, init=False)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
@@ -294,7 +294,7 @@ class _SplitOverRanks:
         observed = bool(listeners()) and not is_traced() and not is_in_backward_pass()
         request, ring_plan, chosen = self._plan_call(request, kernel)
         if observed:
-            request = replace(request, wanted=wanted_parts())
+            request = replace(request, wanted_parts=parts_wanted_by_listeners())
         seed = self._compare_with_ranks(request, ring_plan, chosen.strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, dropout_slice=DropoutSlice(seed, DropoutOffset())), "native"
@@ -330,7 +330,7 @@ class _SplitOverRanks:
         calls = f"{len(parts)} call{'' if len(parts) == 1 else 's'}"
         lines = (
             ("ranks", f"{strategy}: rank {rank} of {ranks} computes its part in {calls}; {self.layout.kind} layout"),
-            ("sends", f"{readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward"),
+            ("sends", f"{readable_bytes(sent.forward_bytes)} forward, {readable_bytes(sent.backward_bytes)} backward"),
             ("because", chosen.reason),
             ("compile", "outside of the graphs of torch.compile, so fullgraph=True raises an error"),
         )
@@ -380,7 +380,7 @@ class _SplitOverRanks:
                 "ring", f"{shape.num_heads} heads cannot be divided over {ranks} ranks, as Ulysses needs it"
             )
         by_ring = count_keys_sent(ring_plan.bounds, self.layout) * bytes_of_keys(shape, 1)
-        by_heads = compute_traffic("ulysses", shape, ring_plan, ranks).forward * ranks
+        by_heads = compute_traffic("ulysses", shape, ring_plan, ranks).forward_bytes * ranks
         sums = f"in a ring all ranks send {readable_bytes(by_ring)}, with Ulysses {readable_bytes(by_heads)}"
         return ChosenStrategy("ring" if by_ring <= by_heads else "ulysses", sums)
 
@@ -394,7 +394,7 @@ class _SplitOverRanks:
         """
         # Every rank draws a seed, so that their random number generators stay in step; the seed of rank 0 is used.
         seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
-        if self.has_compared and self.check == "first call":
+        if self.has_compared and self.check_frequency == "first call":
             return compare_calls(self.ranks, {"The call": "attention"}, seed) if request.dropout else seed
         shape = request.shape
         tensors = {"q": request.q, "k": request.k, "v": request.v, "bias": request.bias, "sinks": request.sinks}
@@ -418,7 +418,7 @@ class _SplitOverRanks:
             "dropout": request.dropout,
             "What needs a gradient": ", ".join(learned) if torch.is_grad_enabled() else "",
             "Whether the call is observed": observed,
-            "What is measured": sorted(map(repr, request.wanted)),
+            "What is measured": sorted(map(repr, request.wanted_parts)),
         }
         seed = compare_calls(self.ranks, call, seed)
         self.has_compared = True
@@ -430,7 +430,7 @@ class _SplitOverRanks:
         """Gather all keys and values on every rank, and compute the attention of this rank's queries."""
         k = gather_sequence(request.k, self.ranks, self.layout, 2)
         v = gather_sequence(request.v, self.ranks, self.layout, 2)
-        merged = MergedStatistics(request.wanted, request.q[..., 0])
+        merged = MergedStatistics(request.wanted_parts, request.q[..., 0])
         outputs: list[Tensor] = []
         logsumexps: list[Tensor] = []
         for part, (first_key, _) in self._requests_of_chunks(request, ring_plan, k, v):
@@ -439,7 +439,7 @@ class _SplitOverRanks:
             first = sum(each.shape[2] for each in outputs)
             outputs.append(found.output)
             logsumexps.append(found.logsumexp)
-            if request.wanted:
+            if request.wanted_parts:
                 at = slice(first, first + found.output.shape[2])
                 parts = measure_over_keys(part, found, ring_plan.first_keys(request) - first_key)
                 merged.add(at, first_key, found.logsumexp.detach(), parts)
@@ -462,11 +462,11 @@ class _SplitOverRanks:
                 q=q,
                 k=of_k,
                 v=of_v,
-                shape=AttentionShape.of(q, of_k, of_v),
+                shape=AttentionShape.from_tensors(q, of_k, of_v),
                 mask=MapBlockMask(request.mask, ring_plan.bounds, rows, keys),
                 bias=None if request.bias is None else slice_bias(request.bias, ring_plan.length, rows, keys),
                 dropout_slice=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
-                query_start=rows[0] - keys[0] if request.wanted else 0,  # only statistics use positions
+                query_start=rows[0] - keys[0] if request.wanted_parts else 0,  # only statistics use positions
             )
             yield part, keys
 
@@ -482,7 +482,7 @@ class _SplitOverRanks:
             found = attend(part, kernel=kernel, published=False)
         output = reshard_heads_to_tokens(found.output, self.ranks, self.layout)
         logsumexp = reshard_heads_to_tokens(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
-        if not request.wanted:
+        if not request.wanted_parts:
             return AttentionResult(output, logsumexp)
         parts = measure_over_keys(part, found, ring_plan.first_keys(request))
         exchanged = reshard_heads_to_tokens(stack_parts(parts), self.ranks, self.layout)
@@ -501,7 +501,7 @@ class _SplitOverRanks:
             q=q,
             k=k,
             v=v,
-            shape=AttentionShape.of(q, k, v),
+            shape=AttentionShape.from_tensors(q, k, v),
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],

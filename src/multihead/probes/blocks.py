@@ -32,9 +32,9 @@ from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_traced
 
-STRIP_SCORES = 1 << 24  # scores of one head per strip of rows; cancellation is checked before each strip
+SCORES_PER_STRIP = 1 << 24  # scores of one head per strip of rows; cancellation is checked before each strip
 MAX_EXACT_BASE = 2.0**60  # above this base (see `score_base`) float64 rounds q . k away, so q . k is left out
-DENSE_STRIP_SCORES = 1 << 22  # scores per strip if visibility is evaluated cell by cell in PyTorch
+SCORES_PER_DENSE_STRIP = 1 << 22  # scores per strip if visibility is evaluated cell by cell in PyTorch
 MIN_NATIVE_SCORES = 1 << 18  # up to this many scores PyTorch is faster than preparing a call of the native kernel
 
 
@@ -158,9 +158,9 @@ def _needs_cell_visibility(request: AttentionRequest, bounds: KeyBounds) -> bool
 def _strips_of_rows(
     rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int], *, dense: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows [first, stop), each of whole blocks and with about STRIP_SCORES scores."""
+    """Yield ranges of rows [first, stop), each of whole blocks and with about SCORES_PER_STRIP scores."""
     width = max(columns[1] - columns[0], 1)
-    height = max((DENSE_STRIP_SCORES if dense else STRIP_SCORES) // width // block[0], 1) * block[0]
+    height = max((SCORES_PER_DENSE_STRIP if dense else SCORES_PER_STRIP) // width // block[0], 1) * block[0]
     for first in range(*rows, height):
         yield first, min(first + height, rows[1])
 
@@ -194,7 +194,7 @@ def _slice_call(
     every = len(heads) == shape.num_heads and bool((heads.diff() == 1).all())
     q, k = request.q[:, :, slice(*rows)], request.k[:, :, slice(*columns)]
     if not every:
-        q, k = q[:, heads], k[:, heads // shape.group]
+        q, k = q[:, heads], k[:, heads // shape.heads_per_kv_head]
     return replace(
         request,
         q=q,
@@ -212,7 +212,7 @@ def _slice_call(
         bias=None if request.bias is None else _slice_bias(request.bias, heads, shape, rows, columns),
         sinks=None,  # the logsumexp includes the sinks
         dropout=0.0,
-        wanted=frozenset(),
+        wanted_parts=frozenset(),
         origin=None,
     )
 
@@ -272,7 +272,7 @@ def _sum_strip_in_torch(
 ) -> Tensor:
     """Sum the blocks of a strip in PyTorch, some rows at a time: (heads, row blocks, column blocks), float64."""
     width = part.shape.num_heads * part.shape.key_length
-    height = max(DENSE_STRIP_SCORES // width // block[0], 1) * block[0]
+    height = max(SCORES_PER_DENSE_STRIP // width // block[0], 1) * block[0]
     key = torch.arange(part.shape.key_length, device=part.shape.device)
     found = []
     for first in range(0, part.shape.query_length, height):
@@ -301,7 +301,7 @@ def _count_cells_of_blocks(shown: KeyBounds, part: AttentionRequest, block: tupl
     height, width = block
     first = torch.arange(-(-part.shape.key_length // width), device=part.shape.device) * width
     counts = []
-    step = max(DENSE_STRIP_SCORES // len(first) // height, 1) * height
+    step = max(SCORES_PER_DENSE_STRIP // len(first) // height, 1) * height
     for row in range(0, part.shape.query_length, step):
         start, stop = shown.start[0, row : row + step, None], shown.stop[0, row : row + step, None]
         inside = (stop.minimum(first + width) - start.maximum(first)).clamp_(min=0)  # (rows, column blocks)

@@ -89,7 +89,7 @@ def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[i
 
 # The order is that of tables and of the documentation. Default statistics cost next to nothing: the native kernel
 # measures them in one pass, and the mass of the learned sink follows from the logsumexp.
-_BUILT_IN = (
+_BUILT_IN_PROBES = (
     Probe(
         "entropy",
         _function_of_part("entropy"),
@@ -242,13 +242,13 @@ _BUILT_IN = (
         chance=False,
     ),
 )
-PROBES: dict[str, Probe] = {probe.name: probe for probe in _BUILT_IN}
+PROBES: dict[str, Probe] = {probe.name: probe for probe in _BUILT_IN_PROBES}
 """The built-in probes by name."""
 
-DEFAULT = tuple(probe.name for probe in _BUILT_IN if probe.default)
+DEFAULT = tuple(probe.name for probe in _BUILT_IN_PROBES if probe.default)
 """Names of the probes that are computed by default."""
 
-SEPARATOR = Statistic("separator_mass", label="separator", number_format=SHARE)
+SEPARATOR_STATISTIC = Statistic("separator_mass", label="separator", number_format=SHARE)
 """Weight on special tokens after the first token, which `record.analysis.highlights` derives from other statistics."""
 
 REPEAT_PROBES = {
@@ -260,7 +260,7 @@ REPEAT_PROBES = {
 """Name of a statistic on repeated random tokens -> name of its probe, see `observation.textbook`."""
 
 _DERIVED_STATISTICS = (
-    SEPARATOR,
+    SEPARATOR_STATISTIC,
     *(
         Statistic(name, label=f"{PROBES[of].label} on random repeats", number_format=SHARE)
         for name, of in REPEAT_PROBES.items()

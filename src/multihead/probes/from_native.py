@@ -12,8 +12,8 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import (
     FIRST_KEY_WEIGHT,
-    ONE_PASS,
-    SECOND_PASS,
+    PARTS_OF_ONE_PASS,
+    PARTS_OF_SECOND_PASS,
     SPECIAL_KEYS_WEIGHT,
     measure_in_one_pass,
     sum_weights_per_key,
@@ -42,7 +42,7 @@ def measurable_parts(context: ProbeContext, parts: Collection[Part]) -> frozense
 @cache
 def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
     """Return all parts that the kernel measures; the flags include the pooled map, first-key and special-key parts."""
-    known = ONE_PASS | SECOND_PASS
+    known = PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS
     if not mean:
         known -= {"pooled_map"}
     if not first:
@@ -58,7 +58,9 @@ def run_first_pass(
     Returns:
         the logsumexp and the parts, (batch, heads, queries) each.
     """
-    return measure_in_one_pass(request, bounds, ONE_PASS & measurable_parts(context, parts), context.special_keys)
+    return measure_in_one_pass(
+        request, bounds, PARTS_OF_ONE_PASS & measurable_parts(context, parts), context.special_keys
+    )
 
 
 def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
@@ -69,9 +71,9 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
         parts: a subset of `measurable_parts`.
     """
     found: dict[Part, Tensor] = {}
-    if not ONE_PASS.isdisjoint(parts):
+    if not PARTS_OF_ONE_PASS.isdisjoint(parts):
         found |= run_first_pass(call.request, call.bounds, parts, call.context)[1]
-    if not SECOND_PASS.isdisjoint(parts):
+    if not PARTS_OF_SECOND_PASS.isdisjoint(parts):
         found |= _measure_received_and_map(call, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
 

@@ -42,7 +42,7 @@ class MeasuredCall:
     base: Tensor | None = None
 
     @staticmethod
-    def of(
+    def from_request(
         request: AttentionRequest, logsumexp: Tensor, context: ProbeContext, *, result: AttentionResult | None = None
     ) -> MeasuredCall:
         """Prepare a call for measuring; with a large logsumexp, its tensors are converted to float64."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GROUP = 32  # keys per group; squared distances are summed about the middle of their group
+KEYS_PER_GROUP = 32  # keys per group; squared distances are summed about the middle of their group
 
 
 @dataclass(eq=False)
@@ -20,12 +20,12 @@ class DistanceMoments:
     Attributes, (heads, rows) float64:
         mass: sum_j p_ij.
         distance: sum_j p_ij d_ij.
-        squares: sum_j p_ij (d_ij - distance / mass)^2.
+        squared_deviations: sum_j p_ij (d_ij - distance / mass)^2.
     """
 
     mass: Tensor
     distance: Tensor
-    squares: Tensor
+    squared_deviations: Tensor
 
     @staticmethod
     def zero(like: Tensor) -> DistanceMoments:
@@ -42,7 +42,7 @@ class DistanceMoments:
             side: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
         """
         first, stop = columns
-        middle = first + (stop - first) // GROUP * GROUP if side else first
+        middle = first + (stop - first) // KEYS_PER_GROUP * KEYS_PER_GROUP if side else first
         if middle > first:
             self._add_one_sided_keys(weights[..., : middle - first], positions, first, side)
         if stop > middle:
@@ -53,10 +53,13 @@ class DistanceMoments:
 
         About the middle of a group the squares are at most 240, so float32 rounds them by far less than a token.
         """
-        about = torch.arange(GROUP, device=weights.device, dtype=weights.dtype) - (GROUP - 1) / 2
-        parts = weights.unflatten(-1, (-1, GROUP))  # (heads, rows, parts, GROUP)
+        about = torch.arange(KEYS_PER_GROUP, device=weights.device, dtype=weights.dtype) - (KEYS_PER_GROUP - 1) / 2
+        parts = weights.unflatten(-1, (-1, KEYS_PER_GROUP))  # (heads, rows, parts, GROUP)
         mass, once, twice = parts.sum(-1).double(), (parts @ about).double(), (parts @ about.square()).double()
-        middles = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * GROUP + (GROUP - 1) / 2
+        middles = (
+            torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * KEYS_PER_GROUP
+            + (KEYS_PER_GROUP - 1) / 2
+        )
         whole = mass.sum(-1)
         mean = (mass * middles + once).sum(-1) / _zeros_to_ones(whole)  # counted from the first key
         # sum p (c + m - mean)^2 = sum p c^2 + 2 (m - mean) sum p c + (m - mean)^2 sum p, with c about the middle m.
@@ -82,7 +85,7 @@ class DistanceMoments:
         """Merge a tile, given its mass, its mean distance and its squares about this mean; (heads, rows) each."""
         both = _zeros_to_ones(self.mass + mass)
         mean_before = self.distance / _zeros_to_ones(self.mass)
-        self.squares += squares + (mean - mean_before).square() * (self.mass * mass / both)
+        self.squared_deviations += squares + (mean - mean_before).square() * (self.mass * mass / both)
         self.mass += mass
         self.distance += mean * mass
 
@@ -92,7 +95,7 @@ class DistanceMoments:
 
     def spread(self) -> Tensor:
         """Return the standard deviation of the distance: (heads, rows)."""
-        return (self.squares / _zeros_to_ones(self.mass)).sqrt()
+        return (self.squared_deviations / _zeros_to_ones(self.mass)).sqrt()
 
 
 def _zeros_to_ones(mass: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class PooledMap:
     def count(self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)) -> None:
         """Count the visible cells of one sample of a call; `heads` are the heads that this map has."""
         if bounds.remainder is None and request.bias is None:
-            row = 0 if bounds.shared else sample
+            row = 0 if bounds.is_shared_by_samples else sample
             self.count_intervals(bounds.start[row], bounds.stop[row])
             return
         shape = request.shape

@@ -113,7 +113,7 @@ def _split_into_chunks_of_weights(token_group: _TokenGroup, heads: int) -> Itera
 
 def _drop_hidden_keys(call: MeasuredCall, index: int, token_group: _TokenGroup) -> _TokenGroup:
     """Drop keys at or after all queries of a group, and keys before all their visible intervals."""
-    queries, row = token_group.queries[token_group.queries >= 0], 0 if call.bounds.shared else index
+    queries, row = token_group.queries[token_group.queries >= 0], 0 if call.bounds.is_shared_by_samples else index
     last, first = int(call.positions[index, queries].max()), int(call.bounds.start[row, queries].min())
     keys = token_group.keys  # in ascending order, -1 at the end
     stop = int(((keys >= 0) & (keys < last)).sum(-1).max())
@@ -132,9 +132,9 @@ def _sum_weights_at_shift(
     q = sample.q[0][:, queries].to(dtype).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, tokens, n, dim)
     k = sample.k[0][:, keys].to(dtype)  # (kv_heads, tokens, m, head_dim)
     product = q.transpose(1, 2).flatten(2, 3) @ k.mT  # (kv_heads, tokens, group * n, m)
-    product = product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)  # (heads, tokens, n, m)
+    product = product.unflatten(2, (shape.heads_per_kv_head, -1)).transpose(1, 2).flatten(0, 1)  # (heads, tokens, n, m)
     cells = apply_softcap(product * sample.scale, sample.softcap)
-    row = 0 if bounds.shared else index
+    row = 0 if bounds.is_shared_by_samples else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
     place = call.positions[index, queries][..., None]
     is_earlier = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (token_group.queries >= 0)[..., None]

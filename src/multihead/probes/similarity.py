@@ -13,7 +13,7 @@ from multihead.kernels.dense_tile import without_autocast
 from multihead.probes.tile import head_indices, tile
 
 MAX_WEIGHTS = 1 << 21  # maximum number of weights of pairs of heads that are compared at once
-Heads = int | Sequence[int] | slice
+HeadSelection = int | Sequence[int] | slice
 
 
 def divergence(
@@ -22,8 +22,8 @@ def divergence(
     other: AttentionRequest | None = None,
     other_logsumexp: Tensor | None = None,
     *,
-    heads: Heads = slice(None),
-    other_heads: Heads = slice(None),
+    heads: HeadSelection = slice(None),
+    other_heads: HeadSelection = slice(None),
     queries: slice = slice(None),
 ) -> Tensor:
     """Return the Jensen-Shannon divergence of attention weights between each of `heads` and each of `other_heads`.

@@ -302,7 +302,7 @@ def measure_statistics(
     """
     probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
-        call = MeasuredCall.of(request, logsumexp, context, result=result)
+        call = MeasuredCall.from_request(request, logsumexp, context, result=result)
         wanted_parts = parts_of_probes(probes)
         all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
         all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets_of_parts(call, probes))
@@ -493,7 +493,7 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
         SPECIAL_KEYS_WEIGHT in parts and special_keys is None
     ):
         return None
-    measured = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special_keys))
+    measured = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
     found: dict[Part, Tensor] = {}

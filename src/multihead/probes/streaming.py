@@ -19,7 +19,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.parts import Part
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.moments import GROUP, DistanceMoments
+from multihead.probes.moments import KEYS_PER_GROUP, DistanceMoments
 from multihead.probes.pooling import PooledMap
 from multihead.scores.bias import values_of, with_values
 
@@ -40,18 +40,18 @@ class _Tile:
     Attributes:
         rows: the queries.
         columns: range of the keys, [first, stop).
-        logs: (heads, rows, columns), ln p_ij; any finite number where hidden.
+        log_weights: (heads, rows, columns), ln p_ij; any finite number where hidden.
         weights: (heads, rows, columns), p_ij; 0 where hidden.
-        shown: (heads or 1, rows, columns) bool, True = visible; None if all cells are visible.
-        side: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
+        visible_cells: (heads or 1, rows, columns) bool, True = visible; None if all cells are visible.
+        side_of_keys: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
     """
 
     rows: slice
     columns: tuple[int, int]
-    logs: Tensor
+    log_weights: Tensor
     weights: Tensor
-    shown: Tensor | None
-    side: int
+    visible_cells: Tensor | None
+    side_of_keys: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +80,8 @@ class _TiledMeasurement:
     Attributes:
         call: the call.
         parts: the parts to measure, a subset of STREAMED_PARTS.
-        columns: (batch, kv_heads, keys, n), n numbers c_j per key, or None.
-        found: part -> (batch, heads, queries), for parts with a number per query.
+        value_columns: (batch, kv_heads, keys, n), n numbers c_j per key, or None.
+        measured_parts: part -> (batch, heads, queries), for parts with a number per query.
         weighted_sums: (batch, heads, queries, n), the sums sum_j p_ij c_j, or None.
         received: (batch, heads, keys), the sum of the weights on each key.
         maps: pooled map of each group of heads, ordered by sample.
@@ -89,8 +89,8 @@ class _TiledMeasurement:
 
     call: MeasuredCall
     parts: frozenset[Part]
-    columns: Tensor | None
-    found: dict[Part, Tensor]
+    value_columns: Tensor | None
+    measured_parts: dict[Part, Tensor]
     weighted_sums: Tensor | None
     received: Tensor
     maps: list[PooledMap] = field(default_factory=list)
@@ -123,11 +123,11 @@ def measure_in_tiles(
         None if columns is None else zeros_per_query(columns.shape[-1]),
         torch.zeros(*size[:2], shape.key_length, dtype=torch.float64, device=shape.device),
     )
-    if "largest_key" in stream.found:
-        stream.found["largest_key"] = torch.full(size, -1, device=shape.device)
+    if "largest_key" in stream.measured_parts:
+        stream.measured_parts["largest_key"] = torch.full(size, -1, device=shape.device)
     for group in _groups_of_call(call):
         _measure_group(stream, group)
-    found = dict(stream.found)
+    found = dict(stream.measured_parts)
     if "received" in parts:
         found["received"] = stream.received
     if "pooled_map" in parts:
@@ -155,12 +155,12 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
     """Yield the groups of heads of each sample of a call; a group has at most TILE_WEIGHTS weights per tile."""
     shape = call.request.shape
     rows, width, cells = _tile_size(shape.device)
-    most = max(1, cells // (rows * width * shape.group))  # key/value heads per group
+    most = max(1, cells // (rows * width * shape.heads_per_kv_head))  # key/value heads per group
     for index in range(shape.batch):
         sample = call.request_of_sample(index)
         for first in range(0, shape.num_kv_heads, most):
             kv = slice(first, min(first + most, shape.num_kv_heads))
-            heads = slice(kv.start * shape.group, kv.stop * shape.group)
+            heads = slice(kv.start * shape.heads_per_kv_head, kv.stop * shape.heads_per_kv_head)
             bias = sample.bias
             if bias is not None and values_of(bias).shape[1] > 1:
                 bias = with_values(bias, values_of(bias)[:, heads])
@@ -209,7 +209,7 @@ def _measure_group(stream: _TiledMeasurement, group: _HeadGroup) -> None:
             if pooled is not None and call.context.map_pool == "mean":
                 pooled.add(tile.weights, rows, tile.columns)
             elif pooled is not None:
-                pooled.update_maxima(tile.weights, tile.shown, rows, tile.columns)
+                pooled.update_maxima(tile.weights, tile.visible_cells, rows, tile.columns)
         block.write(stream, group)
     if pooled is not None:
         if call.context.map_pool == "mean":
@@ -222,7 +222,7 @@ def _spans_of_keys(
 ) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """Split the keys that any of the rows sees into spans; yield (first, stop), whether all cells are visible, side."""
     bounds = stream.call.bounds
-    plan_row = 0 if bounds.shared else group.sample
+    plan_row = 0 if bounds.is_shared_by_samples else group.sample
     start, stop = bounds.start[plan_row, rows], bounds.stop[plan_row, rows]
     seeing = start < stop
     if not bool(seeing.any()):
@@ -233,11 +233,14 @@ def _spans_of_keys(
     if bounds.remainder is not None or group.request.bias is not None or not bool(seeing.all()):
         free = seen_stop = most
     before, after = (int(stream.call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
-    # A span is a multiple of GROUP keys, is fully visible or not, and is on one side of all rows or not.
-    wanted = (least - (least - free) // GROUP * GROUP, least + (seen_stop - least) // GROUP * GROUP)
+    # A span is a multiple of KEYS_PER_GROUP keys, is fully visible or not, and is on one side of all rows or not.
+    wanted = (
+        least - (least - free) // KEYS_PER_GROUP * KEYS_PER_GROUP,
+        least + (seen_stop - least) // KEYS_PER_GROUP * KEYS_PER_GROUP,
+    )
     sides = (
-        least + (before + 1 - least) // GROUP * GROUP,
-        least - (least - after) // GROUP * GROUP,
+        least + (before + 1 - least) // KEYS_PER_GROUP * KEYS_PER_GROUP,
+        least - (least - after) // KEYS_PER_GROUP * KEYS_PER_GROUP,
     )
     cuts = sorted({least, most, *(edge for edge in (*wanted, *sides) if least < edge < most)})
     width = _tile_size(start.device)[1]
@@ -250,7 +253,7 @@ def _spans_of_keys(
 def _tiles_of_rows(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
     """Yield the tiles of some rows that have visible keys."""
     call, request = stream.call, group.request
-    bounds, plan_row = call.bounds, 0 if call.bounds.shared else group.sample
+    bounds, plan_row = call.bounds, 0 if call.bounds.is_shared_by_samples else group.sample
     every_cell_read = bounds.remainder is not None or request.bias is not None
     for columns, free, side in _spans_of_keys(stream, group, rows):
         shown: Tensor | None = None
@@ -311,23 +314,23 @@ class _RowSums:
             DistanceMoments.zero(nothing) if {"mean_distance", "distance_spread"} & stream.parts else None,
             torch.full_like(nothing, -torch.inf),
             torch.full_like(nothing, -1, dtype=torch.int64),
-            None if stream.columns is None else nothing.new_zeros(*size, stream.columns.shape[-1]),
+            None if stream.value_columns is None else nothing.new_zeros(*size, stream.value_columns.shape[-1]),
         )
 
     def add(self, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> None:
         """Add the weights of a tile to all sums."""
         if "entropy" in self.sums:
-            self.sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.logs)
+            self.sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.log_weights)
         if self.moments is not None:
-            self.moments.add(tile.weights, self.positions, tile.columns, tile.side)
+            self.moments.add(tile.weights, self.positions, tile.columns, tile.side_of_keys)
         if {"largest_weight", "largest_key"} & stream.parts:
             self._update_largest(tile)
         for part in _TOKEN_MATCH_PARTS:
             if part in self.sums:
                 self.sums[part] += (tile.weights * self._keys_of_same_token(part, tile, stream, group)).sum(-1)
-        if self.weighted_sums is not None and stream.columns is not None:
-            columns = stream.columns[group.sample, :, slice(*tile.columns)].to(tile.weights.dtype)
-            per = stream.call.request.shape.group
+        if self.weighted_sums is not None and stream.value_columns is not None:
+            columns = stream.value_columns[group.sample, :, slice(*tile.columns)].to(tile.weights.dtype)
+            per = stream.call.request.shape.heads_per_kv_head
             columns = columns[group.heads.start // per : group.heads.stop // per]  # (kv_heads, columns, n)
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
             self.weighted_sums += (by_kv @ columns).view(self.weighted_sums.shape)
@@ -344,7 +347,11 @@ class _RowSums:
 
     def _update_largest(self, tile: _Tile) -> None:
         """Update the largest weight and its key; ties go to the first key."""
-        logs = tile.logs if tile.shown is None else tile.logs.masked_fill(~tile.shown, -torch.inf)
+        logs = (
+            tile.log_weights
+            if tile.visible_cells is None
+            else tile.log_weights.masked_fill(~tile.visible_cells, -torch.inf)
+        )
         value, key = _largest_and_index(logs)
         larger = value > self.largest
         self.largest = torch.where(larger, value.double(), self.largest)
@@ -358,7 +365,7 @@ class _RowSums:
             found["entropy"].clamp_(min=0)  # rounding can give -1e-7 for a single key
         if self.moments is not None:
             found |= {"mean_distance": self.moments.mean(), "distance_spread": self.moments.spread()}
-        for part, tensor in stream.found.items():
+        for part, tensor in stream.measured_parts.items():
             tensor[place] = found[part]
         if self.weighted_sums is not None and stream.weighted_sums is not None:
             stream.weighted_sums[place] = self.weighted_sums
@@ -366,9 +373,9 @@ class _RowSums:
 
 def _largest_and_index(cells: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest number of each row and its first index, like `max(-1)`, but twice as fast."""
-    if cells.shape[-1] % GROUP:
+    if cells.shape[-1] % KEYS_PER_GROUP:
         return cells.max(-1)
-    parts = cells.unflatten(-1, (-1, GROUP))
+    parts = cells.unflatten(-1, (-1, KEYS_PER_GROUP))
     value, part = parts.amax(-1).max(-1)  # (heads, rows)
-    one = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, GROUP))[..., 0, :]
-    return value, one.argmax(-1) + part * GROUP
+    one = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, KEYS_PER_GROUP))[..., 0, :]
+    return value, one.argmax(-1) + part * KEYS_PER_GROUP

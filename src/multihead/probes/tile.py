@@ -50,7 +50,9 @@ class RowLogsumexps:
     def __init__(self) -> None:
         self._logsumexps: Tensor | None = None  # (batch, heads, queries), NaN for queries that are not computed yet
 
-    def of(self, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None) -> Tensor:
+    def logsumexp_of_rows(
+        self, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
+    ) -> Tensor:
         """Return the logsumexp of some rows: (batch, heads, rows), nats, minus `base`.
 
         Args:
@@ -120,7 +122,7 @@ def tile(
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
                     own = _add_sinks(_logsumexp_of_cells(cells, logsumexp.dtype), request, some_heads, part, base)
                 elif totals is not None:
-                    own = totals.of(request, some_heads, part, base)
+                    own = totals.logsumexp_of_rows(request, some_heads, part, base)
                 else:
                     own = _logsumexp_block_by_block(request, some_heads, part, base)
                 own = _computed_or_recorded_logsumexp(own, row, request, some_heads, part, base)
@@ -153,7 +155,7 @@ def logsumexp_of_rows(
     """
     with torch.no_grad(), without_autocast(request.shape.device):
         return _computed_or_recorded_logsumexp(
-            totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base
+            totals.logsumexp_of_rows(request, heads, rows, base), logsumexp, request, heads, rows, base
         )
 
 
@@ -310,7 +312,10 @@ def _computed_or_recorded_logsumexp(
     near = apart <= rounding * (1 + recorded.abs())
     if is_traced() or not bool(near.all()):
         # A score may be smaller than its terms, so its rounding error is bounded by the product of the norms.
-        q, k = request.q[:, heads][:, :, rows].to(own.dtype), request.k[:, heads // request.shape.group].to(own.dtype)
+        q, k = (
+            request.q[:, heads][:, :, rows].to(own.dtype),
+            request.k[:, heads // request.shape.heads_per_kv_head].to(own.dtype),
+        )
         norms = k.norm(dim=-1).nan_to_num(nan=0, posinf=0)  # keys with NaN or inf are hidden from these queries
         size = q.norm(dim=-1) * norms.amax(-1, keepdim=True) * abs(request.scale)
         near = apart <= rounding * (1 + recorded.abs() + size)

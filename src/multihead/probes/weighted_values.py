@@ -35,7 +35,7 @@ def projected_value_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
         0, (shape.num_kv_heads, -1)
     )  # (kv_heads, group, rank, dim)
     v = call.request_without_nonfinite.v.detach().to(factors.dtype)
-    found = [_norm_of_vectors(v @ factors[:, index].mT) for index in range(shape.group)]
+    found = [_norm_of_vectors(v @ factors[:, index].mT) for index in range(shape.heads_per_kv_head)]
     most = torch.finfo(factors.dtype).max
     return torch.stack(found, -1).nan_to_num(nan=most, posinf=most)
 
@@ -43,7 +43,7 @@ def projected_value_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
 def select_own_columns(call: MeasuredCall, weighed: Tensor) -> Tensor:
     """Select each head's own column: (batch, heads, queries, group) -> (batch, heads, queries)."""
     shape = call.request.shape
-    own = torch.arange(shape.num_heads, device=shape.device) % shape.group
+    own = torch.arange(shape.num_heads, device=shape.device) % shape.heads_per_kv_head
     return weighed.gather(-1, own[:, None, None].expand(*weighed.shape[:3], 1))[..., 0]
 
 
@@ -93,7 +93,7 @@ def attention_weighted_sums(call: MeasuredCall, columns: Tensor) -> Tensor:
         v=columns.to(dtype),
         shape=request.shape._replace(value_dim=columns.shape[-1], dtype=dtype),
         dropout=0.0,
-        wanted=frozenset(),
+        wanted_parts=frozenset(),
     )
     # If sdpa pads few columns to head_dim, the tiles are faster.
     padding = columns.shape[-1] * 2 < request.shape.head_dim

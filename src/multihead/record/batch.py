@@ -116,13 +116,13 @@ class KeptRows:
     Attributes:
         tensor: (batch, heads, rows, features), or a copy that `BatchRows.copy_rows` returned.
         rows: returns which rows to keep; None if `tensor` is a copy.
-        version: version counter of the tensor, which in-place writes increase.
+        version_when_kept: version counter of the tensor, which in-place writes increase.
         layer: name of the layer that computed the tensor.
     """
 
     tensor: Tensor
     rows: Callable[[], BatchRows] | None
-    version: int
+    version_when_kept: int
     layer: str
 
     @staticmethod
@@ -152,7 +152,7 @@ class KeptRows:
         """
         if self.rows is None:
             return self.tensor
-        if self.tensor._version != self.version:  # noqa: SLF001
+        if self.tensor._version != self.version_when_kept:  # noqa: SLF001
             raise ModelError(
                 f"Queries or keys of {self.layer} were changed in place after the layer computed them.",
                 "Change a copy of what its projections return, such as output.clone() in a hook.",
@@ -495,7 +495,7 @@ def packed_spans(lengths: Tensor) -> list[SampleSpan]:
     """
     end = lengths.cumsum(0)
     places = zip((end - lengths).tolist(), end.tolist(), strict=True)
-    return [SampleSpan(0, place, place, holds_all=True, holds_first=True) for place in places]
+    return [SampleSpan(0, place, place, holds_all_visible_keys=True, holds_first_visible_key=True) for place in places]
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -594,9 +594,9 @@ def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bo
     sample.
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
-    if not (span.holds_all or (whole and not packed)):
+    if not (span.holds_all_visible_keys or (whole and not packed)):
         return None
-    left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY_WEIGHT})
+    left_out = frozenset[Part]() if span.holds_first_visible_key else frozenset({FIRST_KEY_WEIGHT})
     return left_out | POSITION_PARTS if position_in_sample(request, span) < 0 else left_out
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.kinds import KINDS, Kind
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
@@ -60,7 +60,7 @@ class LayerRecord:
     def __repr__(self) -> str:
         """Return one line: the number and name of the layer, and its numbers of heads and texts."""
         contents = f"{number_with_noun(self.num_heads, 'head')}, {number_with_noun(self.num_samples, 'text')}"
-        return f"<LayerRecord {self.number} {visible(self.name)}: {contents}>"
+        return f"<LayerRecord {self.number} {escape_controls(self.name)}: {contents}>"
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: a table with one row per head."""

@@ -23,7 +23,7 @@ from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
-from multihead.record.running_summary import NUM_BINS, QuantileSketch, RunningSummary, bin_of
+from multihead.record.running_summary import NUM_BINS, QuantileSketch, RunningSummary, bin_of_value
 from multihead.record.sample import STATISTICS_PER_KEY, STATISTICS_PER_MAP, SampleRecord
 from multihead.record.saving import FORMAT_NAME, FORMAT_VERSION, MAX_HEADER_BYTES, SAFETENSORS_NAMES
 from multihead.record.segments import Rows, Segment
@@ -395,7 +395,7 @@ def _convert_old_bins(bins: Tensor) -> Tensor:
     """Convert histograms of file version 1, with bins of ratio 1.02, to the current bins: (heads, NUM_BINS)."""
     values = 1e-9 * 1.02 ** torch.arange(_NUM_BINS_OF_VERSION_1, dtype=torch.float64) * 2 / 2.02
     values[0] = 0
-    return torch.zeros(len(bins), NUM_BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
+    return torch.zeros(len(bins), NUM_BINS, dtype=torch.int64).index_add_(1, bin_of_value(values), bins)
 
 
 def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:

@@ -43,10 +43,10 @@ def memory_of(layers: Sequence[LayerRecord]) -> MemoryUse:
             if one.keeps_weights:
                 kv_heads = one.segments[0].request.shape.num_kv_heads
                 kept += size * one.head_dim * (one.num_heads * one.num_queries + kv_heads * one.num_keys)
-    return MemoryUse(peak_of_process(), kept, weights)
+    return MemoryUse(peak_memory_of_process(), kept, weights)
 
 
-def peak_of_process() -> int | None:
+def peak_memory_of_process() -> int | None:
     """Return the peak resident memory of this process, bytes; None if the operating system does not report it."""
     try:
         import resource

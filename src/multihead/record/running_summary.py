@@ -107,14 +107,14 @@ class RunningSummary:
         num_heads: number of query heads.
         num_samples: number of texts.
         statistics: name of a statistic -> its sketch.
-        maxima: names of the statistics whose exact maximum is recorded.
+        statistics_with_maximum: names of the statistics whose exact maximum is recorded.
         takes_batches: whether `add` must receive all texts of an attention call at once, and each text completely.
     """
 
     num_heads: int
     num_samples: int = 0
     statistics: dict[str, QuantileSketch] = field(default_factory=dict)
-    maxima: Collection[str] = ()
+    statistics_with_maximum: Collection[str] = ()
     takes_batches: ClassVar[bool] = False
 
     def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
@@ -127,7 +127,7 @@ class RunningSummary:
         self.num_samples += samples
         new = [name for name in measured if name not in self.statistics]
         self.statistics.update(zip(new, QuantileSketch.empty_list(len(new), self.num_heads), strict=True))
-        for name in self.maxima:
+        for name in self.statistics_with_maximum:
             if name in new:
                 self.statistics[name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
         for name, each in measured.items():
@@ -142,7 +142,7 @@ class RunningSummary:
         return {name: each.quantile(QUANTILE_OF_SUMMARY[of]) for name, each in chosen.items()}
 
 
-def bin_of(values: Tensor) -> Tensor:
+def bin_of_value(values: Tensor) -> Tensor:
     """Return the index of the histogram bin of each value, int64; NaN is in the last bin."""
     return _bin_of_bits(_bits_as_integers(values))
 

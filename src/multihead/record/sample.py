@@ -14,7 +14,7 @@ from multihead.errors.arguments import check_integer
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import visible_cells, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.probes.blocks import BlockSums
 from multihead.probes.catalogue import statistic
 from multihead.probes.context import PoolOperation
@@ -139,7 +139,7 @@ class SampleRecord:
             return self.growing_query_text.text(self.num_queries)
         if self.split is not None:
             return self.text.select_tokens(self.positions.tolist())
-        return self.text.part(self.query_start, self.query_start + self.num_queries)
+        return self.text.slice_tokens(self.query_start, self.query_start + self.num_queries)
 
     @property
     def statistics(self) -> dict[str, Tensor]:
@@ -265,7 +265,7 @@ class SampleRecord:
     def __repr__(self) -> str:
         """Return one line: the name of the layer, and the numbers of heads, queries and keys."""
         heads = number_with_noun(self.num_heads, "head")
-        return f"<SampleRecord of {visible(self.name)}: {heads}, {self._describe_size()}>"
+        return f"<SampleRecord of {escape_controls(self.name)}: {heads}, {self._describe_size()}>"
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: a table with one row per head."""
@@ -288,9 +288,16 @@ class SampleRecord:
         alone.logsumexp.add(self.logsumexp.rows_between(*rows))
         alone.q = None if self.q is None else Rows(2, [self.q.rows_between(*rows)])
         alone.k = self.k
-        alone.segments, alone.calls = [replace(segment.cut(rows, keys), row_start=0)], [((0, rows[1] - rows[0]), keys)]
-        alone.growing_key_text = GrowingText.from_text(self.growing_key_text.text(self.num_keys).part(0, keys[1]))
-        alone.growing_query_text = GrowingText.from_text(self.growing_query_text.text(self.num_queries).part(*rows))
+        alone.segments, alone.calls = (
+            [replace(segment.slice_rows_and_keys(rows, keys), row_start=0)],
+            [((0, rows[1] - rows[0]), keys)],
+        )
+        alone.growing_key_text = GrowingText.from_text(
+            self.growing_key_text.text(self.num_keys).slice_tokens(0, keys[1])
+        )
+        alone.growing_query_text = GrowingText.from_text(
+            self.growing_query_text.text(self.num_queries).slice_tokens(*rows)
+        )
         alone._per_query = {name: Rows(1, [each.rows_between(*rows)]) for name, each in self._per_query.items()}
         alone._not_per_query = dict(self._not_per_query) if len(self.calls) == 1 else {}
         return alone
@@ -346,7 +353,7 @@ class SampleRecord:
         Raises:
             ProbeError: only statistics were kept.
         """
-        parts = (MeasuredCall.of(*self.request_of(segment), NO_CONTEXT) for segment in self.segments)
+        parts = (MeasuredCall.from_request(*self.request_of(segment), NO_CONTEXT) for segment in self.segments)
         with torch.no_grad():
             return torch.cat([weight_at_offset(part, offset)[0].cpu() for part in parts], 1).to(
                 working_dtype(self.dtype)

@@ -134,9 +134,9 @@ class Segment:
         shape = self.request.shape
         if head is None or not -shape.num_heads <= head < shape.num_heads:
             return None, None
-        return (head % shape.num_heads,), (head % shape.num_heads // shape.group,)
+        return (head % shape.num_heads,), (head % shape.num_heads // shape.heads_per_kv_head,)
 
-    def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> Segment:
+    def slice_rows_and_keys(self, rows: tuple[int, int], keys: tuple[int, int]) -> Segment:
         """Slice the segment to a range of queries and a range of keys, [first, stop) each, as indices in the sample."""
         if rows == (self.row_start, self.row_stop) and keys == (self.key_start, self.key_stop):
             return self

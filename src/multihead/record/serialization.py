@@ -31,17 +31,19 @@ class TensorStore:
     """
 
     by_name: dict[str, Tensor] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], str] = field(default_factory=dict)
-    _alive: list[Tensor] = field(default_factory=list)  # keeps tensors alive, so that their addresses stay unique
+    _name_of_tensor: dict[tuple[object, ...], str] = field(default_factory=dict)
+    _referenced_tensors: list[Tensor] = field(
+        default_factory=list
+    )  # keeps tensors alive, so that their addresses stay unique
 
     def add_tensor(self, name: str, tensor: Tensor) -> str:
         """Add a tensor, and return the name under which it is stored."""
         where = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         key = (*where, tensor.dtype, tensor.device)
-        if tensor.numel() and key in self._known:
-            return self._known[key]
-        self._known[key] = name
-        self._alive.append(tensor)
+        if tensor.numel() and key in self._name_of_tensor:
+            return self._name_of_tensor[key]
+        self._name_of_tensor[key] = name
+        self._referenced_tensors.append(tensor)
         self.by_name[name] = tensor
         return name
 

@@ -78,14 +78,14 @@ class TensorPiece(NamedTuple):
     """A block of heads and rows in a `JoinedRows`, and the tensor from which it is read.
 
     Attributes:
-        rows: tensor with the values.
-        source: range of rows in `rows`.
-        first_row: index in the joined tensor of the first row of `source`.
-        heads: range of heads in the joined tensor; `rows` has exactly these heads.
+        source_tensor: tensor with the values.
+        source_rows: range of rows in `source_tensor`.
+        first_row: index in the joined tensor of the first row of `source_rows`.
+        heads: range of heads in the joined tensor; `source_tensor` has exactly these heads.
     """
 
-    rows: Rows
-    source: IndexRange
+    source_tensor: Rows
+    source_rows: IndexRange
     first_row: int
     heads: IndexRange
 
@@ -138,11 +138,14 @@ class JoinedRows(Rows):
         found = torch.empty(1, count, stop - start, width, dtype=dtype)
         for piece in self.pieces:
             own = [head - piece.heads[0] for head in wanted if piece.heads[0] <= head < piece.heads[1]]
-            low, high = max(start, piece.first_row), min(stop, piece.first_row + piece.source[1] - piece.source[0])
+            low, high = (
+                max(start, piece.first_row),
+                min(stop, piece.first_row + piece.source_rows[1] - piece.source_rows[0]),
+            )
             if not own or low >= high:
                 continue
-            moved = piece.source[0] - piece.first_row
-            part = piece.rows.rows_between(low + moved, high + moved, heads=own)
+            moved = piece.source_rows[0] - piece.first_row
+            part = piece.source_tensor.rows_between(low + moved, high + moved, heads=own)
             for head in own:
                 found[0, head + piece.heads[0], low - start : high - start] = part[0, head]
         self._newest_result = key, found

@@ -44,7 +44,7 @@ class HeadCache:
         while (
             self.least_recent_first and sum(each.num_bytes for each in self.least_recent_first) + more > self.max_bytes
         ):
-            self.least_recent_first.popitem(last=False)[0].forget()
+            self.least_recent_first.popitem(last=False)[0].drop_cached_heads()
 
 
 class StoredRows(Rows):
@@ -106,7 +106,7 @@ class StoredRows(Rows):
         """Number of bytes of the heads in memory."""
         return self._size * len(self._heads)
 
-    def forget(self) -> None:
+    def drop_cached_heads(self) -> None:
         """Free the tensor; a computation that uses it keeps its own reference."""
         self._numbers = None
         self._heads.clear()

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.probes.probe import Statistic
 from multihead.record import notebook
 from multihead.record.notebook import HEAD_COLUMNS, TEXT_COLUMNS, distinct_chances, statistic_columns
@@ -28,7 +28,7 @@ class HeadTable:
             one.
         statistics: name -> statistic, for the statistics that are not built in.
 
-    >>> print(HeadTable.of([{"layer": 0, "head": 1, "name": "attention", "entropy": 1.25}]))
+    >>> print(HeadTable.from_rows([{"layer": 0, "head": 1, "name": "attention", "entropy": 1.25}]))
     layer  head  entropy (nats)  name
         0     1            1.25  attention
     """
@@ -37,7 +37,7 @@ class HeadTable:
     statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(
+    def from_rows(
         rows: Sequence[dict[str, Any]],
         *,
         sort: str = "layer",
@@ -79,11 +79,11 @@ class HeadTable:
         names = list(dict.fromkeys(chain.from_iterable(self.rows)))
         columns = statistic_columns(names, self.statistics)
         kind = ["kind"] if "kind" in names else []
-        lines = [["layer", "head", *kind, *[visible(each.heading) for each in columns], "name"]]
+        lines = [["layer", "head", *kind, *[escape_controls(each.heading) for each in columns], "name"]]
         for row in self.rows:
             numbers = [each.number(row.get(each.name)) for each in columns]
-            words = [visible(row[each]) for each in kind]
-            lines.append([str(row["layer"]), str(row["head"]), *words, *numbers, visible(row["name"])])
+            words = [escape_controls(row[each]) for each in kind]
+            lines.append([str(row["layer"]), str(row["head"]), *words, *numbers, escape_controls(row["name"])])
         lines += [["chance", "", *[""] * len(kind), *level, ""] for level in distinct_chances(self.rows, columns)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         widths[-1] = 0  # the last column has names, which need no padding

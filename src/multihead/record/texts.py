@@ -40,7 +40,7 @@ class Text:
         known = (self.ids, self.tokens, self.special)
         return next((len(each) for each in known if each is not None), 0)
 
-    def part(self, start: int, stop: int) -> Text:
+    def slice_tokens(self, start: int, stop: int) -> Text:
         """Return the tokens [start, stop) as a text."""
         cut = slice(start, stop)
         return Text(

@@ -22,7 +22,7 @@ class AttentionShape(NamedTuple):
     """The sizes of one attention call.
 
     >>> q, k, v = torch.zeros(2, 8, 5, 64), torch.zeros(2, 2, 7, 64), torch.zeros(2, 2, 7, 32)
-    >>> shape = AttentionShape.of(q, k, v)
+    >>> shape = AttentionShape.from_tensors(q, k, v)
     >>> shape.num_heads, shape.num_kv_heads, shape.key_length, shape.value_dim
     (8, 2, 7, 32)
     """
@@ -38,7 +38,7 @@ class AttentionShape(NamedTuple):
     device: torch.device
 
     @property
-    def group(self) -> int:
+    def heads_per_kv_head(self) -> int:
         """The number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
@@ -48,7 +48,7 @@ class AttentionShape(NamedTuple):
         return self.batch * self.num_heads * self.query_length * self.key_length
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
+    def from_tensors(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
         """Read the sizes of q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, dim).
 
         Raises:
@@ -73,7 +73,7 @@ class AttentionShape(NamedTuple):
         v_batch, v_heads, v_keys, value_dim = v.shape
         if isinstance(batch, Tensor):  # a size that torch.jit.trace records
             with hide_from_jit_trace():
-                shape = AttentionShape.of(q, k, v)
+                shape = AttentionShape.from_tensors(q, k, v)
             return shape._replace(batch=batch, query_length=queries, key_length=keys)
         if not batch == k_batch == v_batch:
             raise ShapeError(

@@ -156,7 +156,7 @@ def run_uncompiled() -> Iterator[None]:
         return
     with Undo() as undo:
         user = object()
-        undo.callback(partial(_end_uncompiled_use, user))
+        undo.add_step(partial(_end_uncompiled_use, user))
         with _stance_lock:
             _users_of_uncompiled.append(user)
             if not _stances:

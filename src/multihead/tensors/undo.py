@@ -36,7 +36,7 @@ class Undo:
             raise
         return undo
 
-    def callback(self, step: Callable[[], object]) -> None:
+    def add_step(self, step: Callable[[], object]) -> None:
         """Register an undo step; call this before making the change."""
         self._steps = (*self._steps, step)
 
@@ -44,17 +44,17 @@ class Undo:
         """Set an attribute until undone; if several users have set it, the last of them to end restores it."""
         use = _AttributeUse(owner, attribute)
         self._uses = (*self._uses, use)
-        self.callback(use.end)
+        self.add_step(use.end)
         use.begin(value)
 
     def hook_before_forward(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
         """Register a hook that runs before the forward pass of a module."""
-        self.callback(lambda: _remove_hook(module, hook))
+        self.add_step(lambda: _remove_hook(module, hook))
         module.register_forward_pre_hook(hook, **options)
 
     def hook_after_forward(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
         """Register a hook that runs after the forward pass of a module."""
-        self.callback(lambda: _remove_hook(module, hook))
+        self.add_step(lambda: _remove_hook(module, hook))
         module.register_forward_hook(hook, **options)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from multihead.errors import ArgumentError, InputError
 from multihead.files import check_writable, write_atomically
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
 from multihead.probes.probe import SHARE
 from multihead.record.analysis.highlights import LayerKinds
@@ -90,8 +90,10 @@ def write_census_page(
     check_writable([os.fspath(path)])
     runs = [census] if after is None else [census, after]
     for each in runs:
-        if not each.row_of:
-            raise InputError(f"The census of {visible(each.plan.title)} has no finished shard.", "Run it first.")
+        if not each.row_of_head:
+            raise InputError(
+                f"The census of {escape_controls(each.plan.title)} has no finished shard.", "Run it first."
+            )
     data = page_data(runs, lang)
     strongest = [each.heads["examples"].to_pylist() for each in runs]
     for kept in range(max(each.plan.examples for each in runs), -1, -1):
@@ -108,12 +110,15 @@ def write_census_page(
 def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     """Return the data of the page's script; lists have an item per head, layer after layer, None for no number."""
     first = runs[0]
-    counted = {name for _, name, _ in first.row_of}
+    counted = {name for _, name, _ in first.row_of_head}
     profiles = [run.profiles() for run in runs]
     columns = [describe_column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
-    layers = [{"number": layer.number, "name": visible(layer.name), "heads": layer.num_heads} for layer in first.layers]
+    layers = [
+        {"number": layer.number, "name": escape_controls(layer.name), "heads": layer.num_heads}
+        for layer in first.layers
+    ]
     data: dict[str, Any] = {
-        "title": visible(first.plan.title),
+        "title": escape_controls(first.plan.title),
         "nats": unit_label("nats", lang),
         "columns": columns,
         "layers": layers,
@@ -185,7 +190,7 @@ def _findings(runs: list[Census], own: Mapping[tuple[int, int], str], lang: str)
             break
         name = each.most_different
         shown = runs[0].plan.statistics[name]
-        label = visible(statistic_label(name, lang, shown.label))
+        label = escape_controls(statistic_label(name, lang, shown.label))
         before, after = (shown.text(of[name]) for of in (each.before, each.after))
         count = text("census page.apart", lang, n=f"{each.divergence:.3f}")
         place = {"layer": each.layer, "head": each.head, "statistic": name}
@@ -215,7 +220,7 @@ def _heads_of_census(census: Census) -> list[tuple[int, int]]:
 
 def _label_of_run(run: Census, runs: list[Census]) -> str:
     texts = ", ".join(run.plan.texts)
-    return visible(texts if len({each.plan.title for each in runs}) == 1 else f"{run.plan.title} · {texts}")
+    return escape_controls(texts if len({each.plan.title for each in runs}) == 1 else f"{run.plan.title} · {texts}")
 
 
 def _round_significant_digits(value: float) -> float:
@@ -242,7 +247,7 @@ def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> 
     """Return the (start, end) of the axis of each head's histogram, the same for both censuses."""
     found = []
     for layer, head in _heads_of_census(runs[0]):
-        rows = [(run, run.row_of[layer, name, head]) for run in runs if (layer, name, head) in run.row_of]
+        rows = [(run, run.row_of_head[layer, name, head]) for run in runs if (layer, name, head) in run.row_of_head]
         low = min([0.0, *(float(run.numbers["minimum"][row]) for run, row in rows)])
         high = max([low, *(float(run.numbers["maximum"][row]) for run, row in rows)])
         found.append(
@@ -261,7 +266,7 @@ def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) ->
             (layer.number, head): _round_significant_digits(value)
             for layer in run.layers
             for head, value in enumerate(layer.summary(of, [name]).get(name, ()))
-            if run.numbers["count"][run.row_of[layer.number, name, head]]
+            if run.numbers["count"][run.row_of_head[layer.number, name, head]]
         }
         found[of] = [known.get(head) for head in heads]
     return found
@@ -288,7 +293,7 @@ def _histogram_bars_per_head(
     """Return each head's histogram: the share of its queries in each of `BARS_PER_HISTOGRAM` equal bins of its axis."""
     found: list[list[float] | None] = []
     for (layer, head), (low, high) in zip(heads, axes, strict=True):
-        if (layer, name, head) not in run.row_of:
+        if (layer, name, head) not in run.row_of_head:
             found.append(None)
             continue
         values, counts = run.histogram(layer, head, name)
@@ -322,12 +327,12 @@ def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int)
     words: dict[str, int] = {}
     found = []
     for run, lists in zip(runs, strongest, strict=True):
-        names = dict.fromkeys(name for _, name, _ in run.row_of)
+        names = dict.fromkeys(name for _, name, _ in run.row_of_head)
         found.append(
             {
                 name: [
-                    [_encode_example(each, words) for each in lists[run.row_of[layer, name, head]][:kept]]
-                    if (layer, name, head) in run.row_of
+                    [_encode_example(each, words) for each in lists[run.row_of_head[layer, name, head]][:kept]]
+                    if (layer, name, head) in run.row_of_head
                     else []
                     for layer, head in _heads_of_census(runs[0])
                 ]
@@ -361,7 +366,7 @@ def _encode_example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]
 def _readable_token(token: str) -> str:
     """Return a token with at most one space before it, and with control characters written as escapes."""
     word = token.lstrip()
-    return (" " if len(word) < len(token) else "") + visible(word)
+    return (" " if len(word) < len(token) else "") + escape_controls(word)
 
 
 def _labelled_facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
@@ -371,7 +376,7 @@ def _labelled_facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str,
     sizes = {layer.num_heads for layer in first.layers}
     found = [
         (words["fact.grid"], f"{len(first.layers)} × {max(sizes)}"),
-        (words["fact.statistics"], str(len({name for _, name, _ in first.row_of}))),
+        (words["fact.statistics"], str(len({name for _, name, _ in first.row_of_head}))),
     ]
     for run, side in zip(runs, ("A", "B"), strict=False):
         name = words["fact.corpus"] + (f" {side}" if len(runs) > 1 else "")

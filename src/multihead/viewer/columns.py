@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TypedDict
 
 from multihead.kinds import MIXED, Kind
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR, statistic
+from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.highlights import LayerKinds, evidence_of_kind
 
@@ -37,8 +37,8 @@ def describe_column(shown: Statistic, lang: str) -> Column:
     """
     return Column(
         id=shown.name,
-        label=visible(statistic_label(shown.name, lang, shown.label)),
-        unit=visible(unit_label(shown.unit, lang)),
+        label=escape_controls(statistic_label(shown.name, lang, shown.label)),
+        unit=escape_controls(unit_label(shown.unit, lang)),
         format=shown.number_format,
     )
 
@@ -72,8 +72,8 @@ def legend_of_kinds(
     return [
         KindInLegend(
             id=kind.name,
-            label=visible(kind.label(lang)),
-            about=visible(kind.definition(lang, bound=bound)),
+            label=escape_controls(kind.label(lang)),
+            about=escape_controls(kind.definition(lang, bound=bound)),
             statistic=kind.statistic,
             glyph=kind.glyph,
             colour=kind.colour,
@@ -87,7 +87,7 @@ def legend_of_kinds(
 def names_of_statistics(profiles: Iterable[LayerKinds]) -> list[str]:
     """List the names of the statistics in the order of table columns; "separator_mass" follows "special_mass"."""
     names = list(dict.fromkeys(name for one in profiles for name in one.means))
-    if SEPARATOR.name in names:
-        names.remove(SEPARATOR.name)
-        names.insert(names.index("special_mass") + 1, SEPARATOR.name)
+    if SEPARATOR_STATISTIC.name in names:
+        names.remove(SEPARATOR_STATISTIC.name)
+        names.insert(names.index("special_mass") + 1, SEPARATOR_STATISTIC.name)
     return names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multihead.errors import ArgumentError
-from multihead.locale.escaping import CONTROL_CHARACTERS, visible
+from multihead.locale.escaping import CONTROL_CHARACTERS, escape_controls
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -50,7 +50,7 @@ def check_download_size(queries: slice, keys: slice) -> None:
 
 def _escape_cell(value: object) -> object:
     """Escape text for a spreadsheet, see `escape_for_spreadsheet`, and escape characters that act on a terminal."""
-    return escape_for_spreadsheet(visible(value)) if isinstance(value, str) else value
+    return escape_for_spreadsheet(escape_controls(value)) if isinstance(value, str) else value
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
@@ -159,5 +159,5 @@ def _none_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-TABLES = {"csv": table_csv, "json": table_json}
-WEIGHTS = {"csv": weights_csv, "json": weights_json}
+TABLE_WRITERS = {"csv": table_csv, "json": table_json}
+WEIGHT_WRITERS = {"csv": weights_csv, "json": weights_json}

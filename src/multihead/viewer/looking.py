@@ -63,20 +63,20 @@ class ModelInputs:
 
     Attributes:
         text: the text that the model reads; None for audio.
-        decoder: the text of the decoder of an encoder-decoder model; else None.
-        generated: whether the model generated the text of the decoder.
+        decoder_text: the text of the decoder of an encoder-decoder model; else None.
+        has_generated_decoder_text: whether the model generated the text of the decoder.
         arguments: the keyword arguments of the model's forward.
     """
 
     text: EncodedText | None
-    decoder: EncodedText | None
-    generated: bool
+    decoder_text: EncodedText | None
+    has_generated_decoder_text: bool
     arguments: dict[str, Any]
 
     @property
     def texts(self) -> list[EncodedText]:
         """All texts that the model reads; the first is the main text of the page."""
-        return [each for each in (self.text, self.decoder) if each is not None]
+        return [each for each in (self.text, self.decoder_text) if each is not None]
 
 
 def look(
@@ -140,8 +140,8 @@ def look(
         require("jinja2", purpose="Writing a page", extra="view")
     named = _model_or_name(model, tokenizer)
     loaded, encoded = load_and_encode(named, text, tokens=tokens, layers=layers, device=device, dtype=dtype)
-    if tokens is not None and encoded is not None and encoded.stop:
-        text = text[: encoded.stop]
+    if tokens is not None and encoded is not None and encoded.end_of_last_token:
+        text = text[: encoded.end_of_last_token]
     with _in_evaluation_mode(loaded.model):
         repeated = measure_on_repeated_tokens(loaded, _no_progress, lang, kinds) if textbook else {}
         run = prepare_inputs(loaded, encoded, None, decoder_text, _no_progress, lang)
@@ -276,7 +276,7 @@ def prepare_inputs(
         assert encoded is not None
         arguments = loaded.arguments(encoded)
     if not loaded.has_decoder:
-        return ModelInputs(encoded, None, generated=False, arguments=arguments)
+        return ModelInputs(encoded, None, has_generated_decoder_text=False, arguments=arguments)
     if decoder_text is None:
         show(locale("look.doing.generating", lang))
     with explain_missing_inputs(loaded):
@@ -285,7 +285,7 @@ def prepare_inputs(
     return ModelInputs(
         encoded,
         decoder,
-        generated=decoder_text is None,
+        has_generated_decoder_text=decoder_text is None,
         arguments={**arguments, "decoder_input_ids": ids, "use_cache": False},
     )
 
@@ -324,7 +324,7 @@ def _count_attention_calls(show: ShowStep, step: str, total: int | None) -> Iter
     done = 0
 
     class CallCounter:
-        wanted: frozenset[Any] = frozenset()
+        wanted_parts: frozenset[Any] = frozenset()
 
         def receive(self, call: Any) -> None:
             nonlocal done

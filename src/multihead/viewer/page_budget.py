@@ -100,11 +100,11 @@ class _SpaceInPage:
         self.packs[name] = content
         self.arrays[name] = described
 
-    def part(self) -> _SpaceInPage:
+    def start_part(self) -> _SpaceInPage:
         """Return an empty space with the bytes left here, for arrays that may not all fit; `take` adds them."""
         return _SpaceInPage(self.left)
 
-    def take(self, part: _SpaceInPage) -> None:
+    def add_part(self, part: _SpaceInPage) -> None:
         """Add the arrays of a space that `part` returned."""
         self.left = part.left
         self.arrays |= part.arrays
@@ -179,10 +179,10 @@ def _encode_pooled_maps(
     sides = [small.shape[-2:] for _, _, small in found if small is not None]
     store.map_size = max(rows for rows, _ in sides), max(columns for _, columns in sides)
     with suppress(_PageFullError):
-        margins = room.part()
+        margins = room.start_part()
         for number, one, _ in found:
             _add_margins(margins, number, one)
-        room.take(margins)
+        room.add_part(margins)
         if has_weights:
             _add_largest_weights(record, sample, store, room, rounding, report)
     store.rounding = rounding.largest
@@ -231,14 +231,14 @@ def _add_encoded(
     bits: int,
 ) -> None:
     """Add each query's `number` largest weights as `encode` returns them for a layer, one string per head."""
-    trial, done, total = room.part(), 0, sum(layer.num_heads for layer in record.layers)
+    trial, done, total = room.start_part(), 0, sum(layer.num_heads for layer in record.layers)
     for layer, one in _numbered_samples(record, sample):
         shape = [one.num_queries, min(number, one.num_keys)]
         for head, content in enumerate(encode(one)):
             trial.add(f"0/{layer}/{head} largest", content, shape=shape, coding=f"root{bits}", keys=one.num_keys)
         done += one.num_heads
         report(done, total)
-    room.take(trial)
+    room.add_part(trial)
     store.mode, store.number, store.bits = "largest", number, bits
 
 

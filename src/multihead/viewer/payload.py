@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multihead.errors import ArgumentError, ProbeError
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
-from multihead.probes.catalogue import SEPARATOR
+from multihead.probes.catalogue import SEPARATOR_STATISTIC
 from multihead.record.analysis.highlights import LayerProfile, findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
@@ -105,8 +105,8 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
     """Describe a run: the name, whether q and k were kept, and the lengths of the texts in tokens."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
-        "name": visible(run.name),
-        "title": visible(run.record.title),
+        "name": escape_controls(run.name),
+        "title": escape_controls(run.record.title),
         "keep": "all" if all(run.keeps_weights(index) for index in range(run.num_samples)) else "statistics",
         "samples": [
             {"queries": one.num_queries, "keys": one.num_keys, "opening": _first_words(run.record, index)}
@@ -117,7 +117,7 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 def _first_words(record: Record, sample: int) -> str:
     """Return the first words of a text, for a list of texts; "" if its tokens are unknown."""
-    opening = main_sample(record, sample).text.part(0, MAX_FIRST_WORDS_TOKENS)
+    opening = main_sample(record, sample).text.slice_tokens(0, MAX_FIRST_WORDS_TOKENS)
     if opening.tokens is None:
         return ""
     words = layout_of_tokens(opening.tokens, special=opening.special, gaps=opening.gaps)
@@ -149,7 +149,7 @@ class PageText:
     given_by_caller: bool = False
 
     @classmethod
-    def of(cls, text: Text, length: int) -> PageText:
+    def from_text(cls, text: Text, length: int) -> PageText:
         """Convert a recorded text of `length` tokens to a text of the page."""
         if text.tokens is None:
             return cls(length, special=text.special)
@@ -160,9 +160,9 @@ class PageText:
 def texts_of_record(record: Record, sample: int) -> list[PageText]:
     """Return the recorded texts of a page: the main text, and the other text of cross-attention if it has tokens."""
     main = main_sample(record, sample)
-    texts = [PageText.of(main.text, main.num_keys)]
+    texts = [PageText.from_text(main.text, main.num_keys)]
     other = None if main.text.tokens is None else cross_attention_text(record, sample, main.text.tokens)
-    return texts if other is None else [*texts, PageText.of(other, other.length)]
+    return texts if other is None else [*texts, PageText.from_text(other, other.length)]
 
 
 def describe_sample(
@@ -192,12 +192,12 @@ def describe_sample(
     ]
     names = names_of_statistics(profiles)
     unrecorded = columns_not_recorded(names, lang)
-    if SEPARATOR.name in names:  # the first token has a separate column
+    if SEPARATOR_STATISTIC.name in names:  # the first token has a separate column
         names.remove("special_mass")
     columns = [describe_column(record.statistic(name), lang) for name in names]
     separator = _sole_special_token(main)
     for one in columns:
-        if one["id"] == SEPARATOR.name and separator:
+        if one["id"] == SEPARATOR_STATISTIC.name and separator:
             one["label"] = separator
     found = findings(
         record.layers,
@@ -371,7 +371,7 @@ def _describe_layer(
         query_text = _find_or_append_text(of_queries, one.num_queries, texts, named=bool(role))
     return {
         "number": layer.number,
-        "name": visible(layer.name),
+        "name": escape_controls(layer.name),
         "role": role,
         "aligned": layer.alignment_heads,
         "heads": one.num_heads,
@@ -434,7 +434,7 @@ def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, name
             (each.given_by_caller and not named) or (each.tokens is None and text.tokens is None)
         ):
             return index
-    texts.append(PageText.of(text, length))
+    texts.append(PageText.from_text(text, length))
     return len(texts) - 1
 
 
@@ -461,7 +461,7 @@ def _sole_special_token(main: PageText) -> str:
     """Return the special token that occurs after the first position, if only one such token does; else ""."""
     marked = zip(main.tokens or (), main.special or (), strict=False)
     found = {token for token, mark in list(marked)[1:] if mark}
-    return visible(found.pop()) if len(found) == 1 else ""
+    return escape_controls(found.pop()) if len(found) == 1 else ""
 
 
 def _statistic_per_head(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:

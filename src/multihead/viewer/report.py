@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.files import check_writable, is_folder, write_atomically
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
 from multihead.record.analysis.highlights import LayerProfile
@@ -76,7 +76,7 @@ class ReportSummary:
         """Return one line: the path, the size, and what the page contains or leaves out."""
         size = readable_size(self.num_bytes, self.lang)
         holds = locale(f"report.holds.{self.mode}", self.lang)
-        return f"{visible(self.path)} ({size}, {holds}){' ' + self.left_out if self.left_out else ''}"
+        return f"{escape_controls(self.path)} ({size}, {holds}){' ' + self.left_out if self.left_out else ''}"
 
 
 def write_report(
@@ -148,10 +148,10 @@ def write_report(
         layout = layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets)
         texts[0] = PageText(len(tokens), tokens, special, layout, given_by_caller=True)
         if (other := cross_attention_text(record, sample, tokens)) is not None:
-            texts[1:] = [PageText.of(other, other.length)]
+            texts[1:] = [PageText.from_text(other, other.length)]
     if key_tokens is not None:
         texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given_by_caller=True)]
-    title = visible(title or record.title)
+    title = escape_controls(title or record.title)
     run = RecordedRun(title, record)
     described = describe_sample(run, sample, lang, texts=texts, profiles=profiles)
     described["facts"] = [*described["facts"], *(facts or {}).items()]

@@ -222,7 +222,7 @@ class Viewer(Site):
     async def table(self, request: Request) -> Response:
         """Return the statistics of every head as a CSV or JSON file."""
         run, sample = self._requested_sample(request)
-        form, write = _requested_format(request, downloads.TABLES)
+        form, write = _requested_format(request, downloads.TABLE_WRITERS)
         rows = await self._compute_in_worker(
             request, ("table", run, sample), lambda _: table_rows_of_heads(self.runs[run], sample), by=self.slow_workers
         )
@@ -261,7 +261,7 @@ class Viewer(Site):
     async def weights(self, request: Request) -> Response:
         """Return the weights in a part of a head's map as a CSV or JSON file."""
         run, sample, layer, head, one = self._requested_head(request)
-        form, write = _requested_format(request, downloads.WEIGHTS)
+        form, write = _requested_format(request, downloads.WEIGHT_WRITERS)
         _require_map(one)
         queries = parse_range("queries", request.query_params.get("queries"), one.num_queries)
         keys = parse_range("keys", request.query_params.get("keys"), one.num_keys)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.files import write_atomically
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
 from multihead.probes.probe import SHARE
 from multihead.viewer.columns import describe_column
@@ -110,7 +110,7 @@ def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
     data = {
         "steps": [series.steps[place] for place in chosen],
         "layers": [
-            {"number": number, "name": visible(series.layers[number]), "heads": heads}
+            {"number": number, "name": escape_controls(series.layers[number]), "heads": heads}
             for number, heads in series.num_heads.items()
         ],
         "columns": columns,

@@ -2,7 +2,7 @@
 
 A `Trial` answers the requests of the page of `multihead try`. A text is read once with all heads on; its record, its
 predictions and the outputs of the model's blocks are stored, and each change of heads runs only the blocks from the
-first changed head on. A class (`Task`) defines what is compared: a language model's prediction of each token, or an
+first changed head on. A `TrialTask` defines what is compared: a language model's prediction of each token, or an
 encoder's similarities of several sentences.
 """
 
@@ -26,8 +26,8 @@ from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.interventions.ablate import scale_heads
 from multihead.interventions.predictions import kl_divergence, likeliest_tokens, token_losses
 from multihead.interventions.replay import Replay
-from multihead.interventions.sweep import Batch, sweep_layers
-from multihead.locale.escaping import visible
+from multihead.interventions.sweep import BatchInputs, sweep_layers
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text as locale
 from multihead.models.loading import EncodedText, LoadedModel, ModelDescription, encode, family_head, load
 from multihead.models.use import use
@@ -37,7 +37,7 @@ from multihead.observation.textbook import add_repeated
 from multihead.probes import DEFAULT
 from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import affordable_queries, spaced_queries
-from multihead.record.memory_use import peak_of_process
+from multihead.record.memory_use import peak_memory_of_process
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 from multihead.record.texts import Text
@@ -69,14 +69,14 @@ _MAX_STORED_RUNS = 2
 _NUM_CONTEXT_TOKENS = 8
 _MAX_SWEEP_BYTES = 1 << 28  # largest number of bytes of the predictions of all copies of a batch in a sweep: 256 MiB
 
-Cancelled = Callable[[], bool]
+IsCancelled = Callable[[], bool]
 """Function that returns whether no request waits for the result any more."""
 
-Factors = Mapping[tuple[int, int], float]
+HeadFactors = Mapping[tuple[int, int], float]
 """(number of a layer, head) -> the factor of its output; 0 switches it off."""
 
 
-class Task(Protocol):
+class TrialTask(Protocol):
     """What a model predicts, and how its predictions are compared before and after a change of heads."""
 
     @property
@@ -94,7 +94,7 @@ class Task(Protocol):
             InputError: the text is too short.
         """
 
-    def predict(self, model: Any, batch: Batch) -> Tensor:
+    def predict(self, model: Any, batch: BatchInputs) -> Tensor:
         """Run a model on a batch, and return the predictions to compare, (batch, ...): logits or sentence vectors."""
 
     def describe(self, run: TextRun) -> dict[str, Any]:
@@ -117,25 +117,26 @@ class TextRun:
     Attributes:
         loaded: the model.
         text: the text.
-        rows: the encoded text, or the encoded sentences.
+        encoded_rows: the encoded text, or the encoded sentences.
         batch: name of a model input -> the tensor, (rows, tokens).
         record: record of the model on the text with all heads on.
-        before: predictions with all heads on, as `Task.predict` returned them.
+        predictions_before: predictions with all heads on, as `TrialTask.predict` returned them.
         replay: the stored outputs of the blocks.
-        seconds: estimated time for a change of one head in seconds, the mean over all heads.
-        changed: text of the newest change of heads, and the record of the blocks that ran again; None before a change.
+        seconds_per_change: estimated time for a change of one head in seconds, the mean over all heads.
+        newest_change: text of the newest change of heads, and the record of the blocks that ran again; None before a
+            change.
         continuation: the tokens of the greedy continuation; None if it was not requested yet.
     """
 
     loaded: LoadedModel
     text: str
-    rows: list[EncodedText]
+    encoded_rows: list[EncodedText]
     batch: dict[str, Tensor]
     record: Record
-    before: Tensor
+    predictions_before: Tensor
     replay: Replay
-    seconds: float
-    changed: tuple[str, Record] | None = None
+    seconds_per_change: float
+    newest_change: tuple[str, Record] | None = None
     continuation: list[str] | None = None
 
     @cached_property
@@ -146,14 +147,14 @@ class TextRun:
     @cached_property
     def losses(self) -> Tensor:
         """The loss of each token but the first of a language model with all heads on, nats: (tokens - 1,) float64."""
-        return token_losses(self.before, self.batch["input_ids"])[0]
+        return token_losses(self.predictions_before, self.batch["input_ids"])[0]
 
     def decode_next(self, id_: int, place: int) -> str:
         """Return the text that token `id_` adds after token `place`; for a part of a character, the token alone."""
         tokenizer = self.loaded.tokenizer
         before = self.batch["input_ids"][0, max(place - _NUM_CONTEXT_TOKENS, 0) : place + 1].tolist()
         added = _decode(tokenizer, [*before, id_])[len(_decode(tokenizer, before)) :]
-        return visible(added or _decode(tokenizer, [id_]))
+        return escape_controls(added or _decode(tokenizer, [id_]))
 
 
 class Trial:
@@ -169,7 +170,7 @@ class Trial:
         self, loaded: LoadedModel, text: str | None = None, repeated: Mapping[str, RepeatedTokens] | None = None
     ) -> None:
         self.loaded, self.repeated = loaded, repeated or {}
-        self.task: Task = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
+        self.task: TrialTask = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
         self.text = self.task.default_text if text is None else text
         self._runs: OrderedDict[str, TextRun] = OrderedDict()
 
@@ -187,7 +188,7 @@ class Trial:
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
 
-    def read(self, text: str, cancelled: Cancelled) -> TextRun:
+    def read_text(self, text: str, cancelled: IsCancelled) -> TextRun:
         """Read a text with all heads on, or return the stored run.
 
         Raises:
@@ -208,7 +209,7 @@ class Trial:
         with (
             self._run_until_cancelled(replay, cancelled),
             observe(self.loaded.model, probes=(*DEFAULT, "received"), special_ids=special) as record,
-            replay.store(),
+            replay.store_block_outputs(),
         ):
             begun = perf_counter()
             before = self._predict(batch)
@@ -219,7 +220,7 @@ class Trial:
         add_repeated(record, self.repeated)
         with self._run_until_cancelled(replay, cancelled):
             begun = perf_counter()
-            if replay.check(lambda: self._predict(batch), before):
+            if replay.check_exactness(lambda: self._predict(batch), before):
                 # runs from the middle and from the last block take about the mean time over all heads
                 seconds = perf_counter() - begun
         run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds)
@@ -236,7 +237,7 @@ class Trial:
         for each in run.record.kinds():
             kinds.setdefault(each.kind, []).append((each.layer, each.head))
         tokens: list[dict[str, Any]] = []
-        for sentence, row in enumerate(run.rows):
+        for sentence, row in enumerate(run.encoded_rows):
             layout = layout_of_tokens(row.tokens, special=row.special, unknown=row.unknown, gaps=row.gaps)
             for gap, shown, mark in zip(layout["gaps"], layout["shown"], row.special, strict=True):
                 tokens.append({"text": shown, "gap": gap, "special": mark, "sentence": sentence, "loss": None})
@@ -252,13 +253,13 @@ class Trial:
             token["loss"] = loss
         heads = sum(layer.num_heads for layer in run.record.layers)
         return described | {
-            "sweep_seconds": heads * run.seconds,
-            "seconds": run.seconds + perf_counter() - begun,
+            "sweep_seconds": heads * run.seconds_per_change,
+            "seconds": run.seconds_per_change + perf_counter() - begun,
             "replay": run.replay.is_exact,
         }
 
     def change(
-        self, run: TextRun, factors: Factors, at: int | None, cancelled: Cancelled, *, lang: str = "en"
+        self, run: TextRun, factors: HeadFactors, at: int | None, cancelled: IsCancelled, *, lang: str = "en"
     ) -> dict[str, Any]:
         """Run the model on a text with the outputs of some heads multiplied by factors, and compare.
 
@@ -268,12 +269,14 @@ class Trial:
         """
         begun = perf_counter()
         self._check_heads(run, factors)
-        if at is not None and not 0 <= at < run.rows[0].ids.shape[1]:
-            raise NotFoundError(f"There is no token {at}.", f"Give one from 0 to {run.rows[0].ids.shape[1] - 1}.")
+        if at is not None and not 0 <= at < run.encoded_rows[0].ids.shape[1]:
+            raise NotFoundError(
+                f"There is no token {at}.", f"Give one from 0 to {run.encoded_rows[0].ids.shape[1] - 1}."
+            )
         layers = run.record.layers
         if not factors:
-            after, distances, first = run.before, [], None
-            run.changed = ("", run.record)
+            after, distances, first = run.predictions_before, [], None
+            run.newest_change = ("", run.record)
         else:
             first = min(layer for layer, _ in factors)
             block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.is_exact else 0
@@ -281,9 +284,9 @@ class Trial:
                 stack.enter_context(self._run_until_cancelled(run.replay, cancelled))
                 seen = stack.enter_context(observe(self.loaded.model, probes=()))
                 stack.enter_context(self._change_heads(run, factors))
-                stack.enter_context(run.replay.start_at(block))
+                stack.enter_context(run.replay.start_at_block(block))
                 after = self._predict(run.batch)
-            run.changed = (_key_of_factors(factors), seen)
+            run.newest_change = (_cache_key_of_factors(factors), seen)
             distances = _distances_between_maps(run.record, seen, first, cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.is_exact
@@ -296,16 +299,18 @@ class Trial:
             "why_whole": locale("try.why whole", lang) if whole else None,
         }
 
-    def maps(self, run: TextRun, factors: Factors, layer: int, head: int, row: int, cancelled: Cancelled) -> Array:
+    def maps(
+        self, run: TextRun, factors: HeadFactors, layer: int, head: int, row: int, cancelled: IsCancelled
+    ) -> Array:
         """Return a head's map before and after a change, (2, queries, keys) float32 of blocks, NaN = masked."""
         self._check_heads(run, {(layer, head): 0.0})
-        if not 0 <= row < len(run.rows):
-            raise NotFoundError(f"There is no sentence {row}.", f"Give one from 0 to {len(run.rows) - 1}.")
-        if run.changed is None or run.changed[0] != _key_of_factors(factors):
+        if not 0 <= row < len(run.encoded_rows):
+            raise NotFoundError(f"There is no sentence {row}.", f"Give one from 0 to {len(run.encoded_rows) - 1}.")
+        if run.newest_change is None or run.newest_change[0] != _cache_key_of_factors(factors):
             self.change(run, factors, None, cancelled)
-        assert run.changed is not None
+        assert run.newest_change is not None
         before = next(each for each in run.record.layers if each.number == layer)
-        after = next((each for each in run.changed[1].layers if each.name == before.name), before)
+        after = next((each for each in run.newest_change[1].layers if each.name == before.name), before)
         length = max(before.sample(row).num_queries, before.sample(row).num_keys)
         found = [
             each.sample(row).blocks(head, block=-(-length // MAX_CELLS_PER_MAP_SIDE), cancelled=cancelled).means()[0]
@@ -314,11 +319,11 @@ class Trial:
         maps: Array = torch.stack(found).float().numpy()
         return maps
 
-    def sweep(self, run: TextRun, at: int | None, cancelled: Cancelled) -> Iterator[dict[str, Any]]:
+    def sweep(self, run: TextRun, at: int | None, cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
         layers = run.record.layers
         seconds = floor = 0.0
-        copies = max(1, _MAX_SWEEP_BYTES // max(run.before.nbytes, 1))
+        copies = max(1, _MAX_SWEEP_BYTES // max(run.predictions_before.nbytes, 1))
         found = sweep_layers(
             run.replay,
             run.batch,
@@ -329,17 +334,17 @@ class Trial:
         for done in range(1, len(layers) + 1):
             with self._run_until_cancelled(run.replay, cancelled):
                 one = next(found)
-            seconds, floor = seconds + one.seconds, floor + one.floor_seconds
-            yield self.task.describe_sweep(run, one.measured) | {
+            seconds, floor = seconds + one.seconds, floor + one.seconds_after_layer
+            yield self.task.describe_sweep(run, one.result_per_head) | {
                 "layer": one.layer,
                 "done": done,
                 "total": len(layers),
             }
-        peak = peak_of_process()
+        peak = peak_memory_of_process()
         yield {"seconds": seconds, "floor_seconds": floor, "peak_mib": None if peak is None else peak >> 20}
 
     def continue_text(
-        self, run: TextRun, factors: Factors, write: Callable[[str, list[str]], None], cancelled: Cancelled
+        self, run: TextRun, factors: HeadFactors, write: Callable[[str, list[str]], None], cancelled: IsCancelled
     ) -> None:
         """Continue a text greedily with all heads on and with a change; calls write("before" or "after", tokens).
 
@@ -354,7 +359,7 @@ class Trial:
         if factors:
             self._generate(run, factors, lambda tokens: write("after", tokens), cancelled)
 
-    def check_continuation(self, run: TextRun, factors: Factors) -> None:
+    def check_continuation(self, run: TextRun, factors: HeadFactors) -> None:
         """Reject texts and changes of heads for which the model cannot generate a continuation.
 
         Raises:
@@ -367,11 +372,11 @@ class Trial:
             raise ModelError(f"{self.loaded.title} does not continue a text.", "Use a language model.")
 
     def _generate(
-        self, run: TextRun, factors: Factors, write: Callable[[list[str]], None], cancelled: Cancelled
+        self, run: TextRun, factors: HeadFactors, write: Callable[[list[str]], None], cancelled: IsCancelled
     ) -> list[str]:
         """Generate tokens greedily, write each as soon as it is known, and return them."""
         streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"][0].tolist(), write, cancelled)
-        most = min(CONTINUATION_TOKENS, (self.loaded.max_tokens or MAX_TOKENS) - run.rows[0].ids.shape[1])
+        most = min(CONTINUATION_TOKENS, (self.loaded.max_tokens or MAX_TOKENS) - run.encoded_rows[0].ids.shape[1])
         if most < 1:
             return []
         model: Any = self.loaded.model
@@ -381,16 +386,16 @@ class Trial:
             model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
         return streamer.tokens
 
-    def _predict(self, batch: Batch) -> Tensor:
+    def _predict(self, batch: BatchInputs) -> Tensor:
         return self.task.predict(self.loaded.model, batch)
 
-    def _change_heads(self, run: TextRun, factors: Factors) -> Any:
+    def _change_heads(self, run: TextRun, factors: HeadFactors) -> Any:
         """Return the context in which heads are changed, named by module, because a replay may leave blocks out."""
         return scale_heads(
             self.loaded.model, {(run.names[layer], head): factor for (layer, head), factor in factors.items()}
         )
 
-    def _check_heads(self, run: TextRun, factors: Factors) -> None:
+    def _check_heads(self, run: TextRun, factors: HeadFactors) -> None:
         """Reject heads that do not exist, and a change of all heads to 0."""
         heads = {layer.number: layer.num_heads for layer in run.record.layers}
         for layer, head in factors:
@@ -404,7 +409,7 @@ class Trial:
             raise ArgumentError("All heads of the model are off.", "Leave some on.")
 
     @contextmanager
-    def _run_until_cancelled(self, replay: Replay, cancelled: Cancelled) -> Iterator[None]:
+    def _run_until_cancelled(self, replay: Replay, cancelled: IsCancelled) -> Iterator[None]:
         """Run the model without gradients in this context; stop between two blocks if no request waits any more."""
 
         def stop_if_cancelled(*_: object) -> None:
@@ -427,28 +432,28 @@ class _NextTokenPredictions:
     )
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
-        """Encode a text, see `Task.encode`."""
+        """Encode a text, see `TrialTask.encode`."""
         encoded = encode(loaded, text)
         if encoded.ids.shape[1] < 2:
             raise InputError("The text has 1 token, and the first token is not predicted.", "Give a longer text.")
         return [encoded]
 
-    def predict(self, model: Any, batch: Batch) -> Tensor:
+    def predict(self, model: Any, batch: BatchInputs) -> Tensor:
         """Return the logits, (batch, tokens, vocabulary)."""
         logits: Tensor = model(**batch, use_cache=False).logits
         return logits
 
     def describe(self, run: TextRun) -> dict[str, Any]:
-        """Describe the loss of each token, see `Task.describe`."""
+        """Describe the loss of each token, see `TrialTask.describe`."""
         return {"losses": _losses_of_page(run.losses)}
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
-        """Compare losses and next tokens, see `Task.compare`."""
+        """Compare losses and next tokens, see `TrialTask.compare`."""
         before = _losses_of_page(run.losses)
         losses = _losses_of_page(token_losses(after, run.batch["input_ids"])[0])
         pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
         place = after.shape[1] - 1 if at is None else at
-        rows = [logits[0, place] for logits in (run.before, after)]
+        rows = [logits[0, place] for logits in (run.predictions_before, after)]
         ids = torch.cat([likeliest_tokens(row, NUM_LIKELIEST_TOKENS)[0] for row in rows]).unique()
         both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
         order = both.amax(0).argsort(descending=True)
@@ -470,14 +475,14 @@ class _NextTokenPredictions:
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
         """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens)."""
         place = after.shape[1] - 1 if at is None else at
-        row = run.before[0, place].double()
+        row = run.predictions_before[0, place].double()
         best = row.argmax()
         change = after[:, place].double().log_softmax(-1)[:, best] - row.log_softmax(-1)[best]
         losses = token_losses(after, run.batch["input_ids"].expand(copies, -1))
         return torch.cat([change[:, None], losses], 1).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe the effect on the chosen token, and on the mean loss of the text, see `Task.describe_sweep`."""
+        """Describe the effect on the chosen token, and on the mean loss of the text, see `TrialTask.describe_sweep`."""
         return {
             "effects": finite_numbers_or_none(measured[:, 0]),
             "losses": finite_numbers_or_none(measured[:, 1:].mean(1) - run.losses.mean().cpu()),
@@ -492,7 +497,7 @@ class _SentenceSimilarities:
     min_sentences = 3
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
-        """Encode each line of a text as a sentence, see `Task.encode`."""
+        """Encode each line of a text as a sentence, see `TrialTask.encode`."""
         lines = _lines_with_text(text)
         if len(lines) < self.min_sentences:
             raise InputError(
@@ -502,28 +507,31 @@ class _SentenceSimilarities:
             )
         return [encode(loaded, line) for line in lines]
 
-    def predict(self, model: Any, batch: Batch) -> Tensor:
+    def predict(self, model: Any, batch: BatchInputs) -> Tensor:
         """Return the mean vector of each sentence, of length 1: (sentences, features)."""
         states, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
         return normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
     def describe(self, run: TextRun) -> dict[str, Any]:
-        """Describe the similarities, see `Task.describe`."""
-        return {"sentences": _lines_with_text(run.text), "similarity": _cosine_similarities(run.before).tolist()}
+        """Describe the similarities, see `TrialTask.describe`."""
+        return {
+            "sentences": _lines_with_text(run.text),
+            "similarity": _cosine_similarities(run.predictions_before).tolist(),
+        }
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
-        """Compare the similarities, see `Task.compare`."""
+        """Compare the similarities, see `TrialTask.compare`."""
         nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
         return {**nothing, "similarity": _cosine_similarities(after).tolist()}
 
     def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
         """Return the largest change of a similarity, with its sign, (copies, 1)."""
-        change = _cosine_similarities(after.unflatten(0, (copies, -1))) - _cosine_similarities(run.before)
+        change = _cosine_similarities(after.unflatten(0, (copies, -1))) - _cosine_similarities(run.predictions_before)
         flat = change.flatten(1)
         return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe the largest change of a similarity, see `Task.describe_sweep`."""
+        """Describe the largest change of a similarity, see `TrialTask.describe_sweep`."""
         return {"effects": finite_numbers_or_none(measured[:, 0]), "losses": None}
 
 
@@ -537,7 +545,7 @@ class _TokenWriter:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: list[int], write: Callable[[list[str]], None], cancelled: Cancelled
+        self, tokenizer: Any, prompt: list[int], write: Callable[[list[str]], None], cancelled: IsCancelled
     ) -> None:
         self.tokens: list[str] = []
         self._tokenizer, self._write, self._cancelled = tokenizer, write, cancelled
@@ -562,7 +570,7 @@ class _TokenWriter:
 
     def _write_new(self) -> None:
         text = _decode(self._tokenizer, self._ids)
-        new, self._text = visible(text[len(self._text) :]), text
+        new, self._text = escape_controls(text[len(self._text) :]), text
         if new:
             self.tokens.append(new)
             self._write([new])
@@ -605,7 +613,7 @@ def open_trial(
     trial.task.encode(loaded, trial.text)  # raises an error before the long step
     trial.repeated = measure_on_repeated_tokens(loaded, show, lang)
     show(locale("look.doing.watching", lang))
-    trial.read(trial.text, lambda: False)
+    trial.read_text(trial.text, lambda: False)
     return trial
 
 
@@ -632,7 +640,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return text
 
 
-def _key_of_factors(factors: Factors) -> str:
+def _cache_key_of_factors(factors: HeadFactors) -> str:
     return ",".join(f"{layer}.{head}:{factor:g}" for (layer, head), factor in sorted(factors.items()))
 
 
@@ -662,7 +670,7 @@ def _cosine_similarities(vectors: Tensor) -> Tensor:
 
 
 def _distances_between_maps(
-    before: Record, after: Record, first: int, cancelled: Cancelled
+    before: Record, after: Record, first: int, cancelled: IsCancelled
 ) -> list[tuple[int, list[float]]]:
     """Return (layer, distance per head) between the maps before and after a change, for layers after `first`.
 

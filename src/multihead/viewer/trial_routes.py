@@ -15,7 +15,7 @@ from multihead.viewer.responses import file_response, floats_response, try_page_
 from multihead.viewer.security import json_response
 from multihead.viewer.site import Site
 from multihead.viewer.tiles import WorkerThreads
-from multihead.viewer.trial import MAX_TOKENS, Cancelled, TextRun, Trial, parse_factors
+from multihead.viewer.trial import MAX_TOKENS, IsCancelled, TextRun, Trial, parse_factors
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -75,7 +75,7 @@ class TrialSite(Site):
         factors, place = parse_factors(request.query_params.get("heads", "")), _requested_place(request)
         lang = self._language(request)
 
-        def compare(run: TextRun, cancelled: Cancelled) -> dict[str, Any]:
+        def compare(run: TextRun, cancelled: IsCancelled) -> dict[str, Any]:
             return self.trial.change(run, factors, place, cancelled, lang=lang)
 
         return await self._answer(request, compare)
@@ -89,8 +89,8 @@ class TrialSite(Site):
             for name, default in (("layer", None), ("head", None), ("sentence", 0))
         )
 
-        def compute_maps(cancelled: Cancelled) -> Any:
-            run = self.trial.read(params.get("text", ""), cancelled)
+        def compute_maps(cancelled: IsCancelled) -> Any:
+            run = self.trial.read_text(params.get("text", ""), cancelled)
             return self.trial.maps(run, factors, layer, head, row, cancelled)
 
         return floats_response(await self.compute(request, self.model_thread, str(request.url), compute_maps))
@@ -100,7 +100,7 @@ class TrialSite(Site):
         place = _requested_place(request)
         run = await self._read(request)
 
-        def write_layers(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
+        def write_layers(cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
             for line in self.trial.sweep(run, place, cancelled):
                 write(_json_line(line))
 
@@ -112,7 +112,7 @@ class TrialSite(Site):
         run = await self._read(request)
         self.trial.check_continuation(run, factors)  # raises errors before the streamed response begins
 
-        def write_tokens(cancelled: Cancelled, write: Callable[[bytes], None]) -> None:
+        def write_tokens(cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
             self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), cancelled)
             write(_json_line({"done": True}))
 
@@ -123,7 +123,7 @@ class TrialSite(Site):
         check_language(lang)
         return lang
 
-    async def _answer(self, request: Request, answer: Callable[[TextRun, Cancelled], object]) -> Response:
+    async def _answer(self, request: Request, answer: Callable[[TextRun, IsCancelled], object]) -> Response:
         """Run the model on the requested text, and return the result of `answer` as JSON."""
         text = request.query_params.get("text", "")
         return json_response(
@@ -131,14 +131,14 @@ class TrialSite(Site):
                 request,
                 self.model_thread,
                 str(request.url),
-                lambda cancelled: answer(self.trial.read(text, cancelled), cancelled),
+                lambda cancelled: answer(self.trial.read_text(text, cancelled), cancelled),
             )
         )
 
     async def _read(self, request: Request) -> TextRun:
         text = request.query_params.get("text", "")
         run: TextRun = await self.compute(
-            request, self.model_thread, ("read", text), lambda cancelled: self.trial.read(text, cancelled)
+            request, self.model_thread, ("read", text), lambda cancelled: self.trial.read_text(text, cancelled)
         )
         return run
 

@@ -13,7 +13,7 @@ from multihead.cli.progress import Steps
 from multihead.errors import ArgumentError
 from multihead.errors.optional import require
 from multihead.files import check_writable
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead_lab.commands import parse_whole_numbers
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ def lab(
         _print_chapter(console, number, chapter, phrases)
     console.print()
     print_sentence(
-        console, phrases.translate("page at" if answers.experiments else "page only", path=visible(path)), style="green"
+        console,
+        phrases.translate("page at" if answers.experiments else "page only", path=escape_controls(path)),
+        style="green",
     )
 
 

@@ -86,7 +86,9 @@ def test_added_keys_come_first_and_every_query_sees_them(extra: int) -> None:
     for attn_mask, hidden in ((CAUSAL, CAUSAL[None, None]), (per_head, per_head.view(2, 3, 4, 5))):
         for padding in (PAST_END, PAST_END.flip(1)):
             shown = convert_masks(attn_mask, padding, sizes, is_causal=False)
-            shown = shown.mask.tile(TilePositions.of(4, 5 + extra, query_start=shown.query_start)).expand(2, 3, -1, -1)
+            shown = shown.mask.tile(TilePositions.from_sizes(4, 5 + extra, query_start=shown.query_start)).expand(
+                2, 3, -1, -1
+            )
             assert shown[..., :extra].all()
             assert torch.equal(shown[..., extra:], ~(hidden | padding[:, None, None]).expand(2, 3, -1, -1))
     added = convert_masks(torch.randn(4, 5), None, sizes, is_causal=False).bias

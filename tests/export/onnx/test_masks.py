@@ -23,7 +23,7 @@ def computed(mask: masks.Mask, queries: int, keys: int, start: QueryStart) -> Te
     """Return the result of the nodes of a mask, broadcasting to (batch, heads, queries, keys)."""
     graph = Graph()
     sizes = [graph.size_of_axis(graph.add_input(name, torch.float32, (None,)), 0) for name in ("queries", "keys")]
-    found = export_mask(graph, mask, PositionValues.of(graph, *sizes, start))
+    found = export_mask(graph, mask, PositionValues.from_sizes(graph, *sizes, start))
     graph.add_output(graph.add_node("Identity", found), "seen", torch.bool, (None,) * 4)
     session = onnxruntime.InferenceSession(graph.build_model(opset=23, name="mask").SerializeToString())
     given = {"queries": torch.zeros(queries).numpy(), "keys": torch.zeros(keys).numpy()}

@@ -20,7 +20,7 @@ from tests import oracle
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 
 pytestmark = needs_native
-SETS = [each.name for each in library.instruction_sets() if each.runs]
+SETS = [each.name for each in library.instruction_sets() if each.is_supported_by_cpu]
 # Lengths around the widths of registers, panels and blocks.
 EDGES = (1, 8, 15, 17, 32, 63, 65, 255, 257)
 
@@ -42,7 +42,7 @@ def test_blocks_of_a_dense_mask_cover_each_row_once_and_see_what_the_mask_shows(
     bounds = bounds_of(request)
     monkeypatch.setattr(call, "DENSE_BLOCK_BYTES", 0)
     assert queries_per_block(request, bounds) == 96
-    shown = request.mask.tile(TilePositions.of(300, 300))
+    shown = request.mask.tile(TilePositions.from_sizes(300, 300))
     for step, heights in ((1, [96, 96, 96, 12]), (50, [100, 100, 100])):
         found = list(iterate_query_blocks(request, bounds, step=step))
         assert [rows.queries.stop - rows.queries.start for rows in found] == heights
@@ -176,7 +176,7 @@ def test_rows_that_see_what_is_not_finite_are_nan_and_no_others(
         bad_v[:, 0, key + 5, 1] = -torch.inf
     bad = torch.zeros(300, dtype=torch.bool)
     bad[[77, 82, 257, 262, 265, 270]] = True
-    seen = mask.tile(TilePositions.of(queries, 300, query_start=300 - queries)).expand(1, 2, queries, 300)
+    seen = mask.tile(TilePositions.from_sizes(queries, 300, query_start=300 - queries)).expand(1, 2, queries, 300)
     hit = (seen & bad).any(-1)
     hit[:, 1] = False
     assert bool(hit.any())

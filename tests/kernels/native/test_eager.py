@@ -129,7 +129,7 @@ def test_lengths_in_a_tensor_are_read_in_each_call() -> None:
 
 
 class Quiet:
-    wanted: frozenset[Part] = frozenset()
+    wanted_parts: frozenset[Part] = frozenset()
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

@@ -33,7 +33,7 @@ from tests.drawing import LAYOUTS, Drawn, Sizes, calls, laid_out
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 
 pytestmark = needs_native
-SETS = [each.name for each in library.instruction_sets() if each.runs]
+SETS = [each.name for each in library.instruction_sets() if each.is_supported_by_cpu]
 
 
 @pytest.fixture(params=SETS)
@@ -54,7 +54,7 @@ def long(*, queries: int = 210, keys: int = 530, dtype: torch.dtype = torch.floa
 def seen_by(case: Drawn) -> Tensor:
     """What the mask of a long call shows, by its dense meaning: cell by cell takes seconds."""
     start: Any = case.query_start
-    place = TilePositions.of(case.size.queries, case.size.keys, query_start=start)
+    place = TilePositions.from_sizes(case.size.queries, case.size.keys, query_start=start)
     return case.mask.tile(place).expand(case.size.cells)
 
 
@@ -257,7 +257,7 @@ def test_train_and_eval_and_a_listener_give_the_same_bits(instructions: str) -> 
         case = long(queries=queries, mask=masks.Causal())
         request = request_of(case.q, case.k, case.v, case.mask, query_start=case.query_start)
         quiet = kernel.attend(request, bounds_of(request))
-        watched = kernel.attend(replace(request, wanted=PARTS), bounds_of(request))
+        watched = kernel.attend(replace(request, wanted_parts=PARTS), bounds_of(request))
         assert torch.equal(watched.output, quiet.output)
         assert torch.equal(watched.logsumexp, quiet.logsumexp)
         assert watched.statistics.keys() == PARTS
@@ -271,7 +271,7 @@ def test_statistics_change_no_bit_of_a_call_of_any_size(instructions: str, queri
         case = long(queries=queries, keys=300, mask=mask, dtype=dtype)
         request = request_of(case.q, case.k, case.v, mask, query_start=case.query_start)
         quiet = kernel.attend(request, bounds_of(request))
-        watched = kernel.attend(replace(request, wanted=PARTS), bounds_of(request))
+        watched = kernel.attend(replace(request, wanted_parts=PARTS), bounds_of(request))
         assert torch.equal(watched.output, quiet.output)
         assert torch.equal(watched.logsumexp, quiet.logsumexp)
 
@@ -324,7 +324,7 @@ from multihead import masks
 from multihead.kernels.call import AttentionRequest
 from multihead.functional import attend, request_of
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Scales, quantise
 from dataclasses import replace
@@ -341,7 +341,7 @@ def run(length, way):
     leaves = [x.requires_grad_("gradients" in way) for x in (q,)] + [k, v]
     request = request_of(*leaves, masks.Window(64) | masks.Prefix(8), scales=scales, **options)
     if "statistics" in way:
-        request = replace(request, wanted=ONE_PASS - {SPECIAL_KEYS_WEIGHT})
+        request = replace(request, wanted_parts=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT})
     output = kernel.attend(request, bounds_of(request)).output
     if "gradients" in way:
         output.sum().backward()

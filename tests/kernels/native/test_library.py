@@ -48,7 +48,11 @@ def _narrow_machine(monkeypatch: pytest.MonkeyPatch, _chosen_anew: None) -> None
     """A machine whose widest instructions are AVX2."""
     monkeypatch.delenv("MULTIHEAD_CPU", raising=False)
     found = SimpleNamespace(
-        sets=SETS, fastest=1, fastest_of_cpu=1, choose=lambda _: None, choose_in_thread=lambda _: None
+        instruction_sets=SETS,
+        index_of_fastest_set=1,
+        index_of_fastest_set_of_cpu=1,
+        set_instruction_set=lambda _: None,
+        set_instruction_set_in_thread=lambda _: None,
     )
     monkeypatch.setattr(library, "_library_or_reason", lambda: found)
 
@@ -59,7 +63,7 @@ class TestRunning:
         scores = torch.tensor([0.0, 1.0, 2.0])
         q, k, v = torch.ones(1, 1, 1, 1), scores[None, None, :, None], 1 + scores[None, None, :, None]
         for each in library.instruction_sets():
-            if not each.runs:
+            if not each.is_supported_by_cpu:
                 continue
             with library.using_instruction_set(each.name):
                 output, logsumexp, *_ = torch.ops.multihead.attention.eager(q, k, v, None, -1, -1, 0, 1.0, None)
@@ -117,10 +121,14 @@ def test_each_compiled_set_reports_the_size_of_its_register_tiles() -> None:
 def test_without_a_request_the_fastest_set_that_runs_here_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MULTIHEAD_CPU", raising=False)
     used = library.chosen_instruction_set()
-    assert used.runs
+    assert used.is_supported_by_cpu
     assert not used.for_tests
     # Only bfloat16 in pairs is not faster on every processor that has it.
-    wider = [each.name for each in library.instruction_sets()[used.index + 1 :] if each.runs and not each.for_tests]
+    wider = [
+        each.name
+        for each in library.instruction_sets()[used.index + 1 :]
+        if each.is_supported_by_cpu and not each.for_tests
+    ]
     assert wider in ([], ["avx512_bf16"])
 
 
@@ -154,7 +162,7 @@ class TestChoosing:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert library.missing_faster_instruction_set() is None
-        monkeypatch.setattr(library._library_or_reason(), "fastest_of_cpu", 2)
+        monkeypatch.setattr(library._library_or_reason(), "index_of_fastest_set_of_cpu", 2)
         with pytest.warns(SlowPathWarning) as warned:
             assert [library.chosen_instruction_set().name for _ in range(2)] == ["avx2", "avx2"]
         assert [str(each.message) for each in warned] == [library.missing_faster_instruction_set()]

@@ -16,7 +16,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.statistics import (
     OFFSET_WEIGHTS,
-    ONE_PASS,
+    PARTS_OF_ONE_PASS,
     SPECIAL_KEYS_WEIGHT,
     measure_in_one_pass,
     statistics_of_one_pass,
@@ -31,8 +31,8 @@ from tests.drawing import Drawn, calls
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 
 pytestmark = needs_native
-SETS = [each.name for each in library.instruction_sets() if each.runs]
-IN_THE_PASS = ONE_PASS - {SPECIAL_KEYS_WEIGHT}
+SETS = [each.name for each in library.instruction_sets() if each.is_supported_by_cpu]
+IN_THE_PASS = PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
 # Part -> the statistic of the dense definitions that is this part alone.
 STATISTIC = {
     part: name
@@ -81,7 +81,7 @@ def test_every_statistic_of_a_drawn_call_is_that_of_its_definition(case: Drawn) 
     exact = oracle.statistics(whole.weights, seen, start=start)
     for name in SETS:
         with library.using_instruction_set(name):
-            attended = kernel.attend(replace(request, wanted=IN_THE_PASS), bounds)
+            attended = kernel.attend(replace(request, wanted_parts=IN_THE_PASS), bounds)
         assert attended.statistics.keys() == set(IN_THE_PASS)
         # bfloat16 scores are products of bfloat16 inputs, summed in float32: as exact as float32's.
         assert_close(attended.statistics, exact, whole.weights, 2e-5)
@@ -94,7 +94,7 @@ def long(queries: int, mask: masks.Mask, **options: Any) -> AttentionRequest:
 
 def seen_by(request: AttentionRequest) -> Tensor:
     shape = request.shape
-    place = TilePositions.of(shape.query_length, shape.key_length, query_start=request.query_start)
+    place = TilePositions.from_sizes(shape.query_length, shape.key_length, query_start=request.query_start)
     return request.mask.tile(place).expand(shape.batch, shape.num_heads, -1, -1)
 
 
@@ -123,10 +123,10 @@ def test_long_calls_are_measured_right_in_both_passes(
     sums = cells.unflatten(2, (-1, 23)).unflatten(4, (-1, 37)).sum((3, 5))
     for name in SETS:
         with library.using_instruction_set(name):
-            _, found = measure_in_one_pass(request, bounds, ONE_PASS, special)
+            _, found = measure_in_one_pass(request, bounds, PARTS_OF_ONE_PASS, special)
             received, pooled = sum_weights_per_key(request, bounds, whole.logsumexp.float(), cell=(23, 37))
             alone, nothing = sum_weights_per_key(request, bounds, whole.logsumexp.float(), cell=None)
-        assert found.keys() == set(ONE_PASS)
+        assert found.keys() == set(PARTS_OF_ONE_PASS)
         assert_close(found, exact, whole.weights, 2e-5)
         assert oracle.difference(received, exact["received"]) < 2e-5
         assert nothing is None
@@ -210,15 +210,15 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
 
 def test_only_what_is_wanted_is_measured() -> None:
     found = statistics_of_one_pass(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS_WEIGHT)))
-    assert found.statistics == 1 + 16
+    assert found.requested_bits == 1 + 16
     assert found.parts == ("entropy", ("offset_mass", 0), None, None)
 
 
 def test_the_results_of_an_operator_are_named_by_part() -> None:
-    found = statistics_of_one_pass(ONE_PASS, special=True)
+    found = statistics_of_one_pass(PARTS_OF_ONE_PASS, special=True)
     rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
     parts = found.results(rows, torch.full((2, 3, 4), 7))
-    assert found.statistics == 255
+    assert found.requested_bits == 255
     order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *OFFSET_WEIGHTS, ("first_keys_mass", 1))
     assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_KEYS_WEIGHT)] == list(range(9))
     assert torch.equal(parts["largest_key"], torch.full((2, 3, 4), 7))

@@ -101,10 +101,10 @@ def test_one_query_sees_what_its_row_of_the_whole_sees(mask: Mask) -> None:
 
 
 def test_samples_that_see_alike_share_their_bounds() -> None:
-    assert key_bounds(Lengths((3, 3)), queries=2, keys=5).shared
-    assert not key_bounds(Lengths((3, 4)), queries=2, keys=5).shared
-    assert key_bounds(Causal(), queries=2, keys=5, query_start=torch.tensor([1, 1])).shared
-    assert not key_bounds(Causal(), queries=2, keys=5, query_start=torch.tensor([1, 2])).shared
+    assert key_bounds(Lengths((3, 3)), queries=2, keys=5).is_shared_by_samples
+    assert not key_bounds(Lengths((3, 4)), queries=2, keys=5).is_shared_by_samples
+    assert key_bounds(Causal(), queries=2, keys=5, query_start=torch.tensor([1, 1])).is_shared_by_samples
+    assert not key_bounds(Causal(), queries=2, keys=5, query_start=torch.tensor([1, 2])).is_shared_by_samples
 
 
 def test_queries_that_see_nothing_have_an_empty_interval() -> None:

@@ -56,7 +56,7 @@ def test_every_seen_cell_is_computed_once(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Sizes at which small maps take many blocks and few merges, and the other way round.
         patch.setattr(room, "BLOCK_ROWS", data.draw(st.sampled_from((2, 3, 128))))
-        patch.setattr(room, "CALL_COST", data.draw(st.sampled_from((0, 5, 1024))))
+        patch.setattr(room, "CALL_COST_IN_CELLS", data.draw(st.sampled_from((0, 5, 1024))))
         for biased in (False, True):
             pieces = room._cover_bounds(bounds, biased=biased)  # not those kept from other block sizes
             assert_covered(bounds, size.keys, pieces)

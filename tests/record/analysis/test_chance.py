@@ -309,21 +309,21 @@ def test_the_error_of_one_text_is_that_of_the_mean_over_blocks_of_its_queries() 
     blocks = values.unflatten(1, (8, 100)).mean(-1)
     torch.testing.assert_close(found.mean, values.mean(-1))
     torch.testing.assert_close(found.chance, torch.full((3,), 0.5, dtype=torch.float64))
-    torch.testing.assert_close(found.error, blocks.std(-1) / math.sqrt(8))
+    torch.testing.assert_close(found.standard_error, blocks.std(-1) / math.sqrt(8))
 
 
 def test_queries_that_resemble_their_neighbours_do_not_make_a_mean_sure() -> None:
     values = torch.zeros(1, 800)
     values[:, :100] = 1  # one long passage of eight
     found = one_text(values)
-    assert float(found.error) == pytest.approx(1 / 8)
+    assert float(found.standard_error) == pytest.approx(1 / 8)
     assert float(values.std() / math.sqrt(800)) < 0.012  # as if each query were independent
 
 
 def test_what_differs_from_query_to_query_by_chance_alone_is_no_error() -> None:
     level = 1 / torch.arange(1, 101).double()[None]
     found = compare_with_chance([level + 0.3], [level], [torch.ones(1, 100, dtype=torch.bool)])
-    assert float(found.error) == pytest.approx(0, abs=1e-12)
+    assert float(found.standard_error) == pytest.approx(0, abs=1e-12)
     assert float(found.mean - found.chance) == pytest.approx(0.3)
 
 
@@ -332,8 +332,8 @@ def test_queries_that_do_not_count_are_left_out_and_few_give_no_error() -> None:
     counted = torch.tensor([[False, True, True, True, True, False], [False, False, False, True, True, True]])
     found = compare_with_chance([values], [torch.zeros(1, 6)], [counted])
     assert found.mean.tolist() == [1.5, 2.0]
-    assert float(found.error[0]) == pytest.approx(1 / math.sqrt(12))
-    assert float(found.error[1]) == math.inf
+    assert float(found.standard_error[0]) == pytest.approx(1 / math.sqrt(12))
+    assert float(found.standard_error[1]) == math.inf
 
 
 def test_the_error_of_four_texts_is_that_of_the_mean_over_texts() -> None:
@@ -342,7 +342,7 @@ def test_the_error_of_four_texts_is_that_of_the_mean_over_texts() -> None:
     counted = [torch.ones_like(each, dtype=torch.bool) for each in texts]
     found = compare_with_chance(texts, levels, counted)
     assert float(found.mean) == pytest.approx((0 * 10 + 1 * 20 + 2 * 30 + 3 * 40) / 100)
-    assert float(found.error) == pytest.approx(math.sqrt(5 / 12))
+    assert float(found.standard_error) == pytest.approx(math.sqrt(5 / 12))
     assert float(standard_error(torch.tensor([[0.0], [1.0], [2.0], [3.0]]))) == pytest.approx(math.sqrt(5 / 12))
 
 

@@ -244,7 +244,7 @@ def test_several_texts_are_read_together_and_their_error_is_that_over_texts() ->
     one, together = (layer_profiles(record.layers, sample=which)[0] for which in (0, None))
     assert one.kinds == (("previous",),)
     assert float(together.means["previous_mass"]) == pytest.approx((1 + 3 / LENGTH) / 4, abs=1e-3)
-    assert float(together.evidence["previous_mass"].error) == pytest.approx((1 - 1 / LENGTH) / 4, abs=1e-6)
+    assert float(together.evidence["previous_mass"].standard_error) == pytest.approx((1 - 1 / LENGTH) / 4, abs=1e-6)
     assert together.kinds == (("mixed",),)
 
 

@@ -162,7 +162,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         sizes = CallSizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
         visible = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._prepend_added_keys(k, v)
-        origin = CallOrigin(self, crosses=False if within else None)
+        origin = CallOrigin(self, is_cross_attention=False if within else None)
         if within and needs_call_origin():
             origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
         merged, weights = self._attend(
@@ -237,7 +237,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         visible = ConvertedMasks(Documents(lengths), None, 0)
         q, k, v = self._project(tokens, tokens, tokens)
-        origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
+        origin = CallOrigin(self, torch.tensor(lengths), is_cross_attention=False)
         merged, _ = self._attend(q, k, v, visible, origin, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 

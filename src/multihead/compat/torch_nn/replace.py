@@ -106,7 +106,7 @@ def replace_until_undone(undo: Undo, model: nn.Module) -> None:
         # A module may be a drop-in already, from an earlier use that ends before this one.
         if type(module) in (nn.MultiheadAttention, MultiheadAttention) and "forward" not in module.__dict__:
             assert isinstance(module, nn.MultiheadAttention)
-            undo.callback(partial(_enable_fused_path_again, module))
+            undo.add_step(partial(_enable_fused_path_again, module))
             undo.set_attribute(module, "__class__", MultiheadAttention)
             disable_fused_path(module)
 

@@ -72,7 +72,7 @@ class ExportContext:
     @cached_property
     def position_values(self) -> PositionValues:
         """The graph values with the positions of queries and keys."""
-        return PositionValues.of(self.graph, self.query_count, self.key_count, self.spec.start)
+        return PositionValues.from_sizes(self.graph, self.query_count, self.key_count, self.spec.start)
 
     @cached_property
     def zero(self) -> str:

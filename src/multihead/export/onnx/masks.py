@@ -36,7 +36,7 @@ class PositionValues:
     leading_keys: int = 0
 
     @staticmethod
-    def of(graph: Graph, num_queries: str, num_keys: str, start: QueryStart) -> PositionValues:
+    def from_sizes(graph: Graph, num_queries: str, num_keys: str, start: QueryStart) -> PositionValues:
         """Add nodes that compute the positions; `num_queries` and `num_keys` are names of int64 values (1,).
 
         `start` is the position of the first query: an int, a tensor (batch,), "end", or "query_start", an input
@@ -72,7 +72,7 @@ def export_mask(graph: Graph, mask: Mask, positions: PositionValues) -> str:
     if isinstance(mask, LeadingKeys):
         return _after_leading_keys(graph, mask, positions)
     if isinstance(mask, (Keep, Drop)):
-        tensor = mask.kept()
+        tensor = mask.visible_cells()
         if tensor.shape[3] > 1:
             tensor = F.pad(tensor, (positions.leading_keys, 0))  # the values of leading keys are never used
         return graph.add_constant(tensor, name="keep")

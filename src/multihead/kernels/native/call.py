@@ -23,7 +23,7 @@ from multihead.scores.bias import Bias, RelativeBias, slice_bias, values_of, wit
 # Size in bytes of a block (queries x keys) in which a mask that is not one interval per query is materialised.
 DENSE_BLOCK_BYTES = 8 << 20
 ALL_QUERIES = slice(None)
-WHOLE_CALL = DropoutOffset()
+NO_DROPOUT_OFFSET = DropoutOffset()
 
 
 def _function_of_operator(name: str) -> Any:
@@ -61,7 +61,7 @@ def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: 
     height = -(-min(queries_per_block(request, bounds), queries) // step) * step
     for first in range(0, queries, height):
         rows = slice(first, min(first + height, queries))
-        place = TilePositions.of(
+        place = TilePositions.from_sizes(
             queries,
             request.shape.key_length,
             query_start=request.query_start,
@@ -78,7 +78,7 @@ def queries_per_block(request: AttentionRequest, bounds: KeyBounds) -> int:
     row = shape.key_length
     if bounds.remainder is not None and bounds.remainder.holds_tensors:
         row *= shape.batch * shape.num_heads  # a mask that holds tensors may differ by sample and head
-    elif not bounds.shared:
+    elif not bounds.is_shared_by_samples:
         row *= shape.batch
     return max(96, DENSE_BLOCK_BYTES // max(row, 1))
 
@@ -92,7 +92,7 @@ class OperatorCall(NamedTuple):
     request: AttentionRequest
     bounds: KeyBounds
     seed: Tensor | None = None
-    dropout_offset: DropoutOffset = WHOLE_CALL
+    dropout_offset: DropoutOffset = NO_DROPOUT_OFFSET
     with_values: bool = True
 
 

@@ -19,7 +19,7 @@ from multihead.kernels.native import library
 from multihead.kernels.native.call import OperatorCall
 from multihead.kernels.native.kernel import MAX_INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS_WEIGHT, statistics_of_one_pass
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT, statistics_of_one_pass
 from multihead.kernels.parts import Part
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Scales
@@ -35,8 +35,8 @@ _SETS_SLOWER_THAN_PYTORCH = frozenset(
     name for name, _ in PYTORCH_SPEEDUPS
 )  # instruction sets with which some calls are slower than PyTorch's kernel
 
-EAGER_STATISTICS = statistics_of_one_pass(ONE_PASS - {SPECIAL_KEYS_WEIGHT})
-"""The statistics that `statistics` measures: all of `ONE_PASS` except the weight on special keys."""
+EAGER_STATISTICS = statistics_of_one_pass(PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT})
+"""The statistics that `statistics` measures: all of `PARTS_OF_ONE_PASS` except the weight on special keys."""
 
 
 def attend(
@@ -80,7 +80,7 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
     if _grad_enabled() and (q.requires_grad or k.requires_grad):
         q, k = q.detach(), k.detach()
     try:
-        _, logsumexp, *results = _eager_operator(q, k, None, *band, scale, softcap, EAGER_STATISTICS.statistics)  # type: ignore[misc]
+        _, logsumexp, *results = _eager_operator(q, k, None, *band, scale, softcap, EAGER_STATISTICS.requested_bits)  # type: ignore[misc]
     except RuntimeError:
         return None
     return logsumexp, EAGER_STATISTICS.results(*results)
@@ -153,7 +153,7 @@ class _DifferentiableOperator(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, output, logsumexp = ctx.saved_tensors  # autograd raises if an input was modified
         band, query_start, scale, softcap = ctx.call
-        shape = AttentionShape.of(q, k, v)
+        shape = AttentionShape.from_tensors(q, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         request = AttentionRequest(q, k, v, shape, _mask_of_band(band), scale, query_start, softcap=softcap)
         job = OperatorCall(request, bounds_of(request))
@@ -164,9 +164,9 @@ class _DifferentiableOperator(torch.autograd.Function):
 def _mask_of_band(band: Band) -> Mask:
     """Return the mask that shows the same keys as a band."""
     mask: Mask = Full()
-    if band.before < 0 and band.after == 0:
+    if band.keys_before < 0 and band.keys_after == 0:
         mask = Causal()
-    elif band.before >= 0 or band.after >= 0:
-        size, after = (MAX_POSITION if count < 0 else count for count in (band.before, band.after))
+    elif band.keys_before >= 0 or band.keys_after >= 0:
+        size, after = (MAX_POSITION if count < 0 else count for count in (band.keys_before, band.keys_after))
         mask = Window(size + 1, after)
     return mask if band.lengths is None else mask & Lengths(band.lengths)

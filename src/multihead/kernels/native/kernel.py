@@ -101,9 +101,9 @@ def operator_call_of(request: AttentionRequest, bounds: KeyBounds) -> OperatorCa
 
 def _attend_without_gradients(job: OperatorCall) -> AttentionResult:
     """Compute a call and its wanted statistics without recording gradients."""
-    if not job.request.wanted:
+    if not job.request.wanted_parts:
         return AttentionResult(*forward(job)[:2])
-    found, arguments = select_wanted_statistics(job.request, job.bounds, job.request.wanted)
+    found, arguments = select_wanted_statistics(job.request, job.bounds, job.request.wanted_parts)
     output, logsumexp, *results = forward(job, arguments)
     return AttentionResult(output, logsumexp, found.results(*results))
 
@@ -134,7 +134,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     tiles = (stop + width - 1) // width - start // width
     cells = int(tiles.clamp(min=0).sum()) * height * width
     cells = min(cells, bounds.start.shape[0] * shape.query_length * shape.key_length)
-    cells *= shape.num_heads * (shape.batch if bounds.shared else 1)
+    cells *= shape.num_heads * (shape.batch if bounds.is_shared_by_samples else 1)
     with below_autograd():
         held = torch.ops.multihead.workspace(
             *operator_arguments(OperatorCall(request, bounds), QueryBlock(ALL_QUERIES, bounds, None))

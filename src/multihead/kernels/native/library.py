@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LIBRARY_NAME = "libmultihead_native.so"
 INSTRUCTION_SET_VARIABLE = "MULTIHEAD_CPU"
-MEMORY_MAP = Path("/proc/self/maps")  # on Linux, lists every file that this process has loaded
+MEMORY_MAP_OF_PROCESS = Path("/proc/self/maps")  # on Linux, lists every file that this process has loaded
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class InstructionSet:
         name: its name, a value of the environment variable MULTIHEAD_CPU.
         index: its number in the library.
         compiled: whether this build of the library contains it.
-        runs: whether it is compiled and this CPU can run it.
+        is_supported_by_cpu: whether it is compiled and this CPU can run it.
         for_tests: whether it is a slow emulation for tests, used only if chosen by name.
         tile: rows and columns of its register tiles, each computed whole or skipped; (0, 0) if not compiled.
     """
@@ -51,20 +51,20 @@ class InstructionSet:
     name: str
     index: int
     compiled: bool
-    runs: bool
+    is_supported_by_cpu: bool
     for_tests: bool
     tile: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
-class _Library:
+class _NativeLibrary:
     path: Path
-    summarise: Callable[..., None]
-    choose: Callable[[int], None]
-    choose_in_thread: Callable[[int], None]
-    sets: tuple[InstructionSet, ...]
-    fastest: int
-    fastest_of_cpu: int  # the fastest that the CPU supports; this build may lack it
+    add_to_histograms: Callable[..., None]
+    set_instruction_set: Callable[[int], None]
+    set_instruction_set_in_thread: Callable[[int], None]
+    instruction_sets: tuple[InstructionSet, ...]
+    index_of_fastest_set: int
+    index_of_fastest_set_of_cpu: int  # the fastest that the CPU supports; this build may lack it
 
 
 _forced_instruction_set: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
@@ -89,15 +89,18 @@ def path_of_library() -> Path | None:
 def instruction_sets() -> tuple[InstructionSet, ...]:
     """Return the instruction sets from narrowest to widest, then the one for tests; () if the library is missing."""
     found = _library_or_reason()
-    return () if isinstance(found, str) else found.sets
+    return () if isinstance(found, str) else found.instruction_sets
 
 
 def missing_faster_instruction_set() -> str | None:
     """Return a warning if this CPU has a faster instruction set that this build lacks; else None."""
     found = _library_or_reason()
-    if isinstance(found, str) or found.fastest == found.fastest_of_cpu:
+    if isinstance(found, str) or found.index_of_fastest_set == found.index_of_fastest_set_of_cpu:
         return None
-    best, used = found.sets[found.fastest_of_cpu].name, found.sets[found.fastest].name
+    best, used = (
+        found.instruction_sets[found.index_of_fastest_set_of_cpu].name,
+        found.instruction_sets[found.index_of_fastest_set].name,
+    )
     return (
         f"The native kernel was compiled without {best}, the fastest instruction set of this CPU, and uses {used}. "
         "Install multihead again on this machine, or with MULTIHEAD_SETS=all for any."
@@ -117,7 +120,7 @@ def chosen_instruction_set() -> InstructionSet:
 def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     """Use an instruction set in this context and thread; raise an ArgumentError if it does not run here."""
     before, forced = _forced_instruction_set.get(), _runnable_instruction_set(name, f"using received {name!r}")
-    choose = _library().choose_in_thread  # the operators cannot read a ContextVar
+    choose = _library().set_instruction_set_in_thread  # the operators cannot read a ContextVar
     token = _forced_instruction_set.set(forced)
     choose(forced.index)
     try:
@@ -127,7 +130,7 @@ def using_instruction_set(name: str) -> Iterator[InstructionSet]:
         choose(-1 if before is None else before.index)
 
 
-def openmp_runtimes(maps: Path = MEMORY_MAP) -> tuple[Path, ...] | None:
+def openmp_runtimes(maps: Path = MEMORY_MAP_OF_PROCESS) -> tuple[Path, ...] | None:
     """Return the OpenMP runtimes that this process has loaded; None where the operating system does not list them.
 
     Args:
@@ -164,10 +167,10 @@ def add_to_histograms(
     batch = values.shape[0] if values.dim() == 3 else 1
     inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
     results = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
-    _library().summarise(*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
+    _library().add_to_histograms(*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
 
 
-def _library() -> _Library:
+def _library() -> _NativeLibrary:
     found = _library_or_reason()
     if isinstance(found, str):
         raise ArgumentError(f"The native kernel cannot run: {found}.", "Leave kernel out to use another kernel.")
@@ -175,14 +178,14 @@ def _library() -> _Library:
 
 
 @cache
-def _library_or_reason() -> _Library | str:
+def _library_or_reason() -> _NativeLibrary | str:
     """Load the library, or return why it is missing."""
     return _load_library(Path(str(files("multihead.kernels.native").joinpath(LIBRARY_NAME))))
 
 
 _text, _number, _pointer = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
 # C function of the library -> its argument types and its return type.
-_FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
+_FUNCTION_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "instruction_set": ((_number,), _text),
     "compiled": ((_number,), _number),
     "runs": ((_number,), _number),
@@ -199,7 +202,7 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
-def _load_library(path: Path) -> _Library | str:
+def _load_library(path: Path) -> _NativeLibrary | str:
     # torch must be loaded before the library, so that the library uses torch's OpenMP runtime and threads and does not
     # start a second runtime.
     import torch
@@ -208,10 +211,10 @@ def _load_library(path: Path) -> _Library | str:
         return "its library was not built when multihead was installed, which takes GCC or Clang with OpenMP"
     try:
         library = ctypes.CDLL(str(path))  # ctypes.CDLL releases the GIL during calls
-        call = {name: getattr(library, f"multihead_{name}") for name in _FUNCTIONS}
+        call = {name: getattr(library, f"multihead_{name}") for name in _FUNCTION_SIGNATURES}
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
-    for name, (arguments, result) in _FUNCTIONS.items():
+    for name, (arguments, result) in _FUNCTION_SIGNATURES.items():
         call[name].argtypes, call[name].restype = arguments, result
     schemas = Path(__file__).with_name("schemas.txt").read_text(encoding="utf-8").split("\n")
     if any(call["schema"](index) != line.encode() for index, line in enumerate(schemas) if line):
@@ -232,14 +235,14 @@ def _load_library(path: Path) -> _Library | str:
         sets.append(InstructionSet(name, index, compiled, runs, name.startswith("emulated"), tile))
         if runs and name == os.environ.get(INSTRUCTION_SET_VARIABLE):
             call["choose"](index)  # in case a program calls the operators before `chosen_instruction_set`
-    return _Library(
+    return _NativeLibrary(
         path=path,
-        summarise=call["summarise"],
-        choose=call["choose"],
-        choose_in_thread=call["choose_in_thread"],
-        sets=tuple(sets),
-        fastest=call["fastest"](),
-        fastest_of_cpu=call["fastest_of_cpu"](),
+        add_to_histograms=call["summarise"],
+        set_instruction_set=call["choose"],
+        set_instruction_set_in_thread=call["choose_in_thread"],
+        instruction_sets=tuple(sets),
+        index_of_fastest_set=call["fastest"](),
+        index_of_fastest_set_of_cpu=call["fastest_of_cpu"](),
     )
 
 
@@ -260,9 +263,9 @@ def _default_instruction_set() -> InstructionSet:
     found = (
         _runnable_instruction_set(name, f"{INSTRUCTION_SET_VARIABLE} is {name!r}")
         if name
-        else library.sets[library.fastest]
+        else library.instruction_sets[library.index_of_fastest_set]
     )
-    library.choose(found.index)
+    library.set_instruction_set(found.index)
     return found
 
 
@@ -271,7 +274,7 @@ def _runnable_instruction_set(name: str, finding: str) -> InstructionSet:
     _library()
     for each in instruction_sets():
         if each.name == name:
-            if each.runs:
+            if each.is_supported_by_cpu:
                 return each
             finding += ", which this CPU cannot run" if each.compiled else ", which this build does not contain"
             break
@@ -281,4 +284,4 @@ def _runnable_instruction_set(name: str, finding: str) -> InstructionSet:
 
 
 def _list_runnable_sets() -> str:
-    return ", ".join(each.name for each in instruction_sets() if each.runs)
+    return ", ".join(each.name for each in instruction_sets() if each.is_supported_by_cpu)

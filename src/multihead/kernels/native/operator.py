@@ -178,10 +178,12 @@ def indices_of_tokens(lengths: Tensor, length: int, left: bool) -> Tensor:  # no
 
 
 # One operator, because the number of tokens depends on the values of the lengths, which a graph cannot know.
-_PLACES_SCHEMA = "(Tensor lengths, SymInt length, bool left) -> Tensor"
-_places = torch.library.custom_op("multihead::places", indices_of_tokens, mutates_args=(), schema=_PLACES_SCHEMA)
+_TOKEN_INDICES_SCHEMA = "(Tensor lengths, SymInt length, bool left) -> Tensor"
+_token_indices_operator = torch.library.custom_op(
+    "multihead::places", indices_of_tokens, mutates_args=(), schema=_TOKEN_INDICES_SCHEMA
+)
 
 
-@_places.register_fake
-def _indices_fake(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
+@_token_indices_operator.register_fake
+def _token_indices_fake(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
     return lengths.new_empty(torch.library.get_ctx().new_dynamic_size())

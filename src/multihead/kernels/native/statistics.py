@@ -37,8 +37,8 @@ _PARTS_OF_STATISTICS: dict[str, tuple[Part, ...]] = {
     "largest_key": ("largest_key",),
 }
 _TARGET_FLAG, _SPECIAL_FLAG = 32, 64
-ONE_PASS: frozenset[Part] = frozenset(part for parts in _PARTS_OF_STATISTICS.values() for part in parts)
-SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
+PARTS_OF_ONE_PASS: frozenset[Part] = frozenset(part for parts in _PARTS_OF_STATISTICS.values() for part in parts)
+PARTS_OF_SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
 # Key bounds -> lengths of the packed samples, and the marks of their first keys.
@@ -49,11 +49,11 @@ class OperatorStatistics(NamedTuple):
     """The statistics that one call of the operator `attention` measures.
 
     Attributes:
-        statistics: the sum of the statistics' flags (powers of 2), an argument of the operator.
+        requested_bits: the sum of the statistics' flags (powers of 2), an argument of the operator.
         parts: the statistic in each row of the result, None for an unwanted row; the largest key comes last.
     """
 
-    statistics: int
+    requested_bits: int
     parts: tuple[Part | None, ...]
 
     def results(self, measured: Tensor, largest_key: Tensor) -> dict[Part, Tensor]:
@@ -70,7 +70,7 @@ def statistics_of_one_pass(
     """Return the wanted statistics that the operator measures in one pass.
 
     Args:
-        wanted: statistics of `parts.PARTS`; statistics outside ONE_PASS are ignored.
+        wanted: statistics of `parts.PARTS`; statistics outside PARTS_OF_ONE_PASS are ignored.
         special: whether special keys are given.
         packed: whether samples are packed into one row, each with its own first key; these first keys are passed as
             special keys, of which a query sees only that of its sample.
@@ -102,11 +102,11 @@ def select_wanted_statistics(
     if isinstance(start, int):
         start = torch.full((batch,), start, device="cpu") if start else None
     first = None
-    if found.statistics & _TARGET_FLAG:
+    if found.requested_bits & _TARGET_FLAG:
         first = first_key_of_samples(request, bounds)
         first = first if len(first) == batch else first.repeat(batch)
     special = _first_keys_of_samples(request, bounds) if packed else special_keys
-    return found, (found.statistics, start, first, special if found.statistics & _SPECIAL_FLAG else None)
+    return found, (found.requested_bits, start, first, special if found.requested_bits & _SPECIAL_FLAG else None)
 
 
 def _first_keys_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
@@ -137,7 +137,7 @@ def _mark_first_keys(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor
 def measure_in_one_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], special_keys: Tensor | None
 ) -> tuple[Tensor, dict[Part, Tensor]]:
-    """Measure statistics of ONE_PASS and the logsumexp, (batch, heads, queries) each, in a forward pass without v.
+    """Measure statistics of PARTS_OF_ONE_PASS and the logsumexp, (batch, heads, queries) each, in a pass without v.
 
     The dropout of the request is ignored; special_keys is (batch, keys) bool, or None.
     """

@@ -21,9 +21,9 @@ _RULE_OF_CHANGE: tuple[IntervalRule, ...] = ("constant", "growing", "any", "any"
 # need fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
 BLOCK_ROWS = 128
 # The fixed cost of a fused call (about 15 microseconds), as the number of scores of one head computed in that time.
-CALL_COST = 1024
+CALL_COST_IN_CELLS = 1024
 # Cost of a masked score relative to an unmasked one; a mask is built and read for it.
-MASKED_COST = 1.5
+COST_OF_MASKED_CELL = 1.5
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class _RowGroup:
 
     rows: tuple[int, int]
     columns: tuple[int, int]
-    rule: IntervalRule
+    interval_rule: IntervalRule
     first_stop: int
 
     @property
     def cost(self) -> float:
         """The estimated cost of computing the group in one call, in scores of one head."""
         height, width = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
-        if self.rule == "growing":
-            return CALL_COST + height * (width - height / 2)
-        return CALL_COST + height * width * (MASKED_COST if self.rule == "any" else 1)
+        if self.interval_rule == "growing":
+            return CALL_COST_IN_CELLS + height * (width - height / 2)
+        return CALL_COST_IN_CELLS + height * width * (COST_OF_MASKED_CELL if self.interval_rule == "any" else 1)
 
 
 # Key bounds (compared by identity) -> `biased` -> rectangles.
@@ -95,7 +95,7 @@ def cover_with_rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[R
 def _cover_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
     covered: list[Rectangle] = []
     for sample in range(bounds.start.shape[0]):
-        owner = None if bounds.shared else sample
+        owner = None if bounds.is_shared_by_samples else sample
         for group in _merge_cheap_groups(_group_rows(bounds.start[sample], bounds.stop[sample])):
             # With a remainder or a bias every score is masked: blocks of rows keep the mask small.
             if bounds.remainder is not None or biased:
@@ -160,8 +160,10 @@ def _merge_cheap_groups(groups: list[_RowGroup]) -> list[_RowGroup]:
 
 def _rectangles_of_group(group: _RowGroup, sample: int | None) -> list[Rectangle]:
     """Return the rectangles that cover a group: one, or a full and a causal one if the intervals grow."""
-    if group.rule != "growing":
-        return [Rectangle(sample, group.rows, group.columns, "full" if group.rule == "constant" else "partial")]
+    if group.interval_rule != "growing":
+        return [
+            Rectangle(sample, group.rows, group.columns, "full" if group.interval_rule == "constant" else "partial")
+        ]
     # Rows that see s, s + 1, ... keys: a full rectangle of the keys before the diagonal, and a causal triangle.
     first, diagonal = group.columns[0], group.first_stop - 1
     parts = [Rectangle(sample, group.rows, (diagonal, group.columns[1]), "causal")]
@@ -176,7 +178,7 @@ def _masked_blocks_of_group(group: _RowGroup, sample: int | None) -> list[Rectan
     for row in range(group.rows[0], group.rows[1], BLOCK_ROWS):
         last = min(row + BLOCK_ROWS, group.rows[1])
         stop = group.columns[1]
-        if group.rule == "growing":
+        if group.interval_rule == "growing":
             stop = group.first_stop + last - 1 - group.rows[0]
         blocks.append(Rectangle(sample, (row, last), (group.columns[0], stop), "partial"))
     return blocks

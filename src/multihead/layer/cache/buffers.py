@@ -171,7 +171,7 @@ class KeyValueBuffers:
         copied.map_tensors(torch.clone)
         return copied
 
-    def check(self, k: Tensor, v: Tensor) -> None:
+    def check_new_tokens(self, k: Tensor, v: Tensor) -> None:
         """Reject new keys and values that do not fit each other, or the buffers in sizes, dtype and device."""
         form = None
         if not torch.compiler.is_compiling():  # in a graph, the previous shapes would be constants

@@ -197,7 +197,7 @@ class KeyValueCache:
                 k, v, capacity=self.capacity, window=self.window, int8=self.dtype == "int8"
             )
             self._slot_counts = buffers.slot_counts
-        buffers.check(k, v)
+        buffers.check_new_tokens(k, v)
         counts = (
             None if lengths is None else check_token_counts(lengths, batch=len(k), limit=k.shape[2], device=k.device)
         )

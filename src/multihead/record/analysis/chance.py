@@ -70,14 +70,15 @@ class Evidence:
     Attributes:
         mean: (heads,) float64, mean of the statistic over the queries that count.
         chance: (heads,) float64, chance level (even weights over the visible keys), mean over the queries that count.
-        error: (heads,) float64, standard error of mean - chance; inf if there are too few queries to estimate it.
-        count: (heads,) float64, number of queries that count, or of texts of repeated random tokens.
+        standard_error: (heads,) float64, standard error of mean - chance; inf if there are too few queries to estimate
+            it.
+        num_observations: (heads,) float64, number of queries that count, or of texts of repeated random tokens.
     """
 
     mean: Tensor
     chance: Tensor
-    error: Tensor
-    count: Tensor
+    standard_error: Tensor
+    num_observations: Tensor
 
 
 def chance_of_probes(

@@ -12,7 +12,7 @@ import torch
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.kinds import KINDS, Kind
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
@@ -85,7 +85,7 @@ class ChangedHead(OneLineRepr):
         if (name := self.largest_difference) is None:
             return None
         shown = statistic(name, self.statistics)
-        label = visible(statistic_label(name, lang, shown.label))
+        label = escape_controls(statistic_label(name, lang, shown.label))
         return Change(label, shown.text(self.before[name]), shown.text(self.after[name]))
 
     def __str__(self) -> str:

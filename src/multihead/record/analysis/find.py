@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, MultiheadError, ProbeError
 from multihead.kinds import KINDS, Kind
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
@@ -49,7 +49,7 @@ class FoundHead(OneLineRepr):
         """Return one line, such as "L16 H0: previous 88 %, entropy 0.52 nats"."""
         shown = (statistic(name, self.statistics) for name in self.values)
         return f"L{self.layer} H{self.head}: " + ", ".join(
-            visible(f"{each.label} {each.text(self.values[each.name])}") for each in shown
+            escape_controls(f"{each.label} {each.text(self.values[each.name])}") for each in shown
         )
 
     def cells(self) -> dict[str, str]:
@@ -59,13 +59,13 @@ class FoundHead(OneLineRepr):
         return {"layer": str(self.layer), "head": str(self.head), "name": self.name} | numbers
 
 
-Range = tuple[float | None, float | None]
+ValueRange = tuple[float | None, float | None]
 """Lowest and highest allowed value of a statistic; None for no limit."""
 
 
 def find(
     layers: Sequence[LayerRecord],
-    wanted: Mapping[str, Range],
+    wanted: Mapping[str, ValueRange],
     *,
     of: SummaryName = "mean",
     statistics: Mapping[str, Statistic] | None = None,
@@ -96,7 +96,7 @@ def find(
     return HeadList(sorted(found, key=lambda one: sign * one.values[first]))
 
 
-def _is_within(value: float, limits: Range) -> bool:
+def _is_within(value: float, limits: ValueRange) -> bool:
     lowest, highest = limits
     return (lowest is None or value >= lowest) and (highest is None or value <= highest)
 
@@ -153,7 +153,7 @@ def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapp
     )
 
 
-def _checked_range(name: str, limits: object) -> Range:
+def _checked_range(name: str, limits: object) -> ValueRange:
     """Return the limits of a range as a pair (lowest, highest); raise ArgumentError if they are no such pair."""
     if not isinstance(limits, (tuple, list)) or len(limits) != 2 or not all(_is_limit(each) for each in limits):
         raise ArgumentError(

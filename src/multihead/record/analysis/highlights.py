@@ -15,9 +15,9 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED, NEAR_MASS, Kind
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section
-from multihead.probes.catalogue import SEPARATOR, statistic
+from multihead.probes.catalogue import SEPARATOR_STATISTIC, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.analysis.chance import (
@@ -149,7 +149,7 @@ def heads_of_kinds(
             one = profiles[place]
             measured = evidence_of_kind(kind, one.evidence)
             assert measured is not None
-            error, n = float(measured.error[head]), int(measured.count[head])
+            error, n = float(measured.standard_error[head]), int(measured.num_observations[head])
             written = (kind.format_value(share), kind.format_value(level))
             found.append(HeadKind(one.number, head, one.name, kind.name, share, level, error, n, written))
     return found
@@ -197,7 +197,9 @@ def evidence_of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence |
     if found is None or kind.of_largest is None:
         return found
     largest = found.chance.clamp(min=1e-12)
-    return Evidence(found.mean / largest, (found.chance > 0).double(), found.error / largest, found.count)
+    return Evidence(
+        found.mean / largest, (found.chance > 0).double(), found.standard_error / largest, found.num_observations
+    )
 
 
 def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
@@ -208,7 +210,7 @@ def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
     if kind.at_least is not None:
         named = named & (found.mean >= kind.at_least)
     if kind.above_chance is not None:
-        named = named & exceeds_chance(found.mean - found.chance, found.error, kind.above_chance)
+        named = named & exceeds_chance(found.mean - found.chance, found.standard_error, kind.above_chance)
     return named
 
 
@@ -329,12 +331,12 @@ def _statistics_and_chance(
         # special_mass includes the first token if that token is special; its mass is subtracted.
         both = marks[0] and "first_mass" in found
         values, counted, _ = found["special_mass"]
-        found[SEPARATOR.name] = MeasuredStatistic(
+        found[SEPARATOR_STATISTIC.name] = MeasuredStatistic(
             (values - found["first_mass"].values if both else values).clamp(min=0), counted
         )
         if "special_mass" in levels:
             level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
-            levels[SEPARATOR.name] = level.clamp(min=0)
+            levels[SEPARATOR_STATISTIC.name] = level.clamp(min=0)
     if not cross_attention:
         found[NEAR_MASS.name] = MeasuredStatistic(near_mass(one, visibility), one.sees)
     return found, levels
@@ -371,7 +373,7 @@ def findings(
     )
 
     def quote(token: str) -> str:
-        return words["quoted"].format(token=visible(token))
+        return words["quoted"].format(token=escape_controls(token))
 
     first = quote(tokens[0]) if tokens else words["a first token"]
     separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}
@@ -438,7 +440,9 @@ def _heads_of_topic(
             continue
         if topic is None:
             level = found.chance
-            far = exceeds_chance((found.mean - level) / level, found.error / level, MIN_EXCESS_DISTANCE) & (level > 0)
+            far = exceeds_chance((found.mean - level) / level, found.standard_error / level, MIN_EXCESS_DISTANCE) & (
+                level > 0
+            )
             chosen = [bool(each) and not {*near} & {*named} for each, named in zip(far, one.kinds, strict=True)]
         else:
             chosen = [topic.name in named for named in one.kinds]

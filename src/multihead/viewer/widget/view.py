@@ -17,7 +17,7 @@ import traitlets
 from IPython.display import display
 
 from multihead.errors import ArgumentError
-from multihead.locale.escaping import visible
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
 from multihead.viewer.payload import RecordedRun
 from multihead.viewer.widget import static_output
@@ -134,7 +134,7 @@ class View(anywidget.AnyWidget):
 
     def __repr__(self) -> str:
         """Return the sentence that a notebook shows if it cannot run the widget."""
-        return text("widget.plain", self._lang, title=visible(self._records[0].title) or "a record")
+        return text("widget.plain", self._lang, title=escape_controls(self._records[0].title) or "a record")
 
     def _ipython_display_(self) -> None:
         if self._requests is None:
