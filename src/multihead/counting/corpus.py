@@ -1,7 +1,7 @@
 """Find the files of a corpus, identify their content, and divide them into shards.
 
 Lines are divided at bytes, not at line numbers: a shard has the lines that begin in its range of bytes. Dividing a file
-    of lines reads only the first and last bytes of the file, and errors name a broken row by its byte offset.
+of lines reads only the first and last bytes of the file, and errors name a broken row by its byte offset.
 
 A file counts as unchanged if its size, its modification time, and its first and last bytes are equal; if a server has a
 tag instead of a time, the tag is compared. The hash of a plan leaves out times and tags, so copies of a corpus give

@@ -5,8 +5,8 @@ i/n` therefore write the same bytes to the same file names. A run that was stopp
 that have no result file; a damaged file, or the file of another shard, counts as missing.
 
 There is no queue between machines: a run with `--shard i/n` counts every n-th shard, or Ray distributes the shards.
-    Processes that coordinate through a shared directory would need leases, clocks and process numbers that agree, which
-    containers and network file systems do not have.
+Processes that coordinate through a shared directory would need leases, clocks and process numbers that agree, which
+containers and network file systems do not have.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ all, and examples of one text are never merged. A head whose values in the batch
 skipped.
 
 The standard error in a census is computed as in a record, from one number per text: the text's mean of value - chance.
-    A shard stores the number of texts, the mean of these numbers and the sum of their squared deviations, which are
-    merged like the moments over queries. A ratio estimate, with n and n² of each text, would give a head another
-    standard error in a census than in a record.
+A shard stores the number of texts, the mean of these numbers and the sum of their squared deviations, which are merged
+like the moments over queries. A ratio estimate, with n and n² of each text, would give a head another standard error in
+a census than in a record.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The record of a rank holds only the queries and keys of this rank, but its samples have the request of the whole text.
 Statistics that the kernel measures during ring attention are merged over parts of the keys: a part of the keys with the
-    logsumexp l has the factor exp(l - L), where L is the logsumexp over all keys. Joining (`record/merging.py`)
-    reorders rows and
-concatenates heads; q and k stay in the files of the ranks and are read head by head (`JoinedRows`).
+logsumexp l has the factor exp(l - L), where L is the logsumexp over all keys. Joining (`record/merging.py`) reorders
+rows and concatenates heads; q and k stay in the files of the ranks and are read head by head (`JoinedRows`).
 """
 
 from __future__ import annotations

@@ -124,9 +124,8 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
     """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
-        the remaining bytes each query's largest weights, with 16 bits or, if these are few, with 8 bits each; for a
-        long text with more
-    than `MAX_CELLS` weights, only the single largest weight per query, from the statistics.
+    the remaining bytes each query's largest weights, with 16 bits or, if these are few, with 8 bits each; for a long
+    text with more than `MAX_CELLS` weights, only the single largest weight per query, from the statistics.
     """
     has_weights = keeps_weights(record, sample)
     report = progress or (lambda done, total: None)

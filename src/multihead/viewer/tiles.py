@@ -1,7 +1,7 @@
 """Compute tiles of an attention map on request: newest request first, shared between requests, cancellable, cached.
 
 Tiles with cells of up to 32 x 32 weights are computed on request: their 256 x 256 cells cover at most 2^26 scores.
-    Coarser levels are stored (`levels.py`).
+Coarser levels are stored (`levels.py`).
 """
 
 from __future__ import annotations

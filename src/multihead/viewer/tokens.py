@@ -1,7 +1,7 @@
 """Lay out tokens as running text: the gap before each token, its shown text, and its label on a ruler.
 
 Only this module, on the server, converts tokens to text: it knows the conventions of byte-level, SentencePiece and
-    WordPiece tokenizers, gaps, labels, and control characters, which are shown by their code point.
+WordPiece tokenizers, gaps, labels, and control characters, which are shown by their code point.
 """
 
 from __future__ import annotations

@@ -355,8 +355,7 @@ def findings(
     """Find the most notable heads, at most six, and describe what each does; no head twice.
 
     A notable head clearly exceeds chance: it has the kind that its sentence is about, see `kinds_of_heads`, or a mean
-        distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no notable
-        heads.
+    distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no notable heads.
 
     Args:
         layers: the layers of a record.
