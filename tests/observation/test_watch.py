@@ -214,7 +214,7 @@ def test_a_step_inside_a_step_and_a_model_without_attention_are_rejected() -> No
         plain.model(torch.zeros(1, 2))
 
 
-def test_factors_bring_the_largest_score_down_to_the_threshold() -> None:
+def test_factors_bring_the_largest_score_down_to_the_threshold(tmp_path: Path) -> None:
     layer = mh.MultiHeadAttention(embed_dim=16, num_heads=2, bias=False).double()
     with torch.no_grad():
         layer.q_proj.weight[:8] *= 50
@@ -226,7 +226,11 @@ def test_factors_bring_the_largest_score_down_to_the_threshold() -> None:
     threshold = float(before[0]) / 4
     factors = mh.qk_clip_factors(seen, threshold)["MultiHeadAttention"]
     assert factors.tolist() == [pytest.approx(0.25), 1]
-    torch.testing.assert_close(mh.qk_clip_factors(watch, threshold)["MultiHeadAttention"], factors)
+    with mh.observe(layer, probes="largest_score", keep="summary") as summed:
+        layer(x)
+    summed.save(tmp_path / "summed.safetensors")
+    for same in (watch, summed, mh.Record.load(tmp_path / "summed.safetensors")):
+        torch.testing.assert_close(mh.qk_clip_factors(same, threshold)["MultiHeadAttention"], factors)
     with torch.no_grad():
         layer.q_proj.weight *= factors.double().repeat_interleave(8)[:, None]
     with mh.observe(layer, probes="largest_score") as after:

@@ -81,6 +81,8 @@ def agree(found: Record, expected: Record) -> None:
     for ours, theirs in zip(found.layers, expected.layers, strict=True):
         assert list(ours.means()) == list(theirs.means())  # pages show them in this order
         torch.testing.assert_close(ours.means(), theirs.means(), rtol=1e-9, atol=1e-9)
+        largest = [layer.summary("max", ("largest_score",)) for layer in (ours, theirs)]
+        torch.testing.assert_close(*largest, rtol=1e-9, atol=1e-9)
         assert len(ours.samples) == len(theirs.samples)
         for one, other in zip(ours.samples, theirs.samples, strict=True):
             assert one.statistics.keys() == other.statistics.keys()

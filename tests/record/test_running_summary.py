@@ -55,18 +55,19 @@ def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
         )
 
 
-def test_an_exact_maximum_is_kept_of_the_statistics_that_ask_for_it() -> None:
-    summary = RunningSummary(2, statistics_with_maximum=("score",))
+def test_the_maximum_of_the_largest_score_is_exact_and_may_be_negative() -> None:
+    summary = RunningSummary(2)
     values = torch.tensor([[[-3.0, 5.25], [1.0, 2.0]], [[7.125, 9.0], [torch.nan, 0.0]]])  # (batch, heads, queries)
     counted = torch.tensor([[[True, True], [True, True]], [[True, False], [False, True]]])
     for _ in range(2):
         summary.add(
-            {"score": MeasuredStatistic(values, counted), "other": MeasuredStatistic(values, counted)}, samples=2
+            {"largest_score": MeasuredStatistic(values, counted), "other": MeasuredStatistic(values, counted)},
+            samples=2,
         )
-        summary.add({"score": MeasuredStatistic(values[0], counted[0])}, samples=1)
-    assert summary.summary("max", ("score",))["score"].tolist() == [7.125, 2.0]
-    summary.add({"score": MeasuredStatistic(values, torch.ones_like(counted))}, samples=2)
-    assert summary.summary("max", ("score",))["score"].isnan().tolist() == [False, True]
+        summary.add({"largest_score": MeasuredStatistic(values[0], counted[0])}, samples=1)
+    assert summary.summary("max", ("largest_score",))["largest_score"].tolist() == [7.125, 2.0]
+    summary.add({"largest_score": MeasuredStatistic(values, torch.ones_like(counted))}, samples=2)
+    assert summary.summary("max", ("largest_score",))["largest_score"].isnan().tolist() == [False, True]
     assert RunningSummary(2).summary("max") == {}
 
 

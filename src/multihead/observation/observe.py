@@ -86,36 +86,6 @@ def observe(
     >>> seen.layers[0].weights(head=1, queries=slice(0, 2)).shape
     torch.Size([2, 5])
     """
-    with observe_with_sums(
-        model,
-        layers=layers,
-        keep=keep,
-        probes=probes,
-        special_ids=special_ids,
-        tokenizer=tokenizer,
-        map_size=map_size,
-        map_pool=map_pool,
-        kinds=kinds,
-        sums=(lambda _, num_heads: RunningSummary(num_heads)) if keep == "summary" else None,
-    ) as record:
-        yield record
-
-
-@contextmanager
-def observe_with_sums(
-    model: nn.Module,
-    *,
-    layers: Sequence[int | str] | int | str | None = None,
-    keep: Keep = "summary",
-    probes: ProbeOrName | Sequence[ProbeOrName] | None = None,
-    special_ids: Sequence[int] = (),
-    tokenizer: Any = None,
-    map_size: int = MAP_SIZE,
-    map_pool: PoolOperation = "mean",
-    kinds: Sequence[Kind] = (),
-    sums: RunningSummaryFactory | None = None,
-) -> Iterator[Record]:
-    """Observe a model as `observe` does; `sums` creates the running sums of each layer if no samples are kept."""
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     check_kinds((*KINDS, *kinds))
@@ -140,7 +110,8 @@ def observe_with_sums(
         stack.enter_context(run_models_padded())
         stack.enter_context(run_uncompiled())  # calls inside a compiled graph cannot be recorded
         measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
-        recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, sums))
+        new_running_summary = (lambda _, num_heads: RunningSummary(num_heads)) if keep == "summary" else None
+        recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, new_running_summary))
         yield record
     aligned = alignment_heads(root)
     for layer in record.layers:
@@ -153,7 +124,7 @@ def observe_with_sums(
         warnings.warn(
             f"The record is incomplete. {' '.join(dict.fromkeys(bypassed))} "
             "Let it call the function that transformers' AttentionInterface returns.",
-            stacklevel=5,
+            stacklevel=3,
         )
     recorder.check_complete(root)
 
@@ -164,11 +135,11 @@ def recording_calls(
     layer_filter: LayerFilter | None,
     keep: Keep,
     measuring: StatisticsMeasurer,
-    sums: RunningSummaryFactory | None,
+    new_running_summary: RunningSummaryFactory | None,
 ) -> Iterator[Recorder]:
     """Add the attention calls that a model makes in this context to a record."""
     with track_inputs(measuring.root) as inputs:
-        recorder = Recorder(record, inputs, layer_filter, keep, measuring, sums)
+        recorder = Recorder(record, inputs, layer_filter, keep, measuring, new_running_summary)
         with listen(recorder):
             yield recorder
 

@@ -14,14 +14,13 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
-from multihead.observation.observe import observe_with_sums
+from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import html_of_table, number_with_noun
-from multihead.record.running_summary import RunningSummary
 
 LARGEST_SCORE_NAME = "largest_score"
 DEFAULT_PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE_NAME)
@@ -123,7 +122,7 @@ class Watch:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
         self._stack = ExitStack()
         if self.due:
-            context = observe_with_sums(self.model, layers=self.layers, probes=self.probes, sums=_make_running_sums)
+            context = observe(self.model, layers=self.layers, probes=self.probes, keep="summary")
             self._record = self._stack.enter_context(context)
         return self
 
@@ -183,11 +182,6 @@ class Watch:
         elif self.log is not None:
             for name, number in self.numbers.items():
                 self.log.add_scalar(name, number, step)
-
-
-def _make_running_sums(_: str, num_heads: int) -> RunningSummary:
-    """Create the running sums of a layer; they include the maximum of `largest_score`."""
-    return RunningSummary(num_heads, statistics_with_maximum=(LARGEST_SCORE_NAME,))
 
 
 def _summary_of_layer(layer: LayerRecord) -> dict[str, Tensor]:

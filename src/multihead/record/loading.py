@@ -355,13 +355,14 @@ def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], vers
     heads = _checked_count(data["heads"], "a number of heads", least=1, most=MAX_HEADS)
     found = RunningSummary(heads, _checked_count(data["samples"], "a number of samples"))
     for name, parts in _checked_type(data["statistics"], dict, "the statistics").items():
-        total, count = (
-            _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count")
-        )
+        per_head = {
+            part: _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64)
+            for part in ("total", "count", *{"maximum"}.intersection(parts))
+        }
         bins = _checked_tensor(
             tensors[parts["bins"]], (heads, NUM_BINS if version > 1 else _NUM_BINS_OF_VERSION_1), "bins", torch.int64
         )
-        found.statistics[name] = QuantileSketch(total, count, bins if version > 1 else _convert_old_bins(bins))
+        found.statistics[name] = QuantileSketch(bins=bins if version > 1 else _convert_old_bins(bins), **per_head)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -105,7 +105,7 @@ def _merge_tokens(splits: list[LayerPartOfRank], layers: list[LayerRecord]) -> L
     )
     summaries = [each.running_summary for each in layers if each.running_summary is not None]
     if summaries:
-        found.running_summary = _merge_summaries(summaries, sum)
+        found.running_summary = _merge_summaries(summaries, same_heads=True)
     return found
 
 
@@ -135,21 +135,24 @@ def _merge_heads(layers: list[LayerRecord]) -> LayerRecord:
     )
     summaries = [each.running_summary for each in layers if each.running_summary is not None]
     if summaries:
-        found.running_summary = _merge_summaries(summaries, lambda each: torch.cat(list(each)))
+        found.running_summary = _merge_summaries(summaries, same_heads=False)
     return found
 
 
-def _merge_summaries(
-    summaries: list[RunningSummary], joined: Callable[[Iterable[Tensor]], Tensor | int]
-) -> RunningSummary:
-    """Join the running summaries of ranks; `joined` adds (ranks with other tokens) or concatenates (other heads)."""
+def _merge_summaries(summaries: list[RunningSummary], *, same_heads: bool) -> RunningSummary:
+    """Join the running summaries of ranks: of the same heads on different tokens, or of different heads."""
     first = summaries[0]
     found = RunningSummary(first.num_heads, first.num_samples)
     for name in first.statistics:
         of_ranks = [each.statistics[name] for each in summaries if name in each.statistics]
         if len(of_ranks) == len(summaries):
-            parts = (joined(getattr(each, part) for each in of_ranks) for part in ("total", "count", "bins"))
-            found.statistics[name] = QuantileSketch(*(torch.as_tensor(part) for part in parts))
+            parts = {part: [getattr(each, part) for each in of_ranks] for part in of_ranks[0].tensors()}
+            found.statistics[name] = QuantileSketch(**{
+                part: torch.cat(tensors)
+                if not same_heads
+                else torch.stack(tensors).amax(0) if part == "maximum" else torch.stack(tensors).sum(0)
+                for part, tensors in parts.items()
+            })  # fmt: skip
             found.num_heads = len(found.statistics[name].total)
     return found
 

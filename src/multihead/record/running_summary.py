@@ -25,6 +25,8 @@ MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
 NUM_BINS = 2 + 60 * 64
 """Number of bins of a histogram: 64 per factor of two, one bin for values below the range and one for those above."""
 
+STATISTICS_WITH_MAXIMUM = frozenset({"largest_score"})
+"""Statistics whose exact maximum is recorded, because it limits a training step; it may be negative."""
 
 # Integer dtype of a number's bits -> number of mantissa bits after the first six, and the offset of bin numbers.
 _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
@@ -63,6 +65,11 @@ class QuantileSketch:
         # np.zeros uses calloc, so memory pages without values take neither time nor memory.
         bins = torch.from_numpy(np.zeros((count, heads, NUM_BINS), np.int64))
         return [QuantileSketch(*each) for each in zip(*sums, bins, strict=True)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of this sketch by attribute name, without the maximum if it is not recorded."""
+        found = {"total": self.total, "count": self.count, "bins": self.bins, "maximum": self.maximum}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def add(self, values: Tensor, counted: Tensor) -> None:
         """Add the values of queries, with the native library if it is available, else with tensors.
@@ -107,14 +114,12 @@ class RunningSummary:
         num_heads: number of query heads.
         num_samples: number of texts.
         statistics: name of a statistic -> its sketch.
-        statistics_with_maximum: names of the statistics whose exact maximum is recorded.
         takes_batches: whether `add` must receive all texts of an attention call at once, and each text completely.
     """
 
     num_heads: int
     num_samples: int = 0
     statistics: dict[str, QuantileSketch] = field(default_factory=dict)
-    statistics_with_maximum: Collection[str] = ()
     takes_batches: ClassVar[bool] = False
 
     def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
@@ -127,9 +132,8 @@ class RunningSummary:
         self.num_samples += samples
         new = [name for name in measured if name not in self.statistics]
         self.statistics.update(zip(new, QuantileSketch.empty_list(len(new), self.num_heads), strict=True))
-        for name in self.statistics_with_maximum:
-            if name in new:
-                self.statistics[name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
+        for name in STATISTICS_WITH_MAXIMUM.intersection(new):
+            self.statistics[name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
         for name, each in measured.items():
             self.statistics[name].add(each.values, each.counted)
 

@@ -148,8 +148,9 @@ def _summary_as_json(running_summary: RunningSummary | None, tensors: TensorStor
         return None
     data = {}
     for name, each in running_summary.statistics.items():
-        parts = {"total": each.total, "count": each.count, "bins": each.bins}
-        data[name] = {part: tensors.add_tensor(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
+        data[name] = {
+            part: tensors.add_tensor(f"{layer}.{name}.{part}", tensor) for part, tensor in each.tensors().items()
+        }
     return {"heads": running_summary.num_heads, "samples": running_summary.num_samples, "statistics": data}
 
 
