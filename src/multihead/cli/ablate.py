@@ -14,7 +14,7 @@ import click
 from multihead.cli.language import lang_option
 from multihead.cli.model_options import check_no_surplus, device_options
 from multihead.cli.progress import Steps
-from multihead.cli.tables import table_files, write_tables
+from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors import InputError
 from multihead.files import check_writable, read_text_file
 from multihead.locale.escaping import escape_controls
@@ -104,8 +104,7 @@ class PredictionComparison(NamedTuple):
 @click.option("--reference", multiple=True, metavar="FILE", help="A text for the means of --by mean.")
 @click.option("--scale", type=float, metavar="F", help="Multiply the output by F instead.")
 @device_options
-@click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")
-@click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV too; - prints it and nothing else.")
+@table_options
 @lang_option
 @click.pass_context
 def ablate(

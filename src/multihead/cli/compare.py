@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from multihead.cli.language import lang_option
+from multihead.cli.model_options import import_option
 from multihead.cli.progress import Steps
-from multihead.cli.tables import table_files, write_tables
-from multihead.cli.view import import_user_module
+from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors.optional import require
 from multihead.files import check_writable
 from multihead.locale.escaping import escape_controls
@@ -46,16 +46,9 @@ checkpoints of one model: `multihead look MODEL --text FILE --record before.safe
     metavar="N",
     help="Compare N evenly spaced queries of each layer.  [default: all, which is exact]",
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write all heads as JSON too; - prints only that.")
-@click.option("--csv", "csv_file", metavar="FILE", help="Write all heads as CSV too; - prints only that.")
+@table_options
 @lang_option
-@click.option(
-    "--import",
-    "modules",
-    multiple=True,
-    metavar="MODULE",
-    help="Import a module first, such as the one that defines a mask of the records; may be repeated.",
-)
+@import_option
 def compare(
     *,
     before: str,
@@ -66,7 +59,6 @@ def compare(
     json_file: str | None,
     csv_file: str | None,
     lang: str,
-    modules: tuple[str, ...],
 ) -> None:
     """Rank the heads of two runs by how much their attention changed.
 
@@ -80,8 +72,6 @@ def compare(
     # Imported here, so that --help does not load torch.
     from multihead.observation.record import Record
 
-    for module in modules:
-        import_user_module(module)
     with Steps(lang) as steps:
         steps.show(text("view.opening", lang, names=", ".join(map(escape_controls, (before, after)))))
         runs = Record.load(before), Record.load(after)

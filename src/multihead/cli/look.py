@@ -22,7 +22,7 @@ from multihead.cli.look_output import (
 )
 from multihead.cli.model_options import check_no_surplus, model_options, parse_layers
 from multihead.cli.progress import Steps
-from multihead.cli.tables import table_files, write_tables
+from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors.optional import require
 from multihead.files import check_writable, read_text_file
 from multihead.locale.escaping import escape_controls
@@ -73,8 +73,7 @@ SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
     help=f"Sort the table by: {', '.join(SORT_COLUMNS)}; those in repeated_ need --textbook.",
 )
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Only the first N heads of the table.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")
-@click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV too; - prints it and nothing else.")
+@table_options
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The page to write.")
 @click.option(
     "--record", "record_file", metavar="FILE", help="Save everything recorded, including q and k, for multihead view."

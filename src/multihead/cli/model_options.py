@@ -1,13 +1,18 @@
-"""Options and arguments that commands share: --layers, --device and --dtype, --port and --browser, surplus texts."""
+"""Options that commands share: --layers, --device, --dtype, --port, --browser and --import; and surplus arguments."""
 
 from __future__ import annotations
 
+import importlib
 import shlex
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import click
+
+from multihead.errors import InputError
 
 MAX_QUOTED_CHARACTERS = 60  # characters of a text in an error
 
@@ -30,6 +35,31 @@ _SERVER_OPTIONS = (
     ),
     click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser."),
 )
+
+
+def _import_modules(_: click.Context, __: click.Parameter, modules: tuple[str, ...]) -> None:
+    """Import the modules of --import by name, from the environment or the current folder."""
+    if modules and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"There is no module {module!r}: {error}.",
+                "Give --import the name of a module in this folder or in the environment, such as my_masks.",
+            ) from error
+
+
+import_option = click.option(
+    "--import",
+    multiple=True,
+    metavar="MODULE",
+    expose_value=False,
+    callback=_import_modules,
+    help="Import a module first, such as the one that defines a mask of the record; may be repeated.",
+)
+"""Adds --import to a command; the modules are imported before the command runs."""
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:

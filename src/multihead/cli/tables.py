@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 
 from multihead.files import write_atomically
+
+
+def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --json and --csv to a command, which `table_files` checks and `write_tables` writes."""
+    for form in ("csv", "json"):
+        help_text = f"Write the whole table as {form.upper()} too; - prints it and nothing else."
+        command = click.option(f"--{form}", f"{form}_file", metavar="FILE", help=help_text)(command)
+    return command
 
 
 def table_files(json_file: str | None, csv_file: str | None) -> list[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import server_options
+from multihead.cli.model_options import import_option, server_options
 from multihead.cli.progress import Steps
 from multihead.errors import InputError
 from multihead.errors.optional import require
@@ -45,16 +43,8 @@ REQUIRED_PACKAGES = ("jinja2", "starlette", "uvicorn", "safetensors")
 @server_options
 @click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text to open.  [default: 0]")
 @lang_option
-@click.option(
-    "--import",
-    "modules",
-    multiple=True,
-    metavar="MODULE",
-    help="Import a module first, such as the one that defines a mask of the record; may be repeated.",
-)
-def view(
-    *, records: tuple[str, ...], port: int | None, browser: bool, sample: int, lang: str, modules: tuple[str, ...]
-) -> None:
+@import_option
+def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: int, lang: str) -> None:
     """Show every head of one or more saved records in the browser.
 
     The page has a grid and a table of all heads, the attention map of each head, from the whole text to single
@@ -65,8 +55,6 @@ def view(
     from multihead.cli.serving import serve_in_browser
     from multihead.viewer.routes import Viewer
 
-    for module in modules:
-        import_user_module(module)
     with Steps(lang) as steps:
         steps.show(text("view.opening", lang, names=", ".join(map(escape_controls, records))))
         runs = _load_records(records)
@@ -101,23 +89,6 @@ def view(
             browser=browser,
             lang=lang,
         )
-
-
-def import_user_module(module: str) -> None:
-    """Import a module by name from the environment or the current folder.
-
-    Raises:
-        InputError: the module does not exist.
-    """
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"There is no module {module!r}: {error}.",
-            "Give --import the name of a module in this folder or in the environment, such as my_masks.",
-        ) from error
 
 
 def _load_records(files: Sequence[str]) -> list[RecordedRun]:
