@@ -1,23 +1,25 @@
-"""Draw the lab's curves and bars as SVG, coloured by the style sheet of the page."""
+"""Draw the lab's line charts and bar charts as SVG, coloured by the style sheet of the page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
-__all__ = ["Bar", "Curve", "draw_bar_chart", "draw_line_chart"]
+__all__ = ["Bar", "BarGroup", "Curve", "draw_bar_chart", "draw_line_chart"]
 
-WIDTH, HEIGHT = 420, 250
-LEFT, RIGHT, TOP, BOTTOM = 44, 70, 14, 38
+WIDTH, HEIGHT = 420, 250  # of a line chart; the height of a bar chart follows from its bars
+LEFT, RIGHT, TOP, BOTTOM = 44, 70, 14, 38  # the margins of a line chart
 MIN_LABEL_DISTANCE = 14  # minimum vertical distance of the names at the ends of curves
-BAR, BAR_STEP, GROUP_GAP = 9, 13, 8  # the height of a bar, the distance of two bars, and of two groups of bars
+BAR_HEIGHT, BAR_STEP, GROUP_GAP = 9, 13, 8  # a bar begins BAR_STEP below the one before, after a group GROUP_GAP more
 BARS_LEFT, BARS_RIGHT = 150, 110  # room for the names of groups at the left, and of bars at the right
+SHARES_ON_AXIS = (0, 0.25, 0.5, 0.75, 1)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: its name, its CSS class, its points, and the band around them (low and high)."""
+    """One line of a chart: its name, its CSS class, its points, and the band around them (low and high)."""
 
     name: str
     css_class: str
@@ -29,15 +31,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its name, its CSS class, its share from 0 to 1, and the standard deviation of the share."""
+    """One bar: its name, its CSS class, its share from 0 to 1, and the standard deviation of the share if known."""
 
     name: str
     css_class: str
     share: float
-    deviation: float = 0.0
+    deviation: float | None = None
 
 
-def draw_bar_chart(groups: Sequence[tuple[str, Sequence[Bar]]], *, label: str) -> str:
+BarGroup = tuple[str, Sequence[Bar]]
+"""The name of a group of bars, and the bars."""
+
+
+def draw_bar_chart(groups: Sequence[BarGroup], *, label: str) -> str:
     """Draw groups of horizontal bars from 0 to 100 % as SVG; each bar is named at its end, with its number.
 
     The label describes the chart to screen readers.
@@ -46,36 +52,33 @@ def draw_bar_chart(groups: Sequence[tuple[str, Sequence[Bar]]], *, label: str) -
     >>> svg.count("<rect"), svg.count("50 % long")
     (2, 1)
     """
-    across = WIDTH - BARS_LEFT - BARS_RIGHT
-    height = TOP + sum(len(each) * BAR_STEP + GROUP_GAP for _, each in groups) + BOTTOM / 2
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{_strip_markup(label)}">']
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        x = BARS_LEFT + share * across
-        parts.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM / 2:g}"/>')
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 4:g}" text-anchor="middle">{share:.0%}</text>')
+
+    def x_of_share(share: float) -> float:
+        return BARS_LEFT + min(max(share, 0.0), 1.0) * (WIDTH - BARS_LEFT - BARS_RIGHT)
+
+    bottom = TOP + sum(len(bars) * BAR_STEP + GROUP_GAP for _, bars in groups)
+    elements = []
+    for share in SHARES_ON_AXIS:
+        x = x_of_share(share)
+        elements += [_line("rule", x, TOP, x, bottom), _text("tick", x, bottom + 15, f"{share:.0%}", "middle")]
     y = float(TOP)
-    for name, each in groups:
-        middle = y + len(each) * BAR_STEP / 2 + 3
-        parts.append(
-            f'<text class="name" x="{BARS_LEFT - 8}" y="{middle:g}" text-anchor="end">{_strip_markup(name)}</text>'
-        )
-        for bar in each:
-            wide = min(max(bar.share, 0.0), 1.0) * across
-            parts.append(
-                f'<rect class="bar {bar.css_class}" x="{BARS_LEFT}" y="{y + 2:g}" width="{wide:.1f}" height="{BAR}"/>'
+    for name, bars in groups:
+        elements.append(_text("name", BARS_LEFT - 8, y + len(bars) * BAR_STEP / 2 + 3, name, "end"))
+        for bar in bars:
+            end = x_of_share(bar.share)
+            elements.append(
+                f'<rect class="bar {bar.css_class}" x="{BARS_LEFT}" y="{y + 2:.1f}" width="{end - BARS_LEFT:.1f}" '
+                f'height="{BAR_HEIGHT}"/>'
             )
-            low, high = (min(max(bar.share + side * bar.deviation, 0.0), 1.0) * across for side in (-1, 1))
-            if bar.deviation > 0:
-                parts.append(
-                    f'<line class="spread" x1="{BARS_LEFT + low:.1f}" x2="{BARS_LEFT + high:.1f}" '
-                    f'y1="{y + 2 + BAR / 2:g}" y2="{y + 2 + BAR / 2:g}"/>'
-                )
-            end = BARS_LEFT + max(wide, high if bar.deviation > 0 else 0.0) + 5
-            words = f"{100 * bar.share:.0f} % {bar.name}"
-            parts.append(f'<text class="tick" x="{end:.1f}" y="{y + 10:g}">{_strip_markup(words)}</text>')
+            if bar.deviation:
+                low, high = x_of_share(bar.share - bar.deviation), x_of_share(bar.share + bar.deviation)
+                middle = y + 2 + BAR_HEIGHT / 2
+                elements.append(_line("spread", low, middle, high, middle))
+                end = max(end, high)
+            elements.append(_text("tick", end + 5, y + 10, f"{100 * bar.share:.0f} % {bar.name}"))
             y += BAR_STEP
         y += GROUP_GAP
-    return "".join([*parts, "</svg>"])
+    return _svg(bottom + BOTTOM / 2, label, elements)
 
 
 def draw_line_chart(
@@ -91,53 +94,42 @@ def draw_line_chart(
 
     The label describes the chart to screen readers; `level` is a value and its name, drawn as a dashed horizontal line.
 
-    >>> svg = draw_line_chart(
-    ...     [Curve("2 heads", "c1", [0, 1], [0, 1], [0, 1], [0, 1])], label="", x_label="step", x_ticks=[0, 1]
-    ... )
-    >>> svg.count("<polyline")
+    >>> curve = Curve("2 heads", "c1", [0, 1], [0, 1], [0, 1], [0, 1])
+    >>> draw_line_chart([curve], label="", x_label="step", x_ticks=[0, 1]).count("<polyline")
     1
     """
     scale = math.log if logarithmic else float
-    first, last = scale(min(x_ticks)), scale(max(x_ticks))
+    first, last, right = scale(min(x_ticks)), scale(max(x_ticks)), WIDTH - RIGHT
 
-    def at(x: float, y: float) -> tuple[float, float]:
+    def point_at(x: float, share: float) -> tuple[float, float]:
         along = (scale(x) - first) / (last - first or 1)
-        return LEFT + along * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
+        return LEFT + along * (right - LEFT), HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_strip_markup(label)}">']
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        (x0, y), (x1, _) = at(min(x_ticks), share), at(max(x_ticks), share)
-        parts.append(f'<line class="rule" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+    def points_of(curve: Curve, shares: Sequence[float]) -> list[tuple[float, float]]:
+        return [point_at(x, share) for x, share in zip(curve.x, shares, strict=True)]
+
+    elements = []
+    for share in SHARES_ON_AXIS:
+        _, y = point_at(min(x_ticks), share)
+        elements += [_line("rule", LEFT, y, right, y), _text("tick", LEFT - 6, y + 4, f"{share:.0%}", "end")]
     for tick in x_ticks:
-        x, y = at(tick, 0)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{tick:g}</text>')
-    parts.append(
-        f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
-        f"{_strip_markup(x_label)}</text>"
-    )
+        x, y = point_at(tick, 0)
+        elements.append(_text("tick", x, y + 15, f"{tick:g}", "middle"))
+    elements.append(_text("tick", (LEFT + right) / 2, HEIGHT - 6, x_label, "middle"))
     if level is not None:
-        (x0, y), (x1, _) = at(min(x_ticks), level[0]), at(max(x_ticks), level[0])
-        parts.append(f'<line class="level" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(
-            f'<text class="tick" x="{x1 - 2:.1f}" y="{y - 4:.1f}" text-anchor="end">{_strip_markup(level[1])}</text>'
-        )
+        _, y = point_at(min(x_ticks), level[0])
+        elements += [_line("level", LEFT, y, right, y), _text("tick", right - 2, y - 4, level[1], "end")]
     for curve in curves:
-        above = [at(x, y) for x, y in zip(curve.x, curve.high, strict=True)]
-        below = [at(x, y) for x, y in zip(curve.x, curve.low, strict=True)]
-        parts.append(
-            f'<polygon class="band {curve.css_class}" points="{_format_svg_points([*above, *reversed(below)])}"/>'
-        )
+        band = [*points_of(curve, curve.high), *reversed(points_of(curve, curve.low))]
+        elements.append(f'<polygon class="band {curve.css_class}" points="{_format_points(band)}"/>')
     for curve in curves:
-        line = [at(x, y) for x, y in zip(curve.x, curve.y, strict=True)]
-        parts.append(f'<polyline class="curve {curve.css_class}" points="{_format_svg_points(line)}"/>')
-    ends = [at(curve.x[-1], curve.y[-1]) for curve in curves]
+        line = points_of(curve, curve.y)
+        elements.append(f'<polyline class="curve {curve.css_class}" points="{_format_points(line)}"/>')
+    ends = [point_at(curve.x[-1], curve.y[-1]) for curve in curves]
     for curve, (x, y), height in zip(curves, ends, _space_names_apart([y for _, y in ends]), strict=True):
-        parts.append(
-            f'<line class="lead {curve.css_class}" x1="{x + 2:.1f}" y1="{y:.1f}" x2="{x + 9:.1f}" y2="{height:.1f}"/>'
-        )
-        parts.append(f'<text class="name" x="{x + 12:.1f}" y="{height + 4:.1f}">{_strip_markup(curve.name)}</text>')
-    return "".join([*parts, "</svg>"])
+        elements.append(_line(f"lead {curve.css_class}", x + 2, y, x + 9, height))
+        elements.append(_text("name", x + 12, height + 4, curve.name))
+    return _svg(HEIGHT, label, elements)
 
 
 def _space_names_apart(heights: Sequence[float]) -> list[float]:
@@ -154,9 +146,18 @@ def _space_names_apart(heights: Sequence[float]) -> list[float]:
     return placed
 
 
-def _format_svg_points(places: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+def _svg(height: float, label: str, elements: Iterable[str]) -> str:
+    opening = f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
+    return "".join([opening, *elements, "</svg>"])
 
 
-def _strip_markup(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+def _line(css_class: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{css_class}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(css_class: str, x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _format_points(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

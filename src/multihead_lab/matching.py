@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,7 +38,7 @@ class MeanOverSeeds:
     error: float = 0.0
 
     @classmethod
-    def from_values(cls, values: list[float], *, questions: int = 0) -> MeanOverSeeds:
+    def from_values(cls, values: Sequence[float], *, questions: int = 0) -> MeanOverSeeds:
         """Summarise one value per seed, each a share of some questions, or no share if there are none."""
         each = torch.tensor(values, dtype=torch.float64)
         mean, error = float(each.mean()), 0.0
@@ -164,25 +165,20 @@ def match_vectors(
             f"There are {candidates} candidates, {trials} trials and {seeds} seeds.",
             "Give at least 2 candidates, 1 trial and 1 seed.",
         )
+    each_seed = range(seed, seed + seeds)
     matches = []
     for content in KEY_CONTENTS:
         for noise in noises:
-            shares = [
-                _match_rates(content, noise, columns, parts, candidates, trials, seed + index) for index in range(seeds)
-            ]
-            long, short, own = (
-                MeanOverSeeds.from_values([share[column] for share in shares], questions=trials) for column in range(3)
-            )
-            matches.append(MatchRates(content, noise, long, short, own))
-    measured = []
+            rates = [_match_rates(content, noise, columns, parts, candidates, trials, each) for each in each_seed]
+            means = (MeanOverSeeds.from_values(values, questions=trials) for values in zip(*rates, strict=True))
+            matches.append(MatchRates(content, noise, *means))
+    results = []
     for length in lengths:
-        rows = [_measure_length(length, length_noise, candidates, trials, seed + index) for index in range(seeds)]
-        columns_of = list(zip(*rows, strict=True))
-        found = MeanOverSeeds.from_values(list(columns_of[0]), questions=trials)
-        measured.append(
-            RowLengthResult(length, found, *(MeanOverSeeds.from_values(list(column)) for column in columns_of[1:]))
-        )
-    return VectorMatching(columns, parts, candidates, trials, seeds, tuple(matches), tuple(measured), length_noise)
+        measured = [_measure_length(length, length_noise, candidates, trials, each) for each in each_seed]
+        found, *others = zip(*measured, strict=True)
+        match_rate = MeanOverSeeds.from_values(found, questions=trials)
+        results.append(RowLengthResult(length, match_rate, *map(MeanOverSeeds.from_values, others)))
+    return VectorMatching(columns, parts, candidates, trials, seeds, tuple(matches), tuple(results), length_noise)
 
 
 def _draw_candidates(
@@ -205,7 +201,7 @@ def _draw_candidates(
 
 def _match_rates(
     content: KeyContent, noise: float, columns: int, parts: int, candidates: int, trials: int, seed: int
-) -> tuple[float, float, float]:
+) -> tuple[float, ...]:
     """Return the shares of trials in which the long row, the mean of the short rows, and the relevant ones match."""
     generator = torch.Generator().manual_seed(seed)
     keys = _draw_candidates(content, columns, candidates, trials, generator)
@@ -232,27 +228,22 @@ def _match_rates(
         relevant = short[:, :1] if content == "part" else short
         own = relevant.mean(1).argmax(-1) == 0
         found = [long.argmax(-1) == 0, short.mean(1).argmax(-1) == 0]
-    return tuple(float(each.double().mean()) for each in (*found, own))  # type: ignore[return-value]
+    return tuple(float(each.double().mean()) for each in (*found, own))
 
 
 def _measure_length(columns: int, noise: float, candidates: int, trials: int, seed: int) -> tuple[float, ...]:
-    """Measure one length: the share found, and the sharpness of softmax on unrelated vectors."""
+    """Measure rows of one length, in the order of the attributes of `RowLengthResult`.
+
+    The effective keys and the slopes are those of softmax on queries that have no partner.
+    """
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(trials, candidates, columns, generator=generator)
     query = keys[:, 0] + noise * torch.randn(trials, columns, generator=generator)
     found = torch.einsum("tw,tcw->tc", query, keys).argmax(-1) == 0
     unrelated = torch.randn(trials, columns, generator=generator)
-    plain = torch.einsum("tw,tcw->tc", unrelated, keys)
-    measured = {}
-    for name, scores in (("scaled", plain / math.sqrt(columns)), ("plain", plain)):
-        shares = scores.softmax(-1)
-        entropy = torch.special.entr(shares).sum(-1)
-        largest = shares.amax(-1)
-        measured[name] = (float(entropy.exp().mean()), float((largest * (1 - largest)).mean()))
-    return (
-        float(found.double().mean()),
-        measured["scaled"][0],
-        measured["plain"][0],
-        measured["scaled"][1],
-        measured["plain"][1],
-    )
+    unscaled = torch.einsum("tw,tcw->tc", unrelated, keys)
+    weights = [scores.softmax(-1) for scores in (unscaled / math.sqrt(columns), unscaled)]
+    effective_keys = [float(torch.special.entr(each).sum(-1).exp().mean()) for each in weights]
+    largest = [each.amax(-1) for each in weights]
+    slopes = [float((each * (1 - each)).mean()) for each in largest]
+    return float(found.double().mean()), *effective_keys, *slopes

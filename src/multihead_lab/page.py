@@ -31,16 +31,17 @@ def write_page(answers: LabResults, path: str | os.PathLike[str], *, lang: str =
 def render_lab_page(answers: LabResults, *, lang: str = "en") -> str:
     """Render the page: one HTML file with its style, script and data, which makes no network requests."""
     phrases = load_phrases(lang)
+    texts = phrases.texts_by_key
     return render_page(
         "multihead_lab/static/lab.html",
         "multihead_lab/static/lab.js",
         ("viewer/static/shared/base.css", "multihead_lab/static/lab.css"),
-        texts=_texts_of_script(phrases),
-        data=_data_of_script(answers, phrases),
+        texts={key: texts[key] for key in texts if key in _SCRIPT_TEXT_KEYS or key.startswith("measure.")},
+        data={"tasks": [_describe_experiment(experiment, answers, phrases) for experiment in answers.experiments]},
         lang=lang,
-        words=phrases.texts_by_key,
-        title=phrases.texts_by_key["page title"],
-        lead=phrases.texts_by_key["lead"],
+        words=texts,
+        title=texts["page title"],
+        lead=texts["lead"],
         quick=answers.quick,
         facts=_list_settings(answers, phrases),
         chapters=build_chapters(answers, phrases),
@@ -49,11 +50,8 @@ def render_lab_page(answers: LabResults, *, lang: str = "en") -> str:
 
 
 def _list_settings(answers: LabResults, phrases: Phrases) -> list[tuple[str, str]]:
-    experiments = [
-        *answers.experiments,
-        *([answers.experiment_with_copied_heads] if answers.experiment_with_copied_heads is not None else []),
-    ]
-    trained = sum(len(experiment.models) for experiment in experiments)
+    experiments = (*answers.experiments, answers.experiment_with_copied_heads)
+    trained = sum(len(experiment.models) for experiment in experiments if experiment is not None)
     facts = [(phrases.translate("fact.models"), str(trained))] if trained else []
     return [
         *facts,
@@ -63,20 +61,8 @@ def _list_settings(answers: LabResults, phrases: Phrases) -> list[tuple[str, str
     ]
 
 
-def _data_of_script(answers: LabResults, phrases: Phrases) -> dict[str, Any]:
-    """Return the data of the script: the heads of the first seed at some steps of training."""
-    return {"tasks": [_draw_experiment(experiment, answers, phrases) for experiment in answers.experiments]}
-
-
-def _texts_of_script(phrases: Phrases) -> dict[str, str]:
-    return {
-        key: text
-        for key, text in phrases.texts_by_key.items()
-        if key in _SCRIPT_TEXT_KEYS or key.startswith("measure.")
-    }
-
-
-def _draw_experiment(experiment: Experiment, answers: LabResults, phrases: Phrases) -> dict[str, Any]:
+def _describe_experiment(experiment: Experiment, answers: LabResults, phrases: Phrases) -> dict[str, Any]:
+    """Return what the script draws of an experiment: the heads of the first seed at some steps of training."""
     courses = []
     for num_heads in experiment.head_counts:
         watched = experiment.models_with_head_count(num_heads)[0]

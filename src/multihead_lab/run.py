@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,8 +15,8 @@ from multihead.layer.heads import head_dim_of
 from multihead_lab import training
 from multihead_lab.matching import VectorMatching, match_vectors
 from multihead_lab.parameters import ParameterComparison, compare_parameters
-from multihead_lab.tasks import find_task
-from multihead_lab.training import Experiment, run_experiment
+from multihead_lab.tasks import Task, find_task
+from multihead_lab.training import Experiment, InitialHeads, run_experiment
 
 __all__ = ["LAB_PARTS", "LabPart", "LabResults", "run_lab"]
 
@@ -83,7 +84,7 @@ def run_lab(
             for num_heads in heads:
                 head_dim_of(find_task(name).embed_dim, num_heads)
     began = time.monotonic()
-    report = progress if progress is not None else _ignore_progress
+    report = progress if progress is not None else lambda name, done, total: None
     counted = matched = copies = None
     experiments = []
     if "parameters" in parts:
@@ -92,33 +93,19 @@ def run_lab(
         report("parameters", 1, 1)
     if "tasks" in parts:
         with training.open_worker_pool(workers) as pool:
-            for name in TRAINED_TASKS:
-                task = find_task(name)
+
+            def train(name: str, task: Task, heads: Sequence[int], start: InitialHeads) -> Experiment:
                 steps = task.steps // 2 if quick else task.steps
-                task_progress = _progress_of_part(name, report)
-                experiments.append(
-                    run_experiment(
-                        task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=task_progress
-                    )
+                progress = partial(report, name)
+                return run_experiment(
+                    task, heads=heads, seeds=seeds, seed=seed, steps=steps, start=start, pool=pool, progress=progress
                 )
-            two, task_progress = find_task("two"), _progress_of_part("copies", report)
-            steps = two.steps // 2 if quick else two.steps
-            copies = run_experiment(
-                two, heads=(2,), seeds=seeds, seed=seed, steps=steps, start="copied", pool=pool, progress=task_progress
-            )
+
+            experiments = [train(name, find_task(name), heads, "drawn") for name in TRAINED_TASKS]
+            copies = train("copies", find_task("two"), (2,), "copied")
     if "vectors" in parts:
         report("vectors", 0, 1)
         matched = match_vectors(trials=100 if quick else 400, seeds=seeds, seed=seed)
         report("vectors", 1, 1)
-    return LabResults(
-        counted, tuple(experiments), copies, matched, seeds, seed, quick, torch.__version__, time.monotonic() - began
-    )
-
-
-def _progress_of_part(name: str, report: LabProgress) -> Callable[[int, int], None]:
-    """Bind the name of a part to a progress function."""
-    return lambda done, total: report(name, done, total)
-
-
-def _ignore_progress(name: str, done: int, total: int) -> None:
-    """Do nothing."""
+    seconds = time.monotonic() - began
+    return LabResults(counted, tuple(experiments), copies, matched, seeds, seed, quick, torch.__version__, seconds)

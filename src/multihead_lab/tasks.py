@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,58 +49,48 @@ class HeadMeasurement:
     weights: tuple[tuple[float, ...], ...]
 
 
-class Task(Protocol):
-    """The interface of a task."""
+@dataclass(frozen=True)
+class Task(ABC):
+    """Questions that a small model learns to answer.
+
+    Attributes:
+        name: the name: "one", "two" or "induction".
+        steps: steps of training.
+        batch_size: questions per step.
+        learning_rate: the learning rate of Adam.
+        embed_dim: width of the layers of the model; the number of heads must divide it.
+    """
+
+    name: str
+    steps: int
+    batch_size: int
+    learning_rate: float = 1e-2
+    embed_dim: int = 32
 
     @property
-    def name(self) -> str:
-        """The name: "one", "two" or "induction"."""
-        ...
-
-    @property
-    def embed_dim(self) -> int:
-        """Width of its layers; the number of heads must divide it."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """Steps of training."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """Questions per step."""
-        ...
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of Adam."""
-        ...
-
-    @property
+    @abstractmethod
     def chance_accuracy(self) -> float:
         """Share of correct answers of random guessing."""
-        ...
 
+    @abstractmethod
     def build_model(self, num_heads: int) -> nn.Module:
         """Build a model; the parameters have the same number and the same distribution for every number of heads."""
-        ...
 
+    @abstractmethod
     def draw_batch(self, samples: int, generator: torch.Generator) -> TaskBatch:
         """Draw random questions."""
-        ...
 
+    @abstractmethod
     def share_correct(self, logits: Tensor, batch: TaskBatch) -> float:
         """Return the share of questions that are answered correctly."""
-        ...
 
+    @abstractmethod
     def measure_heads(self, model: nn.Module, batch: TaskBatch) -> tuple[HeadMeasurement, ...]:
         """Measure what every head attends to on a batch."""
-        ...
 
 
 @dataclass(frozen=True)
-class LookupTask:
+class LookupTask(Task):
     """A list of facts, each a name and its value, and a question with one or two names: what are their values?
 
     One attention layer goes from the question to the facts, and a linear map reads the values from its output. A fact
@@ -108,20 +98,16 @@ class LookupTask:
     which name: a question with two names needs two separate lookups.
 
     Attributes:
-        name: the name of the task.
+        name, steps, batch_size, learning_rate, embed_dim: see `Task`.
         lookups_per_question: names per question, 1 or 2.
-        steps, batch_size, learning_rate, embed_dim: see `Task`.
         num_names: number of different names.
         num_values: number of different values.
         facts_per_row: facts per list.
     """
 
-    name: str
-    lookups_per_question: int
     steps: int = 300
     batch_size: int = 64
-    learning_rate: float = 1e-2
-    embed_dim: int = 32
+    lookups_per_question: int = 1
     num_names: int = 32
     num_values: int = 8
     facts_per_row: int = 12
@@ -139,9 +125,8 @@ class LookupTask:
         """Draw facts with different names, and a question about one or two of them."""
         names = torch.rand(samples, self.num_names, generator=generator).argsort(1)[:, : self.facts_per_row]
         values = torch.randint(self.num_values, (samples, self.facts_per_row), generator=generator)
-        targets = torch.rand(samples, self.facts_per_row, generator=generator).argsort(1)[
-            :, : self.lookups_per_question
-        ]
+        order = torch.rand(samples, self.facts_per_row, generator=generator).argsort(1)
+        targets = order[:, : self.lookups_per_question]
         return TaskBatch((names, values, names.gather(1, targets)), values.gather(1, targets), targets)
 
     def share_correct(self, logits: Tensor, batch: TaskBatch) -> float:
@@ -150,33 +135,23 @@ class LookupTask:
 
     def measure_heads(self, model: nn.Module, batch: TaskBatch) -> tuple[HeadMeasurement, ...]:
         """Measure the share of each head's weight on the facts in question, which come first in the picture."""
-        maps, means = _observe_model(model, batch)
-        (weights,), (entropy,) = maps, means["entropy"]
+        (weights,), (means,) = _observe_model(model, batch)
         weights = weights[:, :, 0]  # (batch, heads, facts): the question is the only query
-        others = torch.ones(batch.targets.shape[0], self.facts_per_row, dtype=torch.bool).scatter(
-            1, batch.targets, value=False
+        in_question = torch.zeros(len(weights), self.facts_per_row, dtype=torch.bool).scatter(
+            1, batch.targets, value=True
         )
-        places = torch.cat([batch.targets, others.nonzero()[:, 1].view(len(others), -1)], 1)
+        others = (~in_question).nonzero()[:, 1].view(len(weights), -1)
+        places = torch.cat([batch.targets, others], 1)
         ordered = weights.gather(2, places[:, None].expand_as(weights))  # the facts in question first
         shares = ordered.mean(0)  # (heads, facts)
         names = ("first lookup", "second lookup")[: self.lookups_per_question]
-        return tuple(
-            HeadMeasurement(
-                layer=0,
-                head=head,
-                measures={name: float(shares[head, place]) for place, name in enumerate(names)}
-                | {
-                    "the others": float(shares[head, self.lookups_per_question :].sum()),
-                    "entropy": float(entropy[head]),
-                },
-                weights=_round_rows(ordered[:MAX_PICTURE_ROWS, head]),
-            )
-            for head in range(weights.shape[1])
-        )
+        measures = {name: shares[:, place] for place, name in enumerate(names)}
+        measures |= {"the others": shares[:, len(names) :].sum(1), "entropy": means["entropy"]}
+        return _measurements_of_layer(0, measures, ordered[:MAX_PICTURE_ROWS].transpose(0, 1))
 
 
 @dataclass(frozen=True)
-class InductionTask:
+class InductionTask(Task):
     """A row of different tokens that repeats: which token followed this token before?
 
     The model is two causal attention layers with residuals. To continue [A] [B] ... [A] the second layer must find the
@@ -192,8 +167,6 @@ class InductionTask:
     name: str = "induction"
     steps: int = 400
     batch_size: int = 32
-    learning_rate: float = 1e-2
-    embed_dim: int = 32
     vocabulary_size: int = 16
     length: int = 24
 
@@ -225,29 +198,20 @@ class InductionTask:
 
     def measure_heads(self, model: nn.Module, batch: TaskBatch) -> tuple[HeadMeasurement, ...]:
         """Measure the share of each head's weight on the previous token, and on the token that followed before."""
-        maps, means = _observe_model(model, batch)
         questions = batch.targets >= 0
-        looks = []
-        for layer, weights in enumerate(maps):  # (batch, heads, queries, keys)
+        measurements: list[HeadMeasurement] = []
+        for layer, (weights, means) in enumerate(zip(*_observe_model(model, batch), strict=True)):
             places = batch.targets.clamp(min=0)[:, None, :, None].expand(-1, weights.shape[1], -1, -1)
             on_target = weights.gather(3, places)[..., 0]  # (batch, heads, queries)
-            induction = (on_target * questions[:, None]).sum((0, 2)) / questions.sum()
-            looks += [
-                HeadMeasurement(
-                    layer=layer,
-                    head=head,
-                    measures={
-                        "previous": float(means["previous_mass"][layer][head]),
-                        "induction": float(induction[head]),
-                        "self": float(means["self_mass"][layer][head]),
-                        "first": float(means["first_mass"][layer][head]),
-                        "entropy": float(means["entropy"][layer][head]),
-                    },
-                    weights=_round_rows(weights[0, head]),
-                )
-                for head in range(weights.shape[1])
-            ]
-        return tuple(looks)
+            measures = {
+                "previous": means["previous_mass"],
+                "induction": (on_target * questions[:, None]).sum((0, 2)) / questions.sum(),
+                "self": means["self_mass"],
+                "first": means["first_mass"],
+                "entropy": means["entropy"],
+            }
+            measurements += _measurements_of_layer(layer, measures, weights[0])
+        return tuple(measurements)
 
 
 class _LookupModel(nn.Module):
@@ -290,21 +254,29 @@ class _InductionModel(nn.Module):
         return read  # (batch, length, vocabulary)
 
 
-def _observe_model(model: nn.Module, batch: TaskBatch) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _observe_model(model: nn.Module, batch: TaskBatch) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Run a model; returns each layer's weights, (batch, heads, queries, keys), and the means of its statistics."""
     with torch.no_grad(), observe(model, probes=("entropy", "previous_mass", "self_mass", "first_mass")) as seen:
         model(*batch.inputs)
-    maps = [torch.stack([sample.weights() for sample in layer.samples]) for layer in seen.layers]
-    means = [layer.means() for layer in seen.layers]
-    return maps, {name: [each[name] for each in means] for name in means[0]}
+    weights = [torch.stack([sample.weights() for sample in layer.samples]) for layer in seen.layers]
+    return weights, [layer.means() for layer in seen.layers]
 
 
-def _round_rows(rows: Tensor) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(round(float(weight), 3) for weight in row) for row in rows)
+def _measurements_of_layer(layer: int, measures: dict[str, Tensor], weights: Tensor) -> tuple[HeadMeasurement, ...]:
+    """Return one measurement per head: measures are (heads,), weights (heads, rows, columns)."""
+    return tuple(
+        HeadMeasurement(
+            layer,
+            head,
+            {name: float(measure[head]) for name, measure in measures.items()},
+            tuple(tuple(round(float(weight), 3) for weight in row) for row in weights[head]),
+        )
+        for head in range(len(weights))
+    )
 
 
 TASKS: dict[str, Task] = {
-    "one": LookupTask("one", lookups_per_question=1),
+    "one": LookupTask("one"),
     "two": LookupTask("two", lookups_per_question=2),
     "induction": InductionTask(),
 }

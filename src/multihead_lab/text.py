@@ -16,6 +16,8 @@ __all__ = [
     "Chapter",
     "Phrases",
     "Table",
+    "format_mean",
+    "format_mean_percent",
     "format_percent",
     "format_rounding_error",
     "format_shape",
@@ -65,28 +67,19 @@ class Chapter:
 class Phrases:
     """The lab's texts in one language, by key and with {placeholders}."""
 
-    lang: str
     texts_by_key: Mapping[str, str]
 
     def translate(self, key: str, **values: Any) -> str:
         """Return a text with its placeholders filled in."""
         return self.texts_by_key[key].format(**values)
 
-    def format_head_count(self, number: int) -> str:
-        """Format a number of heads.
+    def format_count(self, noun: str, number: int) -> str:
+        """Format a number of things, such as heads or seeds.
 
-        >>> load_phrases("en").format_head_count(2).replace(NBSP, " ")
+        >>> load_phrases("en").format_count("head", 2).replace(NBSP, " ")
         '2 heads'
         """
-        return self.texts_by_key["1 head"] if number == 1 else self.translate("heads", n=number)
-
-    def format_seed_count(self, number: int) -> str:
-        """Format a number of seeds.
-
-        >>> load_phrases("en").format_seed_count(1).replace(NBSP, " ")
-        '1 seed'
-        """
-        return self.texts_by_key["1 seed"] if number == 1 else self.translate("seeds", n=number)
+        return self.translate(f"1 {noun}") if number == 1 else self.translate(f"{noun}s", n=number)
 
     def join_items(self, items: Iterable[str], last: str = "and") -> str:
         """Join items: "1, 2 or 4".
@@ -95,33 +88,12 @@ class Phrases:
         '1, 2 or 4'
         """
         *before, final = items
-        return (
-            self.texts_by_key["join.comma"].join(before) + self.texts_by_key[f"join.{last}"] + final
-            if before
-            else final
-        )
+        texts = self.texts_by_key
+        return texts["join.comma"].join(before) + texts[f"join.{last}"] + final if before else final
 
     def join_sentences(self, sentences: Iterable[str]) -> str:
         """Join sentences into a paragraph."""
         return self.texts_by_key["join.sentences"].join(sentence for sentence in sentences if sentence)
-
-    def format_percent_with_deviation(self, value: MeanOverSeeds) -> str:
-        """Format a share and its spread over seeds in percent.
-
-        >>> load_phrases("en").format_percent_with_deviation(MeanOverSeeds(0.5, 0.01)).replace(NBSP, " ")
-        '50.0 ± 1.0 %'
-        """
-        if value.deviation is None:
-            return format_percent(value.mean)
-        mean, deviation = f"{100 * value.mean:.1f}", f"{100 * value.deviation:.1f}{NBSP}%"
-        return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
-
-    def format_number_with_deviation(self, value: MeanOverSeeds, digits: int = 1) -> str:
-        """Format a number and its spread over seeds."""
-        if value.deviation is None:
-            return f"{value.mean:.{digits}f}"
-        mean, deviation = f"{value.mean:.{digits}f}", f"{value.deviation:.{digits}f}"
-        return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
 
 def format_percent(share: float, digits: int = 1) -> str:
@@ -131,6 +103,26 @@ def format_percent(share: float, digits: int = 1) -> str:
     '12.5 %'
     """
     return f"{100 * share:.{digits}f}{NBSP}%"
+
+
+def format_mean(value: MeanOverSeeds, digits: int = 1) -> str:
+    """Format a mean over seeds and its standard deviation, if there are several seeds.
+
+    >>> format_mean(MeanOverSeeds(12.34, 0.5)).replace(NBSP, " ")
+    '12.3 ± 0.5'
+    """
+    mean = f"{value.mean:.{digits}f}"
+    return mean if value.deviation is None else f"{mean}{NBSP}±{NBSP}{value.deviation:.{digits}f}"
+
+
+def format_mean_percent(value: MeanOverSeeds) -> str:
+    """Format a mean share over seeds and its standard deviation in percent.
+
+    >>> format_mean_percent(MeanOverSeeds(0.5, 0.01)).replace(NBSP, " ")
+    '50.0 ± 1.0 %'
+    """
+    deviation = None if value.deviation is None else 100 * value.deviation
+    return f"{format_mean(MeanOverSeeds(100 * value.mean, deviation))}{NBSP}%"
 
 
 def format_rounding_error(value: float) -> str:
@@ -154,4 +146,4 @@ def format_shape(sizes: Sequence[int]) -> str:
 @cache
 def load_phrases(lang: str) -> Phrases:
     """Return the lab's texts in a language, "en" or "zh"."""
-    return Phrases(lang, {**section(lang, "common"), **section(lang, "lab", store=LOCALE_PACKAGE)})
+    return Phrases({**section(lang, "common"), **section(lang, "lab", store=LOCALE_PACKAGE)})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,11 @@ class TrainedModel:
         return self.learning_curve[-1].accuracy
 
     @property
+    def final_heads(self) -> tuple[HeadMeasurement, ...]:
+        """What every head attends to at the end."""
+        return self.learning_curve[-1].head_measurements
+
+    @property
     def first_learned_step(self) -> int | None:
         """The first tested step at which 9 of 10 answers were correct, or None."""
         return next((moment.step for moment in self.learning_curve if moment.accuracy >= LEARNED_ACCURACY), None)
@@ -151,18 +157,12 @@ class Experiment:
         """Summarise the seeds of each number of heads."""
         found = []
         for num_heads in self.head_counts:
-            each = self.models_with_head_count(num_heads)
-            steps = [float(training.first_learned_step) for training in each if training.first_learned_step is not None]
-            shares = [training.final_accuracy for training in each]
-            found.append(
-                SeedSummary(
-                    num_heads,
-                    MeanOverSeeds.from_values(shares, questions=TEST_QUESTIONS),
-                    tuple(shares),
-                    len(steps),
-                    MeanOverSeeds.from_values(steps) if steps else None,
-                )
-            )
+            models = self.models_with_head_count(num_heads)
+            steps = [model.first_learned_step for model in models if model.first_learned_step is not None]
+            accuracies = tuple(model.final_accuracy for model in models)
+            accuracy = MeanOverSeeds.from_values(accuracies, questions=TEST_QUESTIONS)
+            first_learned_step = MeanOverSeeds.from_values(steps) if steps else None
+            found.append(SeedSummary(num_heads, accuracy, accuracies, len(steps), first_learned_step))
         return tuple(found)
 
     def compare_head_counts(self) -> HeadCountVerdict:
@@ -205,28 +205,26 @@ def run_experiment(
         if value < 1:
             raise ArgumentError(f"The number of {name} is {value}.", "Give at least 1.")
     wanted = [(num_heads, seed + index) for num_heads in heads for index in range(seeds)]
+    # One call per model, the slowest first, so that no worker starts a slow one last.
+    calls = {
+        (num_heads, each): partial(
+            train_model, task, num_heads, seed=each, steps=steps, start=start, watched=each == seed
+        )
+        for num_heads, each in reversed(wanted)
+    }
     found: dict[tuple[int, int], TrainedModel] = {}
-
-    def options(each: int) -> dict[str, Any]:
-        return {"seed": each, "steps": steps, "start": start, "watched": each == seed}
-
+    trained: Iterable[tuple[tuple[int, int], TrainedModel]]
     if pool is None:
-        for num_heads, each in wanted:
-            found[num_heads, each] = train_model(task, num_heads, **options(each))
-            if progress is not None:
-                progress(len(found), len(wanted))
+        trained = ((key, call()) for key, call in calls.items())
     else:
-        futures = {
-            pool.submit(train_model, task, num_heads, **options(each)): (num_heads, each)
-            # The slowest first, so that no worker starts a slow one last.
-            for num_heads, each in reversed(wanted)
-        }
-        for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            if progress is not None:
-                progress(len(found), len(wanted))
-    trainings = tuple(found[key] for key in wanted)
-    return Experiment(task.name, start, steps, task.batch_size, task.learning_rate, task.chance_accuracy, trainings)
+        futures = {pool.submit(call): key for key, call in calls.items()}
+        trained = ((futures[future], future.result()) for future in as_completed(futures))
+    for key, model in trained:
+        found[key] = model
+        if progress is not None:
+            progress(len(found), len(wanted))
+    models = tuple(found[key] for key in wanted)
+    return Experiment(task.name, start, steps, task.batch_size, task.learning_rate, task.chance_accuracy, models)
 
 
 @contextmanager
@@ -272,12 +270,12 @@ def train_model(
         before = _largest_head_distance(model)
         optimiser = torch.optim.Adam(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.99))
         questions = torch.Generator().manual_seed(2**20 + seed)
-        stops = sorted({round(steps * point / CURVE_POINTS) for point in range(CURVE_POINTS + 1)})
+        stops = {round(steps * point / CURVE_POINTS) for point in range(CURVE_POINTS + 1)}
         pictured = {round(steps * share) for share in (0, 0.1, 0.25, 0.5, 1)} if watched else {steps}
-        moments = []
+        learning_curve = []
         for step in range(steps + 1):
             if step in stops:
-                moments.append(_test_at_step(task, model, step, look=step in pictured))
+                learning_curve.append(_test_at_step(task, model, step, look=step in pictured))
             if step < steps:
                 batch = task.draw_batch(task.batch_size, questions)
                 loss = _cross_entropy(model(*batch.inputs), batch.answers)
@@ -285,37 +283,39 @@ def train_model(
                 loss.backward()
                 optimiser.step()
     size = sum(each.numel() for each in model.parameters())
-    return TrainedModel(num_heads, seed, size, before, _largest_head_distance(model), tuple(moments))
+    return TrainedModel(num_heads, seed, size, before, _largest_head_distance(model), tuple(learning_curve))
+
+
+def _attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
+    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
 def _weights_per_head(layer: MultiHeadAttention) -> list[torch.Tensor]:
     """Return each projection's weights as views with the heads first: (heads, head_dim, ...)."""
-    projections = [layer.q_proj, layer.k_proj, layer.v_proj]
-    rows = [each.weight.unflatten(0, (layer.num_heads, -1)) for each in projections]
-    rows += [each.bias.unflatten(0, (layer.num_heads, -1)) for each in projections]
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    rows = (*(each.weight for each in projections), *(each.bias for each in projections))
     assert layer.out_proj is not None, "the lab's layers have an output projection"
     # A head's part of the output projection is its columns.
-    return [*rows, layer.out_proj.weight.unflatten(1, (layer.num_heads, -1)).movedim(1, 0)]
+    columns = layer.out_proj.weight.unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
+    return [*(each.unflatten(0, (layer.num_heads, -1)) for each in rows), columns]
 
 
 @torch.no_grad()
 def _copy_first_head(model: nn.Module) -> None:
     """Overwrite the weights of all heads with those of the first head of their layer."""
-    for layer in model.modules():
-        if isinstance(layer, MultiHeadAttention):
-            for own in _weights_per_head(layer):
-                own.copy_(own[:1].clone().expand_as(own))
+    for layer in _attention_layers(model):
+        for weights in _weights_per_head(layer):
+            weights.copy_(weights[:1].clone().expand_as(weights))
 
 
 @torch.no_grad()
 def _largest_head_distance(model: nn.Module) -> float:
     """Return the largest distance between two heads of a layer, as a share of the norm of their weights."""
     largest = 0.0
-    for layer in model.modules():
-        if isinstance(layer, MultiHeadAttention):
-            heads = torch.cat([own.flatten(1) for own in _weights_per_head(layer)], 1).double()
-            size = float(heads.norm(dim=1).mean())
-            largest = max(largest, float(torch.cdist(heads, heads).max()) / size if layer.num_heads > 1 else 0.0)
+    for layer in _attention_layers(model):
+        heads = torch.cat([weights.flatten(1) for weights in _weights_per_head(layer)], 1).double()
+        if layer.num_heads > 1:
+            largest = max(largest, float(torch.cdist(heads, heads).max()) / float(heads.norm(dim=1).mean()))
     return largest
 
 

@@ -6,7 +6,15 @@ import pytest
 
 from multihead.errors import ArgumentError
 from multihead_lab.matching import MeanOverSeeds
-from multihead_lab.text import NBSP, format_percent, format_rounding_error, format_shape, load_phrases
+from multihead_lab.text import (
+    NBSP,
+    format_mean,
+    format_mean_percent,
+    format_percent,
+    format_rounding_error,
+    format_shape,
+    load_phrases,
+)
 
 
 def test_items_are_joined_in_the_manner_of_the_language() -> None:
@@ -17,12 +25,12 @@ def test_items_are_joined_in_the_manner_of_the_language() -> None:
 
 def test_numbers_hold_together_over_the_end_of_a_line() -> None:
     english = load_phrases("en")
-    assert english.format_head_count(1) == f"1{NBSP}head"
-    assert english.format_percent_with_deviation(MeanOverSeeds(0.981, 0.004)) == f"98.1{NBSP}±{NBSP}0.4{NBSP}%"
-    assert english.format_number_with_deviation(MeanOverSeeds(12.34, 0.5)) == f"12.3{NBSP}±{NBSP}0.5"
-    assert english.format_percent_with_deviation(MeanOverSeeds(0.981, None)) == f"98.1{NBSP}%"
-    assert english.format_number_with_deviation(MeanOverSeeds(12.34, None)) == "12.3"
-    assert (english.format_seed_count(1), english.format_seed_count(5)) == (f"1{NBSP}seed", f"5{NBSP}seeds")
+    assert english.format_count("head", 1) == f"1{NBSP}head"
+    assert format_mean_percent(MeanOverSeeds(0.981, 0.004)) == f"98.1{NBSP}±{NBSP}0.4{NBSP}%"
+    assert format_mean(MeanOverSeeds(12.34, 0.5)) == f"12.3{NBSP}±{NBSP}0.5"
+    assert format_mean_percent(MeanOverSeeds(0.981, None)) == f"98.1{NBSP}%"
+    assert format_mean(MeanOverSeeds(12.34, None)) == "12.3"
+    assert (english.format_count("seed", 1), english.format_count("seed", 5)) == (f"1{NBSP}seed", f"5{NBSP}seeds")
     assert format_percent(0.5, 0) == f"50{NBSP}%"
 
 
