@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,18 +161,13 @@ def _compare_head_counts(
     x = torch.randn(1, length, embed_dim, generator=generator, dtype=torch.float64)
     layers = [_build_layer(embed_dim, num_heads, seed) for num_heads in heads]
     measured = [_measure_layer(layer, x, seed) for layer in layers]
-    pairs = [
-        HeadCountComparison(layers[i].num_heads, layers[j].num_heads, *_relative_differences(measured[i], measured[j]))
-        for i in range(len(layers))
-        for j in range(i + 1, len(layers))
-    ]
     return ParameterComparison(
         embed_dim=embed_dim,
         length=length,
         layers=tuple(_count_parameters(layer, x, seed) for layer in layers),
         num_heads_of_tensors=shapes_of,
         intermediate_tensors=_list_intermediate_tensors(_build_layer(embed_dim, shapes_of, seed), x),
-        comparisons=tuple(pairs),
+        comparisons=tuple(itertools.starmap(_compare_layers, itertools.combinations(measured, 2))),
     )
 
 
@@ -188,14 +184,16 @@ def _build_layer(embed_dim: int, num_heads: int, seed: int, *, output_projection
 
 def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerWithHeadCount:
     heads, head_dim, embed_dim = layer.num_heads, layer.head_dim, layer.embed_dim
+    separate = dict(layer.named_parameters())
     packed = {
-        "in_proj_weight": torch.cat([layer.get_parameter(f"{name}.weight") for name in PACKED_PROJECTIONS]),
-        "in_proj_bias": torch.cat([layer.get_parameter(f"{name}.bias") for name in PACKED_PROJECTIONS]),
-        "out_proj.weight": layer.get_parameter("out_proj.weight"),
-        "out_proj.bias": layer.get_parameter("out_proj.bias"),
+        "in_proj_weight": torch.cat([separate[f"{name}.weight"] for name in PACKED_PROJECTIONS]),
+        "in_proj_bias": torch.cat([separate[f"{name}.bias"] for name in PACKED_PROJECTIONS]),
+        "out_proj.weight": separate["out_proj.weight"],
+        "out_proj.bias": separate["out_proj.bias"],
     }
-    bare = _build_layer(embed_dim, heads, seed, output_projection=False)
-    cut = _build_layer(embed_dim, heads, seed, output_projection=False)
+    bare, cut = (_build_layer(embed_dim, heads, seed, output_projection=False) for _ in range(2))
+    theirs = nn.MultiheadAttention(embed_dim, heads, device="meta")
+    single_heads = _concatenate_single_head_layers(bare, packed, x)
     own = torch.block_diag(*[torch.ones(head_dim, head_dim, dtype=x.dtype)] * heads)
     with torch.no_grad():
         for projection in (cut.q_proj, cut.k_proj, cut.v_proj):
@@ -205,20 +203,16 @@ def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerW
         num_heads=heads,
         head_dim=head_dim,
         packed_parameters=_list_parameters(packed),
-        separate_parameters=_list_parameters(dict(layer.named_parameters())),
-        torch_parameters=_list_parameters(
-            dict(nn.MultiheadAttention(embed_dim, heads, device="meta").named_parameters())
-        ),
+        separate_parameters=_list_parameters(separate),
+        torch_parameters=_list_parameters(dict(theirs.named_parameters())),
         features_read_by_head=_count_features_read(bare, x, seed),
         features_read_by_head_of_split_input=_count_features_read(cut, x, seed),
         parameters_with_split_input=sum(tensor.numel() for tensor in packed.values()) - lost,
-        difference_from_single_head_layers=float(
-            (_sum_single_head_layers(bare, packed, x) - bare(x)).abs().max().detach()
-        ),
+        difference_from_single_head_layers=float((single_heads - bare(x)).abs().max().detach()),
     )
 
 
-def _list_parameters(tensors: dict[str, Tensor]) -> tuple[ParameterShape, ...]:
+def _list_parameters(tensors: Mapping[str, Tensor]) -> tuple[ParameterShape, ...]:
     return tuple(ParameterShape(name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
@@ -235,7 +229,7 @@ def _count_features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tup
     return tuple(found)
 
 
-def _sum_single_head_layers(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
+def _concatenate_single_head_layers(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
     """Compute every head with its own single-head layer from its rows of the packed projection; concatenate them."""
     heads, head_dim = layer.num_heads, layer.head_dim
     # (3 * embed_dim, embed_dim): the rows of q, then of k, then of v; within each, head after head.
@@ -252,30 +246,38 @@ def _sum_single_head_layers(layer: MultiHeadAttention, packed: dict[str, Tensor]
     return torch.cat(joined, -1)  # (batch, length, heads * head_dim)
 
 
-def _measure_layer(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str, Tensor]:
-    """Compute a layer's output, scores, and gradient of a loss that is the same for every number of heads."""
+@dataclass(frozen=True, eq=False)
+class _MeasuredLayer:
+    """What is compared of a layer: its output, the gradient of all its weights, and its scores summed over heads."""
+
+    num_heads: int
+    output: Tensor
+    gradient: Tensor
+    score_sums: Tensor  # (batch, queries, keys): sum_h q_h . k_h
+
+
+def _measure_layer(layer: MultiHeadAttention, x: Tensor, seed: int) -> _MeasuredLayer:
+    """Measure a layer; the gradient is that of a loss that is the same for every number of heads."""
     output = layer(x)
     goal = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed + 3), dtype=x.dtype)
     gradients = torch.autograd.grad((output - goal).square().mean(), list(layer.parameters()))
+    gradient = torch.cat([each.flatten() for each in gradients])
     q, k = (split_heads(projection(x), layer.num_heads) for projection in (layer.q_proj, layer.k_proj))
-    return {
-        "output": output.detach(),
-        "gradient": torch.cat([gradient.flatten() for gradient in gradients]),
-        "scores": (q @ k.transpose(2, 3)).sum(1).detach(),  # (batch, queries, keys): sum_h q_h . k_h
-    }
+    return _MeasuredLayer(layer.num_heads, output.detach(), gradient, (q @ k.transpose(2, 3)).sum(1).detach())
 
 
-def _relative_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[float, float, float]:
-    """Return the differences of outputs, gradients and scores, as in `HeadCountComparison`."""
-
-    def relative_difference(name: str) -> float:
-        return float((second[name] - first[name]).norm() / first[name].norm())
-
-    return (
-        relative_difference("output"),
-        relative_difference("gradient"),
-        float((second["scores"] - first["scores"]).abs().max()),
+def _compare_layers(first: _MeasuredLayer, second: _MeasuredLayer) -> HeadCountComparison:
+    return HeadCountComparison(
+        first.num_heads,
+        second.num_heads,
+        output_difference=_relative_difference(first.output, second.output),
+        gradient_difference=_relative_difference(first.gradient, second.gradient),
+        score_difference=float((second.score_sums - first.score_sums).abs().max()),
     )
+
+
+def _relative_difference(first: Tensor, second: Tensor) -> float:
+    return float((second - first).norm() / first.norm())
 
 
 @torch.no_grad()
@@ -286,20 +288,20 @@ def _list_intermediate_tensors(layer: MultiHeadAttention, x: Tensor) -> tuple[In
     maps = ("batch", "heads", "queries", "keys")
     q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
     q_heads, k_heads, v_heads = (split_heads(each, heads) for each in (q, k, v))
-    scores = q_heads @ k_heads.mT
-    shares = attention_weights(q_heads, k_heads)
-    z_heads = shares @ v_heads
-    merged = merge_heads(z_heads)
-    output = layer(x)
-    listed: list[tuple[str, str, tuple[str, ...], Tensor]] = [("x", "", ("batch", "length", "embed_dim"), x)]
-    listed += [(name, f"{name}_proj(x)", wide, each) for name, each in (("q", q), ("k", k), ("v", v))]
-    for name, each in (("q_heads", q_heads), ("k_heads", k_heads), ("v_heads", v_heads)):
-        listed.append((name, f"split_heads({name[0]}, {heads})", split, each))
-    listed += [
-        ("scores", "q_heads @ k_heads.mT", maps, scores),
-        ("weights", f"softmax(scores / √{layer.head_dim})", maps, shares),
+    weights = attention_weights(q_heads, k_heads)
+    z_heads = weights @ v_heads
+    listed: list[tuple[str, str, tuple[str, ...], Tensor]] = [
+        ("x", "", ("batch", "length", "embed_dim"), x),
+        ("q", "q_proj(x)", wide, q),
+        ("k", "k_proj(x)", wide, k),
+        ("v", "v_proj(x)", wide, v),
+        ("q_heads", f"split_heads(q, {heads})", split, q_heads),
+        ("k_heads", f"split_heads(k, {heads})", split, k_heads),
+        ("v_heads", f"split_heads(v, {heads})", split, v_heads),
+        ("scores", "q_heads @ k_heads.mT", maps, q_heads @ k_heads.mT),
+        ("weights", f"softmax(scores / √{layer.head_dim})", maps, weights),
         ("z_heads", "weights @ v_heads", split, z_heads),
-        ("merged", "merge_heads(z_heads)", wide, merged),
-        ("output", "out_proj(merged)", ("batch", "length", "embed_dim"), output),
+        ("merged", "merge_heads(z_heads)", wide, merge_heads(z_heads)),
+        ("output", "out_proj(merged)", ("batch", "length", "embed_dim"), layer(x)),
     ]
     return tuple(IntermediateTensor(name, code, axes, tuple(each.shape)) for name, code, axes, each in listed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -151,10 +151,11 @@ def walk(
             f"bias is {bias!r}, and must be 'distance' or 'none'.",
             "Give 'distance' for a bias that grows with distance, or 'none'.",
         )
-    split = _split_and_merge_steps(sizes)
-    inputs = _projection_steps(sizes, split[0].tensor)
-    attention = _attention_steps(sizes, {step.name: step.tensor for step in inputs}, bias)
-    return Walk(sizes, (*split, *inputs, *attention), _sdpa_difference(sizes, inputs, attention))
+    steps: dict[str, WalkStep] = {}
+    _record_split(sizes, steps)
+    _record_projections(sizes, steps)
+    _record_attention(sizes, steps, bias)
+    return Walk(sizes, tuple(steps.values()), _sdpa_difference(sizes, steps))
 
 
 def _checked_sizes(
@@ -196,151 +197,117 @@ def _checked_sizes(
     return WalkSizes(batch, length, model_dim, num_heads, head_dim, tuple(lengths), seed)
 
 
-def _split_and_merge_steps(sizes: WalkSizes) -> list[WalkStep]:
+def _step_recorder(part: WalkPart, sizes: WalkSizes, steps: dict[str, WalkStep]) -> Callable[..., Tensor]:
+    """Return a function that adds a step of this part to `steps` and returns its tensor.
+
+    The heads of a step follow from the names of its axes, unless its entries mix several heads.
+    """
+    per_head = tuple(range(sizes.num_heads))
+    per_column = tuple(column // sizes.head_dim for column in range(sizes.model_dim))
+    heads_along = {"heads": per_head, "batch*heads": per_head * sizes.batch, "heads*head_dim": per_column}
+    if part == "split":  # which follows the columns of the input into the heads
+        heads_along["model_dim"] = per_column
+
+    def record(name: str, code: str, axes: tuple[str, ...], tensor: Tensor, *, mixes_heads: bool = False) -> Tensor:
+        head_axis = None if mixes_heads else next((n for n, axis in enumerate(axes) if axis in heads_along), None)
+        head_of_entry = () if head_axis is None else heads_along[axes[head_axis]]
+        steps[name] = WalkStep(part, name, code, axes, tensor, head_axis, head_of_entry)
+        return tensor
+
+    return record
+
+
+def _record_split(sizes: WalkSizes, steps: dict[str, WalkStep]) -> None:
     """Split columns into heads in the batch and merge them again, and show the reshape that mixes positions."""
-    b, n, m = sizes.batch, sizes.length, sizes.model_dim
-    h, d = sizes.num_heads, sizes.head_dim
-    per_column = tuple(column // d for column in range(m))
-    per_head = tuple(range(h))
-    per_block = per_head * b
-
-    x = torch.arange(b * n * m).reshape(b, n, m)
-    grouped = x.reshape(b, n, h, d)
-    by_head = split_heads(x, h)
-    flat = by_head.reshape(b * h, n, d)
-    unflat = flat.reshape(b, h, n, d)
-    ungrouped = unflat.transpose(1, 2)
-    merged = merge_heads(unflat)
-    wrong = x.reshape(b, h, n, d)
-    # In memory order a row of head_dim numbers comes from one position and one head.
-    rows = torch.arange(h * n).reshape(h, n)
-
+    record = _step_recorder("split", sizes, steps)
+    b, n, m, h, d = sizes.batch, sizes.length, sizes.model_dim, sizes.num_heads, sizes.head_dim
     columns = ("batch", "length", "model_dim")
     cut = ("batch", "length", "heads", "head_dim")
     turned = ("batch", "heads", "length", "head_dim")
-    return [
-        WalkStep("split", "x", f"torch.arange({b * n * m}).reshape({b}, {n}, {m})", columns, x, 2,
-             per_column),
-        WalkStep("split", "grouped", f"x.reshape({b}, {n}, {h}, {d})", cut, grouped, 2, per_head),
-        WalkStep("split", "by_head", "grouped.transpose(1, 2)", turned, by_head, 1, per_head),
-        WalkStep("split", "flat", f"by_head.reshape({b * h}, {n}, {d})",
-             ("batch*heads", "length", "head_dim"), flat, 0, per_block),
-        WalkStep("split", "unflat", f"flat.reshape({b}, {h}, {n}, {d})", turned, unflat, 1, per_head),
-        WalkStep("split", "ungrouped", "unflat.transpose(1, 2)", cut, ungrouped, 2, per_head),
-        WalkStep("split", "merged", f"ungrouped.reshape({b}, {n}, {m})", columns, merged, 2,
-             per_column),
-        WalkStep("split", "wrong", f"x.reshape({b}, {h}, {n}, {d})", turned, wrong),
-        WalkStep("split", "wrong_position", f"torch.arange({h * n}).reshape({h}, {n}) // {h}",
-             ("heads", "length"), rows // h),
-        WalkStep("split", "wrong_head", f"torch.arange({h * n}).reshape({h}, {n}) % {h}",
-             ("heads", "length"), rows % h),
-    ]  # fmt: skip
+    folded = ("batch*heads", "length", "head_dim")
+    numbers = torch.arange(b * n * m).reshape(b, n, m)
+    x = record("x", f"torch.arange({b * n * m}).reshape({b}, {n}, {m})", columns, numbers)
+    record("grouped", f"x.reshape({b}, {n}, {h}, {d})", cut, x.reshape(b, n, h, d))
+    by_head = record("by_head", "grouped.transpose(1, 2)", turned, split_heads(x, h))
+    flat = record("flat", f"by_head.reshape({b * h}, {n}, {d})", folded, by_head.reshape(b * h, n, d))
+    unflat = record("unflat", f"flat.reshape({b}, {h}, {n}, {d})", turned, flat.reshape(b, h, n, d))
+    record("ungrouped", "unflat.transpose(1, 2)", cut, unflat.transpose(1, 2))
+    record("merged", f"ungrouped.reshape({b}, {n}, {m})", columns, merge_heads(unflat))
+    record("wrong", f"x.reshape({b}, {h}, {n}, {d})", turned, x.reshape(b, h, n, d), mixes_heads=True)
+    # In memory order a row of head_dim numbers comes from one position and one head.
+    rows, code = torch.arange(h * n).reshape(h, n), f"torch.arange({h * n}).reshape({h}, {n})"
+    record("wrong_position", f"{code} // {h}", ("heads", "length"), rows // h, mixes_heads=True)
+    record("wrong_head", f"{code} % {h}", ("heads", "length"), rows % h, mixes_heads=True)
 
 
-def _projection_steps(sizes: WalkSizes, x: Tensor) -> list[WalkStep]:
+def _record_projections(sizes: WalkSizes, steps: dict[str, WalkStep]) -> None:
     """Scale x down, draw the four projections, and compute q, k and v of every head."""
-    m, h = sizes.model_dim, sizes.num_heads
-    per_column = tuple(column // sizes.head_dim for column in range(m))
-    columns = ("batch", "length", "model_dim")
+    record = _step_recorder("attention", sizes, steps)
+    m, h, x = sizes.model_dim, sizes.num_heads, steps["x"].tensor
     # Powers of ten keep the number of decimals small, and the scores near 1, where softmax varies the most.
     smaller = 10 ** max(len(str(x.numel() - 1)) - 1, 0)
     finer = 10 if m <= 16 else 100 if m <= 1600 else 1000
-    inputs = x.double() / smaller
-    steps = [WalkStep("attention", "inputs", f"x.double() / {smaller}", columns, inputs)]
+    inputs = record("inputs", f"x.double() / {smaller}", ("batch", "length", "model_dim"), x.double() / smaller)
 
     seeded = torch.Generator().manual_seed(sizes.seed)
-    draw = f"torch.randint(-4, 5, ({m}, {m}), generator=seeded).double() / {finer}"
+    code = f"torch.randint(-4, 5, ({m}, {m}), generator=seeded).double() / {finer}"
     weights: dict[str, Tensor] = {}
     for letter in "qkvo":
-        drawn = torch.randint(-4, 5, (m, m), generator=seeded).double() / finer
-        weights[letter] = drawn
         # A head has its columns of w_q, w_k and w_v, and its rows of w_o.
         axes = ("heads*head_dim", "output_dim") if letter == "o" else ("model_dim", "heads*head_dim")
-        head_axis = 0 if letter == "o" else 1
-        steps.append(WalkStep("attention", f"w_{letter}", draw, axes, drawn, head_axis, per_column))
+        drawn = torch.randint(-4, 5, (m, m), generator=seeded).double() / finer
+        weights[letter] = record(f"w_{letter}", code, axes, drawn)
     wide = ("batch", "length", "heads*head_dim")
-    projected = {letter: inputs @ weights[letter] for letter in "qkv"}
-    for letter, tensor in projected.items():
-        steps.append(WalkStep("attention", letter, f"inputs @ w_{letter}", wide, tensor, 2, per_column))
-    per_block = tuple(range(h)) * sizes.batch
+    projected = {letter: record(letter, f"inputs @ w_{letter}", wide, inputs @ weights[letter]) for letter in "qkv"}
     for letter, rows in (("q", "queries"), ("k", "keys"), ("v", "keys")):
         heads = split_heads(projected[letter], h).flatten(0, 1)
-        code = f"split_heads({letter}, {h}).flatten(0, 1)"
-        folded = ("batch*heads", rows, "head_dim")
-        steps.append(WalkStep("attention", f"{letter}_heads", code, folded, heads, 0, per_block))
-    return steps
+        record(f"{letter}_heads", f"split_heads({letter}, {h}).flatten(0, 1)", ("batch*heads", rows, "head_dim"), heads)
 
 
-def _attention_steps(sizes: WalkSizes, inputs: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[WalkStep]:
+def _record_attention(sizes: WalkSizes, steps: dict[str, WalkStep], bias: Literal["distance", "none"]) -> None:
     """Compute the steps from scores to output, with heads folded into the batch."""
-    b, n, m = sizes.batch, sizes.length, sizes.model_dim
-    h, d = sizes.num_heads, sizes.head_dim
-    per_head = tuple(range(h))
-    steps: list[WalkStep] = []
-
-    def add_step(name: str, code: str, axes: tuple[str, ...], tensor: Tensor, head_axis: int) -> Tensor:
-        along = axes[head_axis]
-        heads = per_head * b if along == "batch*heads" else per_head
-        if along == "heads*head_dim":
-            heads = tuple(column // d for column in range(m))
-        steps.append(WalkStep("attention", name, code, axes, tensor, head_axis, heads))
-        return tensor
-
+    record = _step_recorder("attention", sizes, steps)
+    b, n, h, d = sizes.batch, sizes.length, sizes.num_heads, sizes.head_dim
+    q_heads, k_heads, v_heads, w_o = (steps[name].tensor for name in ("q_heads", "k_heads", "v_heads", "w_o"))
     maps = ("batch*heads", "queries", "keys")
-    scores = inputs["q_heads"] @ inputs["k_heads"].transpose(1, 2)
-    add_step("scores", "q_heads @ k_heads.transpose(1, 2)", maps, scores, 0)
-    scaled = add_step("scaled", f"scores / math.sqrt({d})", maps, scores / math.sqrt(d), 0)
-    to_mask, to_mask_name = scaled, "scaled"
+    scores = record("scores", "q_heads @ k_heads.transpose(1, 2)", maps, q_heads @ k_heads.transpose(1, 2))
+    to_mask = record("scaled", f"scores / math.sqrt({d})", maps, scores / math.sqrt(d))
+    to_mask_name = "scaled"
     if bias == "distance":
-        slopes = add_step("slopes", f"0.5 ** torch.arange(1, {h + 1})", ("heads",),
-                      0.5 ** torch.arange(1, h + 1), 0)  # fmt: skip
+        slopes = record("slopes", f"0.5 ** torch.arange(1, {h + 1})", ("heads",), 0.5 ** torch.arange(1, h + 1))
         distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
-        added = -distance * slopes[:, None, None]  # (heads, queries, keys)
-        add_step("bias",
-             f"-(torch.arange({n})[:, None] - torch.arange({n})).abs() * slopes[:, None, None]",
-             ("heads", "queries", "keys"), added, 0)  # fmt: skip
+        code = f"-(torch.arange({n})[:, None] - torch.arange({n})).abs() * slopes[:, None, None]"
+        added = record("bias", code, ("heads", "queries", "keys"), -distance * slopes[:, None, None])
+        to_mask = record("biased", f"scaled + bias.repeat({b}, 1, 1)", maps, to_mask + added.repeat(b, 1, 1))
         to_mask_name = "biased"
-        to_mask = add_step("biased", f"scaled + bias.repeat({b}, 1, 1)", maps,
-                       scaled + added.repeat(b, 1, 1), 0)  # fmt: skip
 
-    lengths = torch.tensor(sizes.lengths)
-    steps.append(WalkStep("attention", "lengths", f"torch.tensor({list(sizes.lengths)})", ("batch",),
-                      lengths))  # fmt: skip
-    repeated = lengths.repeat_interleave(h)
-    add_step("lengths_per_head", f"lengths.repeat_interleave({h})", ("batch*heads",), repeated, 0)
-    hidden = torch.arange(n) >= repeated[:, None, None]
-    masked = to_mask.masked_fill(hidden, -torch.inf)
-    add_step("masked",
-         f"{to_mask_name}.masked_fill(torch.arange({n}) >= lengths_per_head[:, None, None], "
-         "-torch.inf)", maps, masked, 0)  # fmt: skip
+    given = torch.tensor(sizes.lengths)
+    lengths = record("lengths", f"torch.tensor({list(sizes.lengths)})", ("batch",), given)
+    code = f"lengths.repeat_interleave({h})"
+    per_head = record("lengths_per_head", code, ("batch*heads",), lengths.repeat_interleave(h))[:, None, None]
+    code = f"{to_mask_name}.masked_fill(torch.arange({n}) >= lengths_per_head[:, None, None], -torch.inf)"
+    masked = record("masked", code, maps, to_mask.masked_fill(torch.arange(n) >= per_head, -torch.inf))
     weights, code = masked.softmax(-1), "masked.softmax(-1)"
     if 0 in sizes.lengths:
         # Softmax without any key is 0 / 0; by this library's contract the weights of such a query are 0.
-        weights = weights.masked_fill(repeated[:, None, None] == 0, 0)
+        weights = weights.masked_fill(per_head == 0, 0)
         code += ".masked_fill(lengths_per_head[:, None, None] == 0, 0)"
-    add_step("weights", code, maps, weights, 0)
+    record("weights", code, maps, weights)
 
-    z = add_step("z", "weights @ v_heads", ("batch*heads", "queries", "head_dim"),
-             weights @ inputs["v_heads"], 0)  # fmt: skip
-    by_head = z.reshape(b, h, n, d)
-    concat = add_step("concat", f"merge_heads(z.reshape({b}, {h}, {n}, {d}))",
-                  ("batch", "length", "heads*head_dim"), merge_heads(by_head), 2)  # fmt: skip
-    steps.append(WalkStep("attention", "output", "concat @ w_o", ("batch", "length", "output_dim"),
-                      concat @ inputs["w_o"]))  # fmt: skip
-    return steps
+    z = record("z", "weights @ v_heads", ("batch*heads", "queries", "head_dim"), weights @ v_heads)
+    code, wide = f"merge_heads(z.reshape({b}, {h}, {n}, {d}))", ("batch", "length", "heads*head_dim")
+    concat = record("concat", code, wide, merge_heads(z.reshape(b, h, n, d)))
+    record("output", "concat @ w_o", ("batch", "length", "output_dim"), concat @ w_o)
 
 
-def _sdpa_difference(sizes: WalkSizes, inputs: list[WalkStep], attention: list[WalkStep]) -> float:
+def _sdpa_difference(sizes: WalkSizes, steps: dict[str, WalkStep]) -> float:
     """Return the largest difference between the heads' results and PyTorch's attention on the same q, k and v."""
-    found = {step.name: step.tensor for step in (*inputs, *attention)}
-    q, k, v = (split_heads(found[letter], sizes.num_heads) for letter in "qkv")
-    seen = torch.arange(sizes.length) < found["lengths"][:, None, None, None]
-    added = torch.zeros(1, 1, 1, 1, dtype=q.dtype)
-    if "bias" in found:
-        added = found["bias"][None].double()
-    mask = torch.where(seen, added, -torch.inf)  # (batch, heads, queries, keys)
+    q, k, v = (split_heads(steps[letter].tensor, sizes.num_heads) for letter in "qkv")
+    visible = torch.arange(sizes.length) < steps["lengths"].tensor[:, None, None, None]
+    bias = steps["bias"].tensor.double() if "bias" in steps else torch.zeros(1, 1, 1, dtype=q.dtype)
+    mask = torch.where(visible, bias, -torch.inf)  # (batch, heads, queries, keys)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return float((merge_heads(theirs) - found["concat"]).abs().max())
+    return float((merge_heads(theirs) - steps["concat"].tensor).abs().max())
 
 
 @dataclass(frozen=True)

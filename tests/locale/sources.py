@@ -38,7 +38,7 @@ USERS = {
     ),
     "series": ("viewer/series_page.py", "viewer/static/series/*.js", "viewer/static/series/*.html", TEMPLATE),
     "lab": ("multihead_lab/**/*.py", "multihead_lab/static/*.js", "multihead_lab/static/*.html", TEMPLATE),
-    "walk": ("multihead_lab/commands/walk.py", "multihead_lab/walk.py"),
+    "walk": ("multihead_lab/commands/walk.py", "multihead_lab/walk.py", "multihead_lab/text.py"),
 }
 
 _JS_STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'( \+)?")

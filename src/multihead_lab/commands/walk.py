@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,28 +92,30 @@ def walk(
 
     from multihead_lab.walk import walk as walked
 
+    tokens = None
+    if lengths is not None:
+        tokens = parse_whole_numbers("lengths", lengths, "Give one number per sample, such as --lengths 3,2.")
     steps = walked(
         batch=batch,
         length=length,
         model_dim=model_dim,
         num_heads=heads,
-        lengths=None if lengths is None else _parse_lengths(lengths),
+        lengths=tokens,
         bias=bias,
         seed=seed,
     )
     _WalkPrinter(steps, lang, Console(highlight=False, soft_wrap=True)).print(part)
 
 
-def _parse_lengths(lengths: str) -> tuple[int, ...]:
-    return parse_whole_numbers("lengths", lengths, "Give one number per sample, such as --lengths 3,2.")
-
-
 class _WalkPrinter:
     """Print a walk in one language."""
 
     def __init__(self, steps: Walk, lang: str, console: Console) -> None:
+        from multihead_lab.text import Phrases
+
         self.steps, self.lang, self.console = steps, lang, console
-        self.texts = section(lang, "walk", store=LOCALE_PACKAGE)
+        phrases = Phrases(section(lang, "walk", store=LOCALE_PACKAGE))
+        self.translate = phrases.translate
         self.width = max(console.width, 40)
         self.explained_elision = False
         sizes = steps.sizes
@@ -122,33 +125,26 @@ class _WalkPrinter:
             **asdict(sizes),
             "flat": sizes.batch_times_heads,
             "scale": sizes.scale,
-            "heads_of": self._translate(
+            "heads_of": self.translate(
                 "heads and columns",
-                heads=self._count_with_noun("head", sizes.num_heads),
-                columns=self._count_with_noun("column", sizes.head_dim),
+                heads=phrases.format_count("head", sizes.num_heads),
+                columns=phrases.format_count("column", sizes.head_dim),
             ),
             "last": steps["x"].tensor.numel() - 1,
             "smaller": steps["inputs"].code.rpartition(" ")[2],
             "joined": " | ".join(shown),
         }
 
-    def _translate(self, key: str, **values: Any) -> str:
-        return self.texts[key].format(**values)
-
-    def _count_with_noun(self, noun: str, number: int) -> str:
-        return self._translate(f"1 {noun}") if number == 1 else self._translate(f"{noun}s", n=number)
-
     def print(self, part: str) -> None:
         """Print the title, the chapters of one part or of both, and the commands to try next."""
         from multihead_lab.walk import CHAPTERS
 
-        self._print_text(self._translate("title"), style="bold")
-        self._print_text(self._translate("intro", **self.fields))
+        self._print_text(self.translate("title"), style="bold")
+        self._print_text(self.translate("intro", **self.fields))
         computed = {step.name for step in self.steps}
+        chapters = [chapter for chapter in CHAPTERS if chapter.step_names[0] in computed]
         current = ""
-        for number, chapter in enumerate(
-            (chapter for chapter in CHAPTERS if chapter.step_names[0] in computed), start=1
-        ):
+        for number, chapter in enumerate(chapters, start=1):
             if part not in ("all", chapter.part):
                 continue
             if chapter.part != current:
@@ -158,8 +154,8 @@ class _WalkPrinter:
         self.console.print()
         self.console.rule(style="dim")
         if part != "split":
-            self._print_text(self._translate("checked", difference=self.steps.sdpa_difference), style="green")
-        self._print_text(self._translate("farewell"))
+            self._print_text(self.translate("checked", difference=self.steps.sdpa_difference), style="green")
+        self._print_text(self.translate("farewell"))
         command = "multihead walk" if self.lang == "en" else f"multihead walk --lang {self.lang}"
         for options in SUGGESTED_OPTIONS:
             self._print_text(f"{command} {options}", indent=INDENT)
@@ -169,13 +165,11 @@ class _WalkPrinter:
 
     def _print_part_heading(self, part: str) -> None:
         self.console.print()
-        self.console.rule(f"[bold]{self._translate(f'part.{part}.title')}[/bold]", align="left", style="dim")
-        self._print_text(self._translate(f"part.{part}.text", **self.fields))
+        self.console.rule(f"[bold]{self.translate(f'part.{part}.title')}[/bold]", align="left", style="dim")
+        self._print_text(self.translate(f"part.{part}.text", **self.fields))
 
     def _print_chapter(self, number: int, chapter: WalkChapter) -> None:
-        title, passage = (
-            self._translate(f"chapter.{chapter.name}.{each}", **self.fields) for each in ("title", "text")
-        )
+        title, passage = (self.translate(f"chapter.{chapter.name}.{each}", **self.fields) for each in ("title", "text"))
         self.console.print()
         self.console.print(f"{number:>2} {title}", style="bold", markup=False)
         self._print_text(passage, indent=INDENT)
@@ -183,22 +177,22 @@ class _WalkPrinter:
             self._print_text(sentence, indent=INDENT)
         for name in chapter.step_names:
             self._print_step(self.steps[name])
-        for line in self._compute_by_hand(chapter.name):
-            self._print_text(self._translate("by hand") + line, indent=INDENT)
+        if line := self._compute_by_hand(chapter.name):
+            self._print_text(self.translate("by hand") + line, indent=INDENT)
 
     def _remarks_at_these_sizes(self, chapter: WalkChapter) -> list[str]:
         """Return the remarks that apply only at these sizes."""
         sizes = self.steps.sizes
         if chapter.name == "by_head" and sizes.length == sizes.num_heads:
-            return [self._translate("same shape", shape=tuple(self.steps["by_head"].tensor.shape))]
+            return [self.translate("same shape", shape=tuple(self.steps["by_head"].tensor.shape))]
         if chapter.name == "wrong":
             if self._is_merge_trivial():
-                return [self._translate("unmixed")]
+                return [self.translate("unmixed")]
             right, wrong = (self.steps[name].tensor[0, 0] for name in ("by_head", "wrong"))
-            compared = [self._translate("mixed compare", right=right.tolist(), wrong=wrong.tolist())]
-            return [*(compared if right.numel() <= 2 * MAX_SHOWN_TERMS else []), self._translate("mixed legend")]
+            compared = [self.translate("mixed compare", right=right.tolist(), wrong=wrong.tolist())]
+            return [*(compared if right.numel() <= 2 * MAX_SHOWN_TERMS else []), self.translate("mixed legend")]
         if chapter.name == "weights" and 0 in sizes.lengths:
-            return [self._translate("empty")]
+            return [self.translate("empty")]
         return []
 
     def _print_step(self, step: WalkStep) -> None:
@@ -211,17 +205,14 @@ class _WalkPrinter:
         # Break code at an operator, not within a list of arguments.
         code = f"{step.name} = {step.code}".replace(", ", ",¤")
         for number, line in enumerate(wrap_words(code, self.width - 2 * INDENT)):
-            self.console.print(
-                " " * (2 * INDENT if number else INDENT) + line.replace("¤", " "), style="bold", markup=False
-            )
-        shape, axes = format_shape_with_axes(
-            tuple(step.tensor.shape), tuple(self._translate(f"axis.{axis}") for axis in step.axes)
-        )
-        self.console.print(" " * INDENT + shape, markup=False)
-        self.console.print(" " * INDENT + axes, markup=False)
+            indent = " " * (2 * INDENT if number else INDENT)
+            self.console.print(indent + line.replace("¤", " "), style="bold", markup=False)
+        axes = tuple(self.translate(f"axis.{axis}") for axis in step.axes)
+        for line in format_shape_with_axes(tuple(step.tensor.shape), axes):
+            self.console.print(" " * INDENT + line, markup=False)
         entries: dict[str, Callable[[int], str]] = {axis: partial(self._entry_name, axis) for axis in AXIS_NAMES}
         if step.name in ("z", "concat"):
-            entries["heads"] = lambda head: self._translate("entry.result", n=head, number=head + 1)
+            entries["heads"] = lambda head: self.translate("entry.result", n=head, number=head + 1)
         drawing = draw_step(
             step,
             num_heads=self.steps.sizes.num_heads,
@@ -233,52 +224,43 @@ class _WalkPrinter:
             self.console.print(Text(" " * INDENT).append_text(row))
         if drawing.has_omitted_values:
             key = "elided again" if self.explained_elision else "elided"
-            self._print_text(self._translate(key, count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
+            self._print_text(self.translate(key, count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
             self.explained_elision = True
 
     def _entry_name(self, axis: str, index: int) -> str:
-        return self._translate(f"entry.{axis}", n=index)
+        return self.translate(f"entry.{axis}", n=index)
 
     def _is_merge_trivial(self) -> bool:
         return 1 in (self.steps.sizes.length, self.steps.sizes.num_heads)
 
     def _sources_of_wrong_rows(self) -> RowNotes:
         """Return the position and head that each row of the wrong reshape came from."""
-        positions = self.steps["wrong_position"].tensor.tolist()
-        heads = self.steps["wrong_head"].tensor.tolist()
+        positions, heads = (self.steps[name].tensor for name in ("wrong_position", "wrong_head"))
         return {
-            (block, row): (f"<- p{position} h{head}", head)
-            for block, (row_positions, row_heads) in enumerate(zip(positions, heads, strict=True))
-            for row, (position, head) in enumerate(zip(row_positions, row_heads, strict=True))
+            (block, row): (f"<- p{positions[block, row]} h{heads[block, row]}", int(heads[block, row]))
+            for block, row in itertools.product(*map(range, heads.shape))
         }
 
-    def _compute_by_hand(self, chapter: str) -> list[str]:
-        """Write out one entry of a chapter as a sum."""
+    def _compute_by_hand(self, chapter: str) -> str:
+        """Write out one entry of a chapter as a sum; "" where no sum is written out."""
         from multihead_lab.commands.tensor_view import number_formatter
 
-        sizes, steps = self.steps.sizes, self.steps
-        last = sizes.length - 1
-        block = sizes.batch_times_heads - 1
-
-        def format_value(name: str, *index: int) -> str:
-            return number_formatter(steps[name].tensor)(steps[name].tensor[index].item())
-
+        sizes = self.steps.sizes
+        last, block = sizes.length - 1, sizes.batch_times_heads - 1
         query, key = (partial(self._entry_name, axis) for axis in ("queries", "keys"))
+
+        def value(name: str, *index: int) -> str:
+            tensor = self.steps[name].tensor
+            return number_formatter(tensor)(tensor[index].item())
+
         if chapter == "scores" and sizes.head_dim <= MAX_SHOWN_TERMS:
-            terms = [
-                f"{format_value('q_heads', 0, last, column)} x {format_value('k_heads', 0, 0, column)}"
-                for column in range(sizes.head_dim)
-            ]
-            where = f"[0] {query(last)}, {key(0)}"
-            return [f"{where}: {' + '.join(terms)} = {format_value('scores', 0, last, 0)}"]
+            terms = [f"{value('q_heads', 0, last, n)} x {value('k_heads', 0, 0, n)}" for n in range(sizes.head_dim)]
+            return f"[0] {query(last)}, {key(0)}: {' + '.join(terms)} = {value('scores', 0, last, 0)}"
         if chapter == "weights" and sizes.length <= MAX_SHOWN_TERMS and sizes.lengths[-1] > 0:
-            powers = [f"e^{format_value('masked', block, 0, entry)}" for entry in range(sizes.length)]
-            where = f"[{block}] {query(0)}, {key(0)}"
-            return [f"{where}: {powers[0]} / ({' + '.join(powers)}) = {format_value('weights', block, 0, 0)}"]
+            terms = [f"e^{value('masked', block, 0, n)}" for n in range(sizes.length)]
+            share = f"{terms[0]} / ({' + '.join(terms)})"
+            return f"[{block}] {query(0)}, {key(0)}: {share} = {value('weights', block, 0, 0)}"
         if chapter == "z" and sizes.length <= MAX_SHOWN_TERMS:
-            terms = [
-                f"{format_value('weights', block, 0, entry)} x {format_value('v_heads', block, entry, 0)}"
-                for entry in range(sizes.length)
-            ]
-            return [f"[{block}] {query(0)}: {' + '.join(terms)} = {format_value('z', block, 0, 0)}"]
-        return []
+            terms = [f"{value('weights', block, 0, n)} x {value('v_heads', block, n, 0)}" for n in range(sizes.length)]
+            return f"[{block}] {query(0)}: {' + '.join(terms)} = {value('z', block, 0, 0)}"
+        return ""
