@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, starmap, zip_longest
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 from torch import Tensor
 
@@ -15,7 +17,7 @@ __all__ = ["Drawing", "draw_step", "format_shape_with_axes", "head_style", "numb
 
 # As torch does: a tensor of up to this many values is printed in full, a larger one with 3 entries at each end.
 MAX_VALUES_IN_FULL = 1000
-ENTRIES_AT_EACH_END = 3
+ENTRIES_AT_EACH_END = (1, 1, 3, 3)  # of lines, blocks, rows and columns of a larger tensor
 MAX_DECIMALS = 3
 ELLIPSIS = "…"
 SPACES_BETWEEN_BLOCKS = 3
@@ -31,23 +33,6 @@ class Drawing:
 
     lines: list[Text]
     has_omitted_values: bool
-
-
-@dataclass(frozen=True)
-class FourAxisTensor:
-    """A tensor reshaped to four axes: lines of blocks of rows of columns.
-
-    Attributes:
-        tensor: (lines, blocks, rows, columns).
-        axes: the name of each axis, or None if the tensor has no such axis.
-        head_axis: index of the axis along which heads vary, or None.
-        splits_batch_axis: whether lines and blocks are one axis of the tensor.
-    """
-
-    tensor: Tensor
-    axes: tuple[str | None, str | None, str | None, str | None]
-    head_axis: int | None
-    splits_batch_axis: bool
 
 
 def head_style(head: int) -> str:
@@ -77,7 +62,7 @@ def format_shape_with_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> tup
     for row in (sizes, axes):
         # One axis keeps its comma, as in Python: (6,).
         cells = [f"{entry}," for entry in row[:-1]] + [row[-1] if len(row) > 1 else f"{row[0]},"]
-        padded = [_align_left(cell, width + 2) for cell, width in zip(cells, widths, strict=True)]
+        padded = [set_cell_size(cell, width + 2) for cell, width in zip(cells, widths, strict=True)]
         lines.append(f"({''.join(padded).rstrip()})")
     return lines[0], lines[1]
 
@@ -99,29 +84,7 @@ def draw_step(
         width: columns of the terminal.
         notes: for (block, row), a word printed next to the row and the head whose colour it gets.
     """
-    return _TensorPainter(step, _reshape_to_four_axes(step, num_heads), entries, width, notes or {}).draw()
-
-
-def _reshape_to_four_axes(step: WalkStep, num_heads: int) -> FourAxisTensor:
-    tensor, axes = step.tensor, step.axes
-    if axes[0] == "batch*heads":
-        tensor = tensor.reshape(-1, num_heads, *tensor.shape[1:])
-        rest: tuple[str | None, ...] = axes[1:]
-        if not rest:
-            tensor, rest = tensor[..., None, None], (None, None)
-        return FourAxisTensor(tensor, ("batch", "heads", rest[0], rest[1]), 1, splits_batch_axis=True)
-    place = step.head_axis
-    if len(axes) == 1:
-        names = (None, axes[0], None, None)
-        return FourAxisTensor(tensor[None, :, None, None], names, None if place is None else 1, splits_batch_axis=False)
-    missing = 4 - len(axes)
-    padded = (*[None] * missing, *axes)
-    return FourAxisTensor(
-        tensor.reshape(*[1] * missing, *tensor.shape),
-        (padded[0], padded[1], padded[2], padded[3]),
-        None if place is None else place + missing,
-        splits_batch_axis=False,
-    )
+    return _TensorPainter(step, num_heads, entries, width, notes or {}).draw()
 
 
 def _indices_at_both_ends(size: int, edge: int) -> list[int | None]:
@@ -132,24 +95,38 @@ def _indices_at_both_ends(size: int, edge: int) -> list[int | None]:
 
 
 class _TensorPainter:
-    """Shared state of the parts of one drawing."""
+    """Draw one tensor, reshaped to four axes: lines of blocks of rows of columns.
 
-    def __init__(self, step: WalkStep, frame: FourAxisTensor, names: EntryNames, width: int, notes: RowNotes) -> None:
-        self.heads, self.frame, self.names, self.notes = step.head_of_entry, frame, names, notes
-        self.tensor, self.axes = frame.tensor, frame.axes
-        big = self.tensor.numel() > MAX_VALUES_IN_FULL
-        sizes = self.tensor.shape
-        self.lines = _indices_at_both_ends(sizes[0], 1 if big else sizes[0])
-        self.blocks = _indices_at_both_ends(sizes[1], 1 if big else sizes[1])
-        self.rows = _indices_at_both_ends(sizes[2], ENTRIES_AT_EACH_END if big else sizes[2])
-        self.columns = _indices_at_both_ends(sizes[3], ENTRIES_AT_EACH_END if big else sizes[3])
+    Attributes:
+        tensor: (lines, blocks, rows, columns).
+        axes: the name of each axis, or None if the step's tensor has no such axis.
+        head_axis: index of the axis along which heads vary, or None.
+        splits_batch_axis: whether lines and blocks are one axis of the step's tensor.
+    """
+
+    def __init__(self, step: WalkStep, num_heads: int, names: EntryNames, width: int, notes: RowNotes) -> None:
+        self.heads, self.names, self.width, self.notes = step.head_of_entry, names, width, notes
+        tensor, axes, head_axis = step.tensor, step.axes, step.head_axis
+        self.splits_batch_axis = axes[0] == "batch*heads"
+        if self.splits_batch_axis:
+            tensor = tensor.reshape(-1, num_heads, *tensor.shape[1:])
+            axes, head_axis = ("batch", "heads", *axes[1:]), 1
+        before = 1 if len(axes) == 1 else 0 if self.splits_batch_axis else 4 - len(axes)
+        after = 4 - before - len(axes)
+        self.tensor = tensor.reshape(*[1] * before, *tensor.shape, *[1] * after)
+        self.axes = (*[None] * before, *axes, *[None] * after)
+        self.head_axis = None if head_axis is None else before + head_axis
+        is_large = tensor.numel() > MAX_VALUES_IN_FULL
+        self.lines, self.blocks, self.rows, self.columns = (
+            _indices_at_both_ends(size, edge if is_large else size)
+            for size, edge in zip(self.tensor.shape, ENTRIES_AT_EACH_END, strict=True)
+        )
         self.gutter = self._row_label_width()
-        self.width = width
         self._fit_columns()
 
     def _entry_name(self, place: int, index: int) -> str:
         axis = self.axes[place]
-        if axis == "heads*head_dim" and place == self.frame.head_axis == 2:
+        if axis == "heads*head_dim" and place == self.head_axis == 2:
             axis, index = "heads", self.heads[index]
         return self.names[axis](index) if axis and axis in self.names else ""
 
@@ -161,8 +138,7 @@ class _TensorPainter:
     def _fit_columns(self) -> None:
         """Choose the width of a cell, and drop columns from the middle until a block fits."""
         size = self.tensor.shape[3]
-        max_edge = ENTRIES_AT_EACH_END if None in self.columns else size
-        for edge in range(max_edge, 0, -1):
+        for edge in range(ENTRIES_AT_EACH_END[3] if None in self.columns else size, 0, -1):
             self.columns = _indices_at_both_ends(size, edge)
             shown = self._shown_values()
             self.write = number_formatter(shown)
@@ -182,106 +158,78 @@ class _TensorPainter:
         """Return the cell width that the labels above or below the columns need."""
         if self.axes[3] == "keys":
             return max(cell_len(self._entry_name(3, column)) for column in self.columns if column is not None)
-        if self.frame.head_axis != 3:
+        if self.head_axis != 3:
             return 0
-        widest = 0
-        for head, columns in self._columns_by_head():
-            label, count = cell_len(self.names["heads"](head)), len(columns)
-            widest = max(widest, -(-(label - (count - 1)) // count))
-        return widest
+        labels = ((cell_len(self.names["heads"](head)), columns) for head, columns in self._columns_by_head())
+        return max(-(-(width - (columns - 1)) // columns) for width, columns in labels)
 
-    def _columns_by_head(self) -> list[tuple[int, list[int]]]:
-        """Group the shown columns by head, left to right."""
-        groups: list[tuple[int, list[int]]] = []
-        before: int | None = None
-        for column in self.columns:
-            if column is not None:
-                head = self.heads[column]
-                if before is None or not groups or groups[-1][0] != head:
-                    groups.append((head, []))
-                groups[-1][1].append(column)
-            before = column
-        return groups
+    def _columns_by_head(self) -> list[tuple[int, int]]:
+        """Group the shown columns by head, left to right, also at a gap; return the head and size of each group."""
+        groups = groupby(self.columns, lambda column: None if column is None else self.heads[column])
+        return [(head, len(list(columns))) for head, columns in groups if head is not None]
 
-    def _column_separator(self, left: int | None, right: int | None) -> str:
-        if self.frame.head_axis == 3 and left is not None and right is not None:
-            return " │ " if self.heads[left] != self.heads[right] else " "
-        return " "
-
-    def _join_cells(self, cells: Mapping[int, Text]) -> Text:
+    def _join_cells(self, draw_cell: Callable[[int], Text]) -> Text:
+        """Join the cells of the shown columns, with a line between the columns of two heads."""
         line = Text()
-        before: int | None = None
+        heads = [None if column is None or self.head_axis != 3 else self.heads[column] for column in self.columns]
         for number, column in enumerate(self.columns):
             if number:
-                line.append(self._column_separator(before, column), style="dim")
-            line.append_text(Text(ELLIPSIS, style="dim") if column is None else cells[column])
-            before = column
+                before, head = heads[number - 1 : number + 1]
+                line.append(" " if None in (before, head) or before == head else " │ ", style="dim")
+            line.append_text(Text(ELLIPSIS, style="dim") if column is None else draw_cell(column))
         return line
 
     def _block_width(self) -> int:
-        blank = {column: Text(" " * self.cell) for column in self.columns if column is not None}
         note = max((cell_len(word) + 1 for word, _ in self.notes.values()), default=0)
         title = max(cell_len(self._block_title(line, block)) for line in self.lines for block in self.blocks)
-        return max(self._join_cells(blank).cell_len + note, title)
+        return max(self._join_cells(lambda column: Text(" " * self.cell)).cell_len + note, title)
 
     def _block_title(self, line: int | None, block: int | None) -> str:
         if block is None or line is None:
             return ELLIPSIS
         title = self._entry_name(1, block)
-        return f"[{line * self.tensor.shape[1] + block}] {title}" if self.frame.splits_batch_axis else title
+        return f"[{line * self.tensor.shape[1] + block}] {title}" if self.splits_batch_axis else title
 
-    def _head_of_cell(self, block: int, row: int, column: int) -> int | None:
-        if (block, row) in self.notes:
-            return self.notes[block, row][1]
-        if self.frame.head_axis is None:
-            return None
-        return self.heads[(0, block, row, column)[self.frame.head_axis]]
+    def _align(self, written: str, style: str) -> Text:
+        """Return a text at the right of a cell."""
+        return Text(" " * (self.cell - cell_len(written)) + written, style=style)
 
-    def _draw_cell(self, place: tuple[int, int, int, int]) -> Text:
+    def _draw_cell(self, line: int, block: int, row: int, column: int) -> Text:
+        place = (line, block, row, column)
         written = self.write(self.tensor[place].item())
-        head = self._head_of_cell(*place[1:])
-        style = "dim" if written == "-inf" else head_style(head) if head is not None else ""
-        return Text(_align_right(written, self.cell), style=style)
+        if written == "-inf":
+            return self._align(written, "dim")
+        if (block, row) in self.notes:
+            return self._align(written, head_style(self.notes[block, row][1]))
+        return self._align(written, "" if self.head_axis is None else head_style(self.heads[place[self.head_axis]]))
 
     def _draw_block(self, line: int, block: int) -> list[Text]:
         """Draw one block: title, names of the keys, rows, and the heads below their columns."""
-        place = self.frame.head_axis
+        place = self.head_axis
         painted = []
         if self._entry_name(1, block):
             style = f"bold {head_style(self.heads[block])}" if place == 1 else "bold"
             painted.append(Text(self._block_title(line, block), style=style))
         if self.axes[3] == "keys":
-            painted.append(self._join_cells({
-                column: Text(_align_right(self._entry_name(3, column), self.cell), style="dim")
-                for column in self.columns if column is not None
-            }))  # fmt: skip
+            painted.append(self._join_cells(lambda key: self._align(self._entry_name(3, key), "dim")))
         for row in self.rows:
             if row is None:
-                painted.append(Text(_align_right(ELLIPSIS, self.cell), style="dim"))
+                painted.append(self._align(ELLIPSIS, "dim"))
                 continue
-            text = self._join_cells({
-                column: self._draw_cell((line, block, row, column)) for column in self.columns if column is not None
-            })  # fmt: skip
+            text = self._join_cells(partial(self._draw_cell, line, block, row))
             if (block, row) in self.notes:
                 word, head = self.notes[block, row]
                 text.append(f" {word}", style=head_style(head))
             painted.append(text)
         if place == 3:
-            painted.append(self._draw_head_labels())
+            painted.append(Text("   ").join(starmap(self._draw_head_label, self._columns_by_head())))
         return painted
 
-    def _draw_head_labels(self) -> Text:
-        below = Text()
-        before: int | None = None
-        groups = self._columns_by_head()
-        for head, columns in groups:
-            if before is not None:
-                below.append("   ")
-            wide = len(columns) * self.cell + len(columns) - 1
-            label = self.names["heads"](head)
-            below.append(_align_centre(label, wide), style=f"bold {head_style(head)}")
-            before = columns[-1]
-        return below
+    def _draw_head_label(self, head: int, columns: int) -> Text:
+        """Write the name of a head in the middle below its columns."""
+        name, width = self.names["heads"](head), columns * (self.cell + 1) - 1
+        centred = " " * (max(width - cell_len(name), 0) // 2) + name
+        return Text(set_cell_size(centred, width), style=f"bold {head_style(head)}")
 
     def draw(self) -> Drawing:
         """Draw the blocks of each line side by side, as many as fit into the width."""
@@ -315,12 +263,11 @@ class _TensorPainter:
         columns = [labels, *(gap if block is None else self._draw_block(line, block) for block in blocks)]
         widths = [self.gutter, *(width + SPACES_BETWEEN_BLOCKS for _ in blocks)]
         joined = []
-        for level in range(max(len(column) for column in columns)):
+        for cells in zip_longest(*columns, fillvalue=Text()):
             text = Text()
-            for column, wide in zip(columns, widths, strict=True):
-                cell = column[level].copy() if level < len(column) else Text()
-                cell.pad_right(wide - cell.cell_len)
+            for cell, wide in zip(cells, widths, strict=True):
                 text.append_text(cell)
+                text.append(" " * (wide - cell.cell_len))
             text.rstrip()
             joined.append(text)
         return joined
@@ -332,20 +279,6 @@ class _TensorPainter:
         if self.axes[3] == "keys":
             labels.append(Text())
         for row in self.rows:
-            heads = self.heads if self.frame.head_axis == 2 else ()
-            style = head_style(heads[row]) if heads and row is not None else "dim"
+            style = head_style(self.heads[row]) if self.head_axis == 2 and row is not None else "dim"
             labels.append(Text(f" {ELLIPSIS if row is None else self._entry_name(2, row)}", style=style))
         return labels
-
-
-def _align_left(text: str, width: int) -> str:
-    return text + " " * (width - cell_len(text))
-
-
-def _align_right(text: str, width: int) -> str:
-    return " " * (width - cell_len(text)) + text
-
-
-def _align_centre(text: str, width: int) -> str:
-    before = max(width - cell_len(text), 0) // 2
-    return _align_left(" " * before + text, width)
