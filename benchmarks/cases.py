@@ -117,7 +117,7 @@ def masked(mask: masks.Mask, length: int) -> Contest:
         ours=lambda: mh.attention(q, k, v, mask=mask),
         rival=lambda: scaled_dot_product_attention(q, k, v, attn_mask=dense),
         compared=lambda output: output,
-        memory=mh.explain(q, k, v, mask=mask).work.memory,
+        memory=mh.explain(q, k, v, mask=mask).work.extra_memory_bytes,
     )
 
 

@@ -27,7 +27,7 @@ from benchmarks.measure import Ratio
 from multihead.counting.batches import TextBatch, batches_by_length
 from multihead.counting.merge import HEADS_FILE
 from multihead.counting.run import DEFAULT_BATCH_TOKENS, DEFAULT_EXAMPLES
-from multihead.counting.tally import Tally, census_probes, replace_attention, run_batch
+from multihead.counting.tally import CensusTally, census_probes, replace_attention, run_batch
 from multihead.counting.work import Progress
 from multihead.models.loading import load
 
@@ -105,8 +105,8 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
     special = tuple(loaded.tokenizer.all_special_ids)
     probes = census_probes(None)
 
-    def counted() -> Tally:
-        with replace_attention(model), Tally.measure_model(model, probes, special, DEFAULT_EXAMPLES) as tally:
+    def counted() -> CensusTally:
+        with replace_attention(model), CensusTally.measure_model(model, probes, special, DEFAULT_EXAMPLES) as tally:
             for batch in rows:
                 tally.add_batch(batch)
         return tally

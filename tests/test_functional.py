@@ -201,7 +201,7 @@ def test_an_explanation_says_where_a_mask_is_read_cell_by_cell() -> None:
 def test_the_skipped_share_is_that_of_the_cells_of_the_rectangles(mask: masks.Mask) -> None:
     explained = explain(Q, K, V, mask=mask, kernel="sdpa")
     bounds = key_bounds(mask, queries=100, keys=100)
-    computed = sum(piece.cells * (2 if piece.sample is None else 1) for piece in cover_with_rectangles(bounds))
+    computed = sum(piece.num_cells * (2 if piece.sample is None else 1) for piece in cover_with_rectangles(bounds))
     assert explained.skipped_share == pytest.approx(1 - computed / (2 * 100 * 100))
     seen = oracle.shown(mask, (2, 1, 100, 100), 0)
     if not explained.dense_remainder:

@@ -33,7 +33,7 @@ from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
 from multihead.probes.statistics import measure_statistics, possible_probes
@@ -106,10 +106,10 @@ def _share(
     """Time the statistics of the kernel by how much longer its pass takes, and the others by themselves."""
     probes = possible_probes(wanted, request, context)
     bounds = bounds_of(request)
-    on_the_way = frozenset[Part]()
+    on_the_way = frozenset[PartName]()
     if kernel.refusal(request, bounds) is None:
         # The special keys are known only after the call.
-        on_the_way = frozenset[Part]().union(*(probe.parts for probe in probes)) & (
+        on_the_way = frozenset[PartName]().union(*(probe.parts for probe in probes)) & (
             PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
         )
     left = [probe for probe in probes if not probe.parts <= on_the_way]

@@ -288,7 +288,7 @@ def measure_request(
     first = None if logsumexp is not None else measuring.run_first_pass(request, probes, context, has_values=has_values)
     if first is None:
         known = _check_or_compute_logsumexp(request, None, None) if logsumexp is None else logsumexp
-        first = measuring.FirstPass(known, {}, all_rows_regular=False)
+        first = measuring.FirstPassResult(known, {}, all_rows_regular=False)
     known, parts, all_rows_regular = first
     return measuring.complete_statistics(
         request, known, probes, context, parts=parts, all_rows_regular=all_rows_regular, has_values=has_values

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.probes.catalogue import PROBES, SEPARATOR_STATISTIC
-from multihead.probes.probe import NO_DECIMAL_FROM, SHARE, Parts, Probe, Statistic
+from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, PartValues, Probe, Statistic
 
 __all__ = ["KINDS", "Kind"]
 
@@ -168,7 +168,7 @@ class Kind:
 
     def format_value(self, value: float) -> str:
         """Format a value of the statistic with its unit, such as "91 %"."""
-        if self.probe is None or self.of_largest is not None or self.probe.number_format == SHARE:
+        if self.probe is None or self.of_largest is not None or self.probe.number_format == SHARE_FORMAT:
             return format_percent(value)
         return self.probe.text(value)
 
@@ -205,17 +205,17 @@ def format_percent(share: float) -> str:
     >>> format_percent(0.673), format_percent(0.0132)
     ('67\xa0%', '1.3\xa0%')
     """
-    return f"{share * 100:.{1 if share < NO_DECIMAL_FROM else 0}f}\u00a0%"
+    return f"{share * 100:.{1 if share < MIN_SHARE_WITHOUT_DECIMAL else 0}f}\u00a0%"
 
 
 def _in_language(words: TextByLanguage, lang: str) -> str:
     return words.get(lang) or words.get("en", "")
 
 
-_NEAR_PARTS: tuple[Part, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
+_NEAR_PARTS: tuple[PartName, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
 
 
-def _near_keys_mass(parts: Parts) -> Tensor:
+def _near_keys_mass(parts: PartValues) -> Tensor:
     return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
 
 
@@ -224,7 +224,7 @@ NEAR_MASS = Probe(
     _near_keys_mass,
     frozenset(_NEAR_PARTS),
     label="near",
-    number_format=SHARE,
+    number_format=SHARE_FORMAT,
     about=f"Σ p_ij over the keys at most {LOCAL_REACH} tokens from the query",
 )
 """The share of attention near the query; records do not store it: `analysis.visibility` computes or bounds it."""

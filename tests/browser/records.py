@@ -10,7 +10,7 @@ import torch
 
 import multihead as mh
 from multihead import masks
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.observation.record import Record
 from multihead.probes import Probe
 from multihead.record.repeated import RepeatedTokens
@@ -138,7 +138,7 @@ def inherited() -> Record:
     return seen
 
 
-OWN_KEY: Part = ("offset_mass", 0)
+OWN_KEY: PartName = ("offset_mass", 0)
 
 
 @cache

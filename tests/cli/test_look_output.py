@@ -20,7 +20,7 @@ from multihead.cli.look_output import (
 from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
 from multihead.probes.catalogue import REPEAT_PROBES
-from multihead.record.analysis.chance import Evidence
+from multihead.record.analysis.chance import ChanceComparison
 from multihead.record.analysis.highlights import LayerProfile, kinds_of_heads
 from multihead.record.analysis.visibility import Visibility
 from multihead.record.memory_use import MemoryUse
@@ -33,7 +33,7 @@ def profile(number: int, **shares: list[float]) -> LayerProfile:
     levels = {name: torch.full_like(values, 0.011) for name, values in means.items()}
     heads = len(next(iter(means.values())))
     sure, texts = torch.full((heads,), 0.01), torch.full((heads,), 8.0)
-    found = {name: Evidence(values, levels[name], sure, texts) for name, values in means.items()}
+    found = {name: ChanceComparison(values, levels[name], sure, texts) for name, values in means.items()}
     named = kinds_of_heads(found, heads=heads)
     nothing = Visibility("causal", 0, 0, True, 0, torch.zeros(heads), torch.zeros(heads))
     return LayerProfile(number, "layer", means, levels, found, named, False, nothing)

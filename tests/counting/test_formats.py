@@ -79,7 +79,7 @@ class TestEveryFormat:
             ".parquet": "row group 0 row 1", ".arrow": "record batch 0 row 1", ".feather": "record batch 0 row 1",
             ".csv": "row 3", ".jsonl": "byte 18", ".txt": "byte 6",
         }  # fmt: skip
-        assert found[1].place == f"{file} {next(each for suffix, each in places.items() if suffix in name)}"
+        assert found[1].place_in_file == f"{file} {next(each for suffix, each in places.items() if suffix in name)}"
 
     def test_a_file_without_rows_has_none(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name
@@ -199,7 +199,7 @@ class TestLines:
         file.write_bytes(b"a" * 100 + b"\nlast\n")
         found = read(str(file))
         assert [(row.text, row.problem) for row in found] == [(None, "longer than 16 bytes"), ("last", "")]
-        assert found[1].place == f"{file} byte 101"
+        assert found[1].place_in_file == f"{file} byte 101"
 
     @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
     def test_a_byte_order_mark_is_no_part_of_a_text(self, tmp_path: Path, name: str) -> None:
@@ -218,7 +218,7 @@ class TestCsv:
         found = {}
         for block in (24, 1 << 20):
             monkeypatch.setattr(formats, "CSV_BLOCK_BYTES", block)
-            found[block] = [(row.index, row.place, row.text, row.problem) for row in read(str(file))]
+            found[block] = [(row.index, row.place_in_file, row.text, row.problem) for row in read(str(file))]
         assert found[24] == found[1 << 20]
         assert [each[1:] for each in found[24]] == [
             (f"{file} row 2", None, "1 columns, not 2"),

@@ -162,7 +162,7 @@ def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_
 def test_memory_does_not_grow_with_the_number_of_texts(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
 ) -> None:
-    monkeypatch.setattr(shard, "GROUP_CHARACTERS", 10_000)
+    monkeypatch.setattr(shard, "MAX_CHARACTERS_PER_GROUP", 10_000)
     file = jsonl(tmp_path / "texts.jsonl", random_texts(400))
     if compressed:
         Path(f"{file}.gz").write_bytes(gzip.compress(Path(file).read_bytes()))

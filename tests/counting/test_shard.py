@@ -46,8 +46,8 @@ def test_texts_in_groups_have_the_sums_and_examples_of_all_at_once(
     counter: ShardCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {}
-    for group in (shard.GROUP_CHARACTERS, 1000):
-        monkeypatch.setattr(shard, "GROUP_CHARACTERS", group)
+    for group in (shard.MAX_CHARACTERS_PER_GROUP, 1000):
+        monkeypatch.setattr(shard, "MAX_CHARACTERS_PER_GROUP", group)
         found[group] = table_of(counter.count_shard(0))
     one, other = found.values()
     for name in ("layer", "head", "statistic", "count", "texts"):
@@ -63,7 +63,7 @@ def test_texts_in_groups_have_the_sums_and_examples_of_all_at_once(
 
 
 def test_a_group_has_the_texts_that_follow_each_other_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "GROUP_CHARACTERS", 1000)
+    monkeypatch.setattr(shard, "MAX_CHARACTERS_PER_GROUP", 1000)
     texts = [(2 * number, "w" * 50) for number in range(10)] + [(30, "w" * 5000), (31, "w")]
     found = list(shard.group_texts(texts))
     assert [list(group) for group in found] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 30], [31]]

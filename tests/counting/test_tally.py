@@ -13,7 +13,7 @@ import transformers as hf
 import multihead as mh
 from multihead import probes
 from multihead.counting.batches import TextBatch
-from multihead.counting.tally import Tally, census_probes, replace_attention
+from multihead.counting.tally import CensusTally, census_probes, replace_attention
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import PLAN_CACHE
 from multihead.kernels.plan.bounds import BOUNDS_CACHE
@@ -54,10 +54,10 @@ def texts_of(lengths: tuple[int, ...] = LENGTHS) -> TextBatch:
     return TextBatch.pad_texts(ids, range(len(lengths)))
 
 
-def tallied(model: Any, batch: TextBatch, **options: Any) -> Tally:
+def tallied(model: Any, batch: TextBatch, **options: Any) -> CensusTally:
     with (
         replace_attention(model),
-        Tally.measure_model(model, options.pop("probes", PROBES), SPECIAL, 3, **options) as tally,
+        CensusTally.measure_model(model, options.pop("probes", PROBES), SPECIAL, 3, **options) as tally,
     ):
         tally.add_batch(batch)
     return tally
@@ -180,7 +180,7 @@ def test_layers_are_chosen_as_in_observe() -> None:
 
 def test_a_model_without_captured_attention_is_an_error() -> None:
     with (
-        Tally.measure_model(bert(), PROBES, (), 1) as tally,
+        CensusTally.measure_model(bert(), PROBES, (), 1) as tally,
         pytest.raises(ModelError, match=r"^No attention call of BertModel was captured: "),
     ):
         tally.check_complete()
@@ -193,7 +193,7 @@ def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None
         "decoder.block.0.layer.1.EncDecAttention attends from 9 queries to 9 keys, which are not the tokens of the "
         "texts. Give a model whose layers read each token of a text once, or choose other layers."
     )
-    with replace_attention(model), Tally.measure_model(model, PROBES, (), 1) as tally:
+    with replace_attention(model), CensusTally.measure_model(model, PROBES, (), 1) as tally:
         tally.current.batch = batch
         with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
             model(**given)

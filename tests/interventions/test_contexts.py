@@ -110,7 +110,7 @@ def test_compiled_models_run_eagerly_inside_and_compiled_again_after() -> None:
             assert torch.equal(compiled(x), expected)
         assert not torch.equal(expected, before)
         assert torch.equal(compiled(x), before)
-    assert not tracing._stances
+    assert not tracing._replaced_compiler_stances
 
 
 def test_a_compiled_hugging_face_model_runs_eagerly_inside() -> None:

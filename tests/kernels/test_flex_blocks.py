@@ -19,11 +19,14 @@ def test_work_counts_the_cells_of_its_blocks() -> None:
     q = torch.zeros(2, 3, 300, 16)
     causal = request_of(q, q, q, mask=masks.Causal())
     work = flex.estimate_work(causal, bounds_of(causal))
-    assert work.cells == 2 * 3 * (128 * 128 + 128 * 256 + 44 * 300)
+    assert work.computed_cells == 2 * 3 * (128 * 128 + 128 * 256 + 44 * 300)
     rows, lists = 2 * 3 * 300, 2 * 4 * 3 * 3
-    assert work.memory == rows * (16 * 4 + 4) + lists
+    assert work.extra_memory_bytes == rows * (16 * 4 + 4) + lists
     looked_up = request_of(q, q, q, mask=masks.Keep(torch.eye(300).roll(1, 0) + torch.eye(300) > 0, "queries keys"))
-    assert flex.estimate_work(looked_up, bounds_of(looked_up)).memory == rows * (16 * 4 + 4) + lists + 2 * 3 * 300 * 300
+    assert (
+        flex.estimate_work(looked_up, bounds_of(looked_up)).extra_memory_bytes
+        == rows * (16 * 4 + 4) + lists + 2 * 3 * 300 * 300
+    )
 
 
 def test_a_block_under_a_remainder_is_never_full() -> None:

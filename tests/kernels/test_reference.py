@@ -43,8 +43,8 @@ def test_it_accepts_every_request_and_holds_three_maps() -> None:
     bounds = key_bounds(request.mask, queries=5, keys=5)
     assert reference.refusal(request, bounds) is None
     work = reference.estimate_work(request, bounds)
-    assert work.cells == 2 * 4 * 5 * 5
-    assert work.memory == 3 * 4 * work.cells
+    assert work.computed_cells == 2 * 4 * 5 * 5
+    assert work.extra_memory_bytes == 3 * 4 * work.computed_cells
 
 
 def test_a_hidden_score_that_overflows_reaches_no_gradient_through_a_softcap() -> None:
@@ -109,10 +109,10 @@ def test_without_gradients_hidden_blocks_are_neither_computed_nor_held() -> None
     windowed = request_of(q, q, q, masks.Window(64), softcap=5.0)
     bounds = key_bounds(windowed.mask, queries=1024, keys=1024)
     found = reference.estimate_work(windowed, bounds)
-    assert found.cells == 256 * 256 + 3 * 256 * (256 + 63)
-    assert found.memory < 3 * 1024 * 1024 * 4
+    assert found.computed_cells == 256 * 256 + 3 * 256 * (256 + 63)
+    assert found.extra_memory_bytes < 3 * 1024 * 1024 * 4
     followed = request_of(q.requires_grad_(), q, q, masks.Window(64), softcap=5.0)
-    assert reference.estimate_work(followed, bounds).cells == 1024 * 1024
+    assert reference.estimate_work(followed, bounds).computed_cells == 1024 * 1024
 
 
 @pytest.mark.parametrize(

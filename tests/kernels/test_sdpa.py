@@ -146,12 +146,14 @@ def test_its_work_counts_the_cells_of_its_rectangles() -> None:
     q = torch.zeros(2, 4, 100, 8)
     request = request_of(q, q, q, mask=masks.Lengths((50, 20)))
     work = sdpa.estimate_work(request, key_bounds(request.mask, queries=100, keys=100))
-    assert work.cells == 4 * 100 * (50 + 20)
+    assert work.computed_cells == 4 * 100 * (50 + 20)
     request = request_of(q, q, q)
-    assert sdpa.estimate_work(request, key_bounds(request.mask, queries=100, keys=100)).cells == 2 * 4 * 100 * 100
+    assert (
+        sdpa.estimate_work(request, key_bounds(request.mask, queries=100, keys=100)).computed_cells == 2 * 4 * 100 * 100
+    )
 
 
 def test_its_work_leaves_out_the_blocks_that_pytorch_skips_under_a_causal_mask() -> None:
     request = request_of(*torch.zeros(3, 1, 1, 1024, 8).unbind(), masks.Causal())
     work = sdpa.estimate_work(request, key_bounds(request.mask, queries=1024, keys=1024))
-    assert work.cells == 512 * 512 + 512 * 1024
+    assert work.computed_cells == 512 * 512 + 512 * 1024

@@ -22,7 +22,7 @@ class Recorded:
     def __init__(self) -> None:
         self.requests: list[AttentionRequest] = []
 
-    def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
+    def positions_of_rank(self, tokens: int, device: torch.device) -> torch.Tensor:
         return torch.arange(tokens, device=device)[None] + 100
 
     def whole_shape(self, shape: AttentionShape) -> AttentionShape:
@@ -34,7 +34,7 @@ class Recorded:
 
     rank_and_world_size = (0, 1)
 
-    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
+    def chunks_of_rank(self, length: int) -> tuple[tuple[int, int], ...]:
         return ((0, length),)
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Recorded:
 
     def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> sequence_split.RankWork:
         parts = [request, replace(request, mask=masks.Causal())]
-        return sequence_split.RankWork(parts, 2 * request.shape.cells, 9, 1024, (("ranks", "two"),))
+        return sequence_split.RankWork(parts, 2 * request.shape.num_cells, 9, 1024, (("ranks", "two"),))
 
 
 def test_calls_and_layers_are_computed_by_the_active_split() -> None:

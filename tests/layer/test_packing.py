@@ -128,7 +128,7 @@ class SecondOfTwo:
 
     rank_and_world_size = (1, 2)
 
-    def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
+    def positions_of_rank(self, tokens: int, device: torch.device) -> torch.Tensor:
         return torch.arange(tokens, 2 * tokens, device=device)[None]
 
 

@@ -36,7 +36,7 @@ def test_cutting_keys_off_its_end_keeps_the_meaning(keys: int) -> None:
     cut = carried()[:, :, :, :keys]
     assert isinstance(cut, LazyMask)
     assert cut.shape == (2, 1, 4, keys)
-    assert torch.equal(cut.dense(), carried().dense()[..., :keys])
+    assert torch.equal(cut.as_bool_tensor(), carried().as_bool_tensor()[..., :keys])
     assert cut.padding is not None
     assert cut.padding.shape == (2, keys)
 
@@ -45,7 +45,7 @@ def test_a_mask_that_counts_on_all_keys_means_the_same_with_fewer() -> None:
     mask = carried(masks.Causal() & masks.Documents((2, 3)))
     cut = mask[..., :4]
     assert isinstance(cut, LazyMask)
-    assert torch.equal(cut.dense(), mask.dense()[..., :4])
+    assert torch.equal(cut.as_bool_tensor(), mask.as_bool_tensor()[..., :4])
 
 
 PLAIN = torch.ones(2, 1, 4, 1, dtype=torch.bool)
@@ -71,9 +71,9 @@ QUERY, KEY = torch.arange(32.0).view(2, 1, 4, 4).sin(), torch.arange(40.0).view(
     ],
 )
 def test_what_is_made_of_it_by_shape_and_logic_is_a_mask_too(operation: Any) -> None:
-    found, expected = operation(carried()), operation(carried().dense())
+    found, expected = operation(carried()), operation(carried().as_bool_tensor())
     assert isinstance(found, BooleanMask)
-    assert torch.equal(found.dense(), expected)
+    assert torch.equal(found.as_bool_tensor(), expected)
     with pytest.raises(ModelError, match="The model computes add of its attention mask"):
         torch.zeros(expected.shape) + found
 
@@ -93,7 +93,7 @@ def test_what_is_made_of_it_by_shape_and_logic_is_a_mask_too(operation: Any) -> 
 def test_it_may_choose_between_numbers(operation: Any) -> None:
     found = operation(carried())
     assert not isinstance(found, BooleanMask)
-    assert torch.equal(found, operation(carried().dense()))
+    assert torch.equal(found, operation(carried().as_bool_tensor()))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_mask_equals_that_of_transformers(
 def assert_alike(found: Tensor, expected: Tensor | None) -> None:
     assert isinstance(found, LazyMask)
     assert expected is not None
-    assert torch.equal(found.dense(), expected.expand(found.shape))
+    assert torch.equal(found.as_bool_tensor(), expected.expand(found.shape))
 
 
 @pytest.mark.skipif(

@@ -130,7 +130,7 @@ def test_they_can_be_saved() -> None:
     file, found = io.BytesIO(), weights()
     torch.save(found, file)
     file.seek(0)
-    assert torch.equal(torch.load(file), found.read())
+    assert torch.equal(torch.load(file), found.read_all())
 
 
 def test_gradients_through_them_are_those_of_eager_attention() -> None:
@@ -210,7 +210,7 @@ class TestLargeMaps:
         found = weights()
         with pytest.MonkeyPatch.context() as large:
             large.setattr(output_attentions, "MAX_WEIGHTS", 1 << 28)
-            expected = weights().read()[index]
+            expected = weights().read_all()[index]
         assert found[index].shape == expected.shape
         torch.testing.assert_close(found[index], expected, atol=1e-6, rtol=0)
 

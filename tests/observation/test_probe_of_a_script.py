@@ -10,12 +10,12 @@ import torch
 
 import multihead as mh
 from multihead import masks
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.layer.cache import KeyValueCache
 from multihead.probes import Probe, Statistic
 from tests.kernel_names import needs_native
 
-OWN: Part = ("offset_mass", 0)
+OWN: PartName = ("offset_mass", 0)
 OTHER_MASS = Probe("other_mass", lambda parts: 1 - parts[OWN], {OWN}, label="other keys", number_format="share")
 DISTANCE_TO_LARGEST = Probe(
     "largest_position",

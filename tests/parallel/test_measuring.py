@@ -12,7 +12,7 @@ import multihead as mh
 from multihead import probes
 from multihead.kernels.call import AttentionCall, listen
 from multihead.kernels.native.library import reason_of_absence
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.parallel import context_parallel, measuring
 from multihead.parallel.layout import Layout
 from multihead.probes.statistics import parts_of_probes, resolve_probes
@@ -36,7 +36,7 @@ class Heard:
     wanted_parts = WANTED
 
     def __init__(self) -> None:
-        self.found: list[dict[Part, Tensor]] = []
+        self.found: list[dict[PartName, Tensor]] = []
 
     def receive(self, call: AttentionCall) -> None:
         self.found.append(call.result.statistics)

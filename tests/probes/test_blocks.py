@@ -14,7 +14,7 @@ from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.positions import TilePositions
 from multihead.probes import blocks as module
-from multihead.probes.blocks import BlockSums, CancelledError, blocks
+from multihead.probes.blocks import BlockSums, CancelledError, sum_weights_over_blocks
 from multihead.scores.bias import RelativeBias
 
 QUERIES, KEYS, HEADS, START = 150, 170, 4, 20
@@ -96,11 +96,15 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=["64", "32"])
 def test_blocks_are_the_sums_of_the_dense_weights(mask: str, bias: str, dtype: torch.dtype, tolerance: float) -> None:
     request, logsumexp, dense = call(MASKS[mask], dtype, bias=bias)
-    everything = blocks(request, logsumexp, block=(32, 16))
+    everything = sum_weights_over_blocks(request, logsumexp, block=(32, 16))
     compare(everything, cut(dense, [0, 1, 2, 3], (0, QUERIES), (0, KEYS), (32, 16)), tolerance)
-    part = blocks(request, logsumexp, heads=(3, 1), queries=slice(37, 141), keys=slice(5, 169), block=(7, 11))
+    part = sum_weights_over_blocks(
+        request, logsumexp, heads=(3, 1), queries=slice(37, 141), keys=slice(5, 169), block=(7, 11)
+    )
     compare(part, cut(dense, [3, 1], (37, 141), (5, 169), (7, 11)), tolerance)
-    single = blocks(request, logsumexp, heads=2, queries=slice(60, 80), keys=slice(50, 75), block=(1, 1))
+    single = sum_weights_over_blocks(
+        request, logsumexp, heads=2, queries=slice(60, 80), keys=slice(50, 75), block=(1, 1)
+    )
     compare(single, cut(dense, [2], (60, 80), (50, 75), (1, 1)), tolerance)
 
 
@@ -109,15 +113,15 @@ def test_blocks_are_the_sums_of_the_dense_weights(mask: str, bias: str, dtype: t
 def test_without_the_first_key_it_counts_as_hidden(mask: str) -> None:
     request, logsumexp, dense = call(MASKS[mask], torch.float32)
     dense[..., 0] = 0
-    found = blocks(request, logsumexp, block=(32, 32), without_first_key=True)
+    found = sum_weights_over_blocks(request, logsumexp, block=(32, 32), without_first_key=True)
     compare(found, cut(dense, [0, 1, 2, 3], (0, QUERIES), (0, KEYS), (32, 32)), 2e-5)
-    beyond = blocks(request, logsumexp, keys=slice(64, KEYS), block=(32, 32), without_first_key=True)
+    beyond = sum_weights_over_blocks(request, logsumexp, keys=slice(64, KEYS), block=(32, 32), without_first_key=True)
     compare(beyond, cut(dense, [0, 1, 2, 3], (0, QUERIES), (64, KEYS), (32, 32)), 2e-5)
 
 
 def test_means_are_over_the_cells_that_may_be_seen_and_nan_where_none_may() -> None:
     request, logsumexp, dense = call(masks.Causal(), torch.float64)
-    means = blocks(request, logsumexp, heads=0, block=(50, 50)).means()[0]
+    means = sum_weights_over_blocks(request, logsumexp, heads=0, block=(50, 50)).means()[0]
     weights, shown = dense[:, 0]
     assert means[0, 3].isnan()
     torch.testing.assert_close(means[1, 2], weights[50:100, 100:150].sum() / shown[50:100, 100:150].sum())
@@ -129,13 +133,13 @@ def test_a_query_that_is_not_a_number_adds_nothing() -> None:
     logsumexp[:, :, 3] = torch.nan
     shown = dense[1].clone()
     dense[0, :, 3] = 0
-    found = blocks(request, logsumexp, block=(16, 16))
+    found = sum_weights_over_blocks(request, logsumexp, block=(16, 16))
     compare(found, cut(torch.stack([dense[0], shown]), [0, 1, 2, 3], (0, QUERIES), (0, KEYS), (16, 16)), 2e-5)
 
 
 def test_an_empty_rectangle_has_no_blocks() -> None:
     request, logsumexp, _ = call(masks.Causal(), torch.float32)
-    assert blocks(request, logsumexp, queries=slice(9, 9), block=(4, 4)).sums.shape == (HEADS, 0, 43)
+    assert sum_weights_over_blocks(request, logsumexp, queries=slice(9, 9), block=(4, 4)).sums.shape == (HEADS, 0, 43)
 
 
 def test_work_ends_between_strips_once_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,29 +152,29 @@ def test_work_ends_between_strips_once_nobody_wants_it(monkeypatch: pytest.Monke
         return len(asked) == 3
 
     with pytest.raises(CancelledError):
-        blocks(request, logsumexp, block=(8, 8), cancelled=cancelled)
+        sum_weights_over_blocks(request, logsumexp, block=(8, 8), cancelled=cancelled)
     assert len(asked) == 3
 
 
 def test_what_is_no_rectangle_is_refused() -> None:
     request, logsumexp, _ = call(masks.Causal(), torch.float32)
     with pytest.raises(ArgumentError) as raised:
-        blocks(request, logsumexp, queries=slice(0, 9, 2), block=(4, 4))
+        sum_weights_over_blocks(request, logsumexp, queries=slice(0, 9, 2), block=(4, 4))
     assert str(raised.value) == (
         "queries is slice(0, 9, 2), with steps. Give a slice of step 1, such as slice(0, 512)."
     )
     with pytest.raises(ArgumentError) as raised:
-        blocks(request, logsumexp, block=(0, 4))
+        sum_weights_over_blocks(request, logsumexp, block=(0, 4))
     assert str(raised.value) == "block is (0, 4). Give the numbers of queries and keys per block, at least 1 each."
     with pytest.raises(ArgumentError) as raised:
-        blocks(request, logsumexp, heads=4, block=(4, 4))
+        sum_weights_over_blocks(request, logsumexp, heads=4, block=(4, 4))
     assert str(raised.value) == "There is no head 4. Give heads from 0 to 3."
 
 
 def test_a_request_is_left_as_it_was() -> None:
     request, logsumexp, _ = call(masks.Causal(), torch.float32)
     before = replace(request, q=request.q.clone(), k=request.k.clone())
-    blocks(request, logsumexp, block=(8, 8))
+    sum_weights_over_blocks(request, logsumexp, block=(8, 8))
     assert torch.equal(before.q, request.q)
     assert torch.equal(before.k, request.k)
     assert request.mask == masks.Causal()

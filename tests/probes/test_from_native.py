@@ -10,7 +10,7 @@ from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionCall, AttentionResult
 from multihead.kernels.dense_tile import visible_cells
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.probes.context import ProbeContext
 from multihead.probes.from_native import measurable_parts, measure
 from multihead.probes.lookups import weight_at_offset, weight_on_first_keys
@@ -28,8 +28,8 @@ MASKS = [
     masks.Window(30) | masks.Prefix(3),
     masks.Keep(torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(3)) < 0.3),
 ]
-GATHERED: set[Part] = {("offset_mass", 0), ("offset_mass", -1), ("offset_mass", 1), FIRST_KEY_WEIGHT}
-PARTS: set[Part] = GATHERED | (STREAMED_PARTS - {"duplicate_mass", "induction_mass"})
+GATHERED: set[PartName] = {("offset_mass", 0), ("offset_mass", -1), ("offset_mass", 1), FIRST_KEY_WEIGHT}
+PARTS: set[PartName] = GATHERED | (STREAMED_PARTS - {"duplicate_mass", "induction_mass"})
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)

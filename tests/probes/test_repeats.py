@@ -43,7 +43,7 @@ def test_looked_up_token_by_token_they_weigh_what_tiles_find(
     case: str, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token makes up half of the text, others come twice or once."""
-    monkeypatch.setattr(repeats, "MAX_WEIGHTS", cells)
+    monkeypatch.setattr(repeats, "MAX_WEIGHTS_AT_ONCE", cells)
     ids = torch.randint(0, 40, (2, 70)).masked_fill(torch.rand(2, 70) < 0.5, 7)
     subject = subject_of(ids, queries=70, **CASES[case])
     assert repeats.supports_call(subject)

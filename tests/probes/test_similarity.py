@@ -53,7 +53,7 @@ def expected(p: Tensor, r: Tensor, both: Tensor) -> float:
 def test_it_is_the_divergence_of_the_dense_weights(
     first: str, second: str, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(similarity, "MAX_WEIGHTS", cells)
+    monkeypatch.setattr(similarity, "MAX_WEIGHTS_AT_ONCE", cells)
     request, logsumexp, p, sees = call_of(CASES[first], 1)
     other, other_logsumexp, r, also = call_of(CASES[second], 2)
     found = divergence(request, logsumexp, other, other_logsumexp, heads=[0, 3], other_heads=slice(1, 4))
@@ -94,7 +94,7 @@ def test_no_tensor_of_queries_by_keys_is_made() -> None:
     q = torch.randn(1, 4, 4096, 8)
     with LargestTensor() as largest:
         divergence(request_of(q, q, q), torch.full((1, 4, 4096), 9.0), queries=slice(None, None, 8))
-    assert 0 < largest.elements <= 2 * similarity.MAX_WEIGHTS
+    assert 0 < largest.elements <= 2 * similarity.MAX_WEIGHTS_AT_ONCE
 
 
 def test_calls_over_other_texts_are_refused() -> None:

@@ -16,7 +16,7 @@ from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
 from multihead.kernels.call import AttentionCall, AttentionResult
 from multihead.kernels.native import kernel
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.probes import (
     DEFAULT,
     PROBES,
@@ -161,7 +161,7 @@ def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(streaming, "TILE_QUERIES", 7)
         monkeypatch.setattr(streaming, "TILE_KEYS", 64)
         monkeypatch.setattr(streaming, "TILE_WEIGHTS", 1)
-        monkeypatch.setattr(repeats, "MAX_WEIGHTS", 300)
+        monkeypatch.setattr(repeats, "MAX_WEIGHTS_AT_ONCE", 300)
 
 
 @pytest.mark.usefixtures("_tiles")
@@ -471,7 +471,7 @@ def test_scores_of_thousands_are_measured_in_float64() -> None:
 
 
 def late_mass(**options: Any) -> Probe:
-    own: Part = ("offset_mass", 0)
+    own: PartName = ("offset_mass", 0)
     return Probe("late_mass", options.pop("of", lambda parts: 1 - parts[own]), {own}, **options)
 
 
@@ -484,7 +484,7 @@ def test_a_probe_of_a_script_has_zero_where_a_query_sees_no_key_and_nan_where_it
 
 def test_a_probe_of_a_script_is_computed_from_what_the_kernel_measured() -> None:
     q, logsumexp = torch.zeros(1, 1, 2, 4), torch.tensor([[[-torch.inf, 0.5]]])
-    at_hand: dict[Part, Tensor] = {("offset_mass", 0): torch.tensor([[[0, 0.25]]])}
+    at_hand: dict[PartName, Tensor] = {("offset_mass", 0): torch.tensor([[[0, 0.25]]])}
     call = AttentionCall(request_of(q, q, q), AttentionResult(q, logsumexp, at_hand))
     assert statistics_of_call(call, (late_mass(),))["late_mass"].tolist() == [[[0, 0.75]]]
 
@@ -521,7 +521,7 @@ def test_the_name_of_a_built_in_statistic_is_refused() -> None:
 
 def test_two_sets_of_one_name_are_refused() -> None:
     q = torch.zeros(1, 1, 2, 4)
-    commas: Part = ("tokens_mass", "commas")
+    commas: PartName = ("tokens_mass", "commas")
     other = Probe("other_commas", lambda parts: parts[commas], {commas}, tokens=frozenset({7}))
     with pytest.raises(ProbeError) as refusal:
         statistics(q, q, probes=(tokens_mass("commas", [5]), other), context=ProbeContext(ids=torch.tensor([[5, 7]])))

@@ -184,7 +184,7 @@ def test_a_logsumexp_over_more_keys_than_these_is_used() -> None:
 def test_tiles_are_computed_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(30.0, queries=100, keys=130)
     expected, narrow = attention_weights(q, k), attention_weights(q, k, keys=slice(20, 110))
-    for name, value in (("MAX_SCORES", 500), ("MIN_ROWS", 8), ("MIN_BLOCK_KEYS", 16)):
+    for name, value in (("MAX_SCORES_PER_BLOCK", 500), ("MIN_ROWS_PER_BLOCK", 8), ("MIN_BLOCK_KEYS", 16)):
         monkeypatch.setattr(tiles, name, value)
     torch.testing.assert_close(attention_weights(q, k), expected, rtol=0, atol=2.0**-22)
     torch.testing.assert_close(attention_weights(q, k, keys=slice(20, 110)), narrow, rtol=0, atol=2.0**-22)

@@ -431,7 +431,7 @@ class TestQueriesAndKeysThatAreNotCopied:
         assert batch.q.tensor.data_ptr() == call.request.q.data_ptr()
         assert batch.k.tensor.data_ptr() == call.request.k.data_ptr()
         seen.table(kinds=False)
-        assert batch.q.rows is not None
+        assert batch.q.rows_to_keep is not None
         first = seen.layers[0].weights(head=1, sample=1)
         call.request.q.detach().fill_(9)  # too late to change a map
         assert torch.equal(seen.layers[0].weights(head=1, sample=1), first)

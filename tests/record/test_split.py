@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multihead.record.segments import Rows
+from multihead.record.segments import ChunkedRows
 from multihead.record.split import JoinedRows, LayerPartOfRank, TensorPiece, count_tokens
 
 
 def joined() -> tuple[JoinedRows, torch.Tensor]:
     """Four heads and five rows: the first two heads lie in two tensors, the others in a third."""
     whole = torch.arange(60.0).view(1, 4, 5, 3)
-    first = Rows(2, [whole[:, :2, [3, 4, 0]]])  # rows 3, 4 and 0
-    second = Rows(2, [whole[:, :2, 1:3]])
-    third = Rows(2, [whole[:, 2:]])
+    first = ChunkedRows(2, [whole[:, :2, [3, 4, 0]]])  # rows 3, 4 and 0
+    second = ChunkedRows(2, [whole[:, :2, 1:3]])
+    third = ChunkedRows(2, [whole[:, 2:]])
     pieces = (
         TensorPiece(first, (0, 2), 3, (0, 2)),
         TensorPiece(first, (2, 3), 0, (0, 2)),

@@ -23,7 +23,7 @@ def test_the_sizes_are_read_off_q_k_and_v() -> None:
     assert (shape.batch, shape.num_heads, shape.num_kv_heads, shape.query_length, shape.key_length) == (2, 8, 2, 5, 7)
     assert (shape.head_dim, shape.value_dim, shape.dtype, shape.device.type) == (64, 32, torch.float32, "cpu")
     assert shape.heads_per_kv_head == 4
-    assert shape.cells == 2 * 8 * 5 * 7
+    assert shape.num_cells == 2 * 8 * 5 * 7
 
 
 UNFIT = {

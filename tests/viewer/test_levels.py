@@ -40,7 +40,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(kept: LayerMapLevels, *heads: int) -> list[float]:
-    return [share for head in heads for share in kept.build(head)]
+    return [share for head in heads for share in kept.build_head(head)]
 
 
 @pytest.mark.usefixtures("shallow")
@@ -53,9 +53,9 @@ def test_every_level_is_the_mean_over_what_may_be_seen(kind: str, sink: bool) ->
         sample = layer.sample(index)
         kept = LayerMapLevels(sample, None, OF)
         build(kept, *range(sample.num_heads))
-        assert kept.count >= 4
+        assert kept.num_levels >= 4
         for head in range(sample.num_heads):
-            for level in range(1, kept.count):
+            for level in range(1, kept.num_levels):
                 expected = block_means(sample, head, level, sink=sink)
                 found = torch.from_numpy(kept.block_means(head, level, sink=sink))
                 assert_close(found.double(), expected, rtol=1e-7, atol=1e-12, equal_nan=True)
@@ -66,7 +66,7 @@ def test_what_is_kept_of_a_record_in_float64_is_float64() -> None:
     sample = watch(dtype=torch.float64, mask=masks.Causal()).layers[0].sample()
     kept = LayerMapLevels(sample, None, OF)
     build(kept, 0)
-    sums = sum(kept._read_cells(f"{name}.{kept.count - 1}", 0).sum() for name in ("sums", "first_sums"))
+    sums = sum(kept._read_cells(f"{name}.{kept.num_levels - 1}", 0).sum() for name in ("sums", "first_sums"))
     assert sums == pytest.approx(37, abs=1e-12)
 
 

@@ -17,7 +17,7 @@ def a_record(length: int = 120, **given: Any) -> Any:
 
 
 def size(kept: page_budget.StoredMaps) -> int:
-    return sum(len(content) + 140 for content in kept.packs.values())
+    return sum(len(content) + 140 for content in kept.packed_arrays.values())
 
 
 def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
@@ -26,26 +26,26 @@ def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
     heads = {"0/0/0", "0/0/1", "0/0/2", "0/1/0", "0/1/1"}
     maps = {f"runs/0/samples/0/layers/{layer}/maps" for layer in (0, 1)}
     margins = {f"0/{layer} {name}" for layer in (0, 1) for name in ("received", "entropy")}
-    assert set(kept.packs) == set(kept.arrays) == heads | maps | margins
-    assert 0 < kept.rounding <= 1.6e-5
+    assert set(kept.packed_arrays) == set(kept.array_descriptions) == heads | maps | margins
+    assert 0 < kept.largest_rounding_error <= 1.6e-5
 
 
 def test_a_short_text_needs_no_pooled_maps_beside_its_weights() -> None:
     kept = page_budget.encode_fitting_maps(a_record(40), sample=0, room=10_000_000)
-    assert not any("maps" in name for name in kept.packs)
+    assert not any("maps" in name for name in kept.packed_arrays)
 
 
 def test_with_less_room_twelve_bits_are_tried() -> None:
     full = page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000)
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=int(size(full) * 0.85))
     assert (kept.mode, kept.bits) == ("whole", 12)
-    assert 1.6e-5 < kept.rounding <= 2.5e-4
+    assert 1.6e-5 < kept.largest_rounding_error <= 2.5e-4
 
 
 def test_with_little_room_each_query_keeps_its_largest_weights() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=80_000)
     assert (kept.mode, kept.reason) == ("largest", "room")
-    assert kept.number >= 1
+    assert kept.weights_per_query >= 1
     assert size(kept) <= 80_000
 
 
@@ -53,10 +53,10 @@ def test_where_few_weights_of_a_query_fit_they_take_eight_bits() -> None:
     fine = page_budget.encode_fitting_maps(a_record(), sample=0, room=100_000)
     coarse = page_budget.encode_fitting_maps(a_record(), sample=0, room=60_000)
     assert (fine.mode, fine.bits) == ("largest", 16)
-    assert fine.number >= page_budget.FINE_WEIGHTS_PER_QUERY
+    assert fine.weights_per_query >= page_budget.FINE_WEIGHTS_PER_QUERY
     assert (coarse.mode, coarse.bits) == ("largest", 8)
-    assert 1 <= coarse.number < fine.number
-    assert coarse.rounding <= 4e-3
+    assert 1 <= coarse.weights_per_query < fine.weights_per_query
+    assert coarse.largest_rounding_error <= 4e-3
 
 
 @pytest.mark.parametrize("room", [9_000, 20_000, 35_000, 60_000, 100_000, 200_000])
@@ -72,7 +72,7 @@ def test_maps_become_coarser_before_they_are_left_out() -> None:
 
 def test_without_room_the_page_stores_no_map_and_names_the_reason() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=100)
-    assert (kept.mode, kept.reason, kept.packs) == ("none", "room", {})
+    assert (kept.mode, kept.reason, kept.packed_arrays) == ("none", "room", {})
 
 
 def test_statistics_without_a_pooled_map_give_no_map() -> None:
@@ -86,7 +86,7 @@ def test_statistics_with_a_pooled_map_give_that_map() -> None:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=10_000_000)
     assert (kept.mode, kept.reason) == ("pooled", "statistics")
-    assert kept.blocks[0] == (2, 2)
+    assert kept.weights_per_cell[0] == (2, 2)
 
 
 def test_a_pooled_map_of_other_blocks_is_pooled_anew() -> None:
@@ -104,7 +104,7 @@ def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_r
     for layer in record.layers:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=80_000)
-    assert (kept.mode, kept.number, kept.reason) == ("largest", 1, "time")
+    assert (kept.mode, kept.weights_per_query, kept.reason) == ("largest", 1, "time")
     assert [layer.sample().tiles for layer in record.layers] == [[1], []]  # whether there is one
 
 
@@ -118,7 +118,7 @@ def test_where_not_even_those_are_had_a_long_text_keeps_its_pooled_maps(
         layer.sample().statistics.pop(lacking, None)
     whole = size(page_budget.encode_fitting_maps(a_record(), sample=0, room=80_000))
     kept = page_budget.encode_fitting_maps(record, sample=0, room=whole - 100 if lacking == "room" else 80_000)
-    assert (kept.mode, kept.number, kept.reason) == ("pooled", 0, "time")
+    assert (kept.mode, kept.weights_per_query, kept.reason) == ("pooled", 0, "time")
 
 
 def test_maps_are_read_head_by_head_and_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def made_pyramid(folder: Path | None = None, **options: Any) -> SampleMapLevels:
 def order(made: SampleMapLevels) -> list[tuple[int, int]]:
     """Build all levels; returns the order in which heads were finished."""
     finished: list[tuple[int, int]] = []
-    while not made.finished:
+    while not made.is_finished:
         before = set(made._left)
         made.build_strip()
         finished += before - set(made._left)
@@ -41,7 +41,7 @@ def test_heads_are_built_in_their_order() -> None:
     made = made_pyramid()
     assert (made.heads_done, made.total) == (0, 4)
     assert order(made) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (made.heads_done, made.finished, made.build_strip()) == (4, True, False)
+    assert (made.heads_done, made.is_finished, made.build_strip()) == (4, True, False)
 
 
 def test_the_head_in_view_is_built_first() -> None:
@@ -69,7 +69,7 @@ def test_a_head_that_is_built_or_unknown_is_not_wanted() -> None:
 
 def test_short_texts_have_nothing_to_build() -> None:
     made = SampleMapLevels(watch(2), 0, None)
-    assert (made.total, made.finished, made.build_strip()) == (0, True, False)
+    assert (made.total, made.is_finished, made.build_strip()) == (0, True, False)
     assert describe_building_progress(made) == {"state": "ready", "done": 0, "total": 0, "inMemory": False}
 
 
@@ -87,7 +87,7 @@ def test_what_is_kept_in_the_folder_is_not_built_again(tmp_path: Path) -> None:
         "layer-0.sample-0.safetensors",
         "layer-1.sample-0.safetensors",
     ]
-    assert SampleMapLevels(record, 0, folder).finished
+    assert SampleMapLevels(record, 0, folder).is_finished
     another = watch(layers=2, mask=masks.Causal(), seed=1)
     assert SampleMapLevels(another, 0, folder).heads_done == 0
 
@@ -112,12 +112,12 @@ def test_the_sample_opened_last_is_built_first_and_progress_is_reported() -> Non
     first, second = made_pyramid(), made_pyramid(seed=1)
     assert builder.queue_sample("first", lambda: first) is first
     assert builder.queue_sample("second", lambda: second) is second
-    while not second.finished:
+    while not second.is_finished:
         assert builder.build_strip()
     assert first.heads_done == 0
     while builder.build_strip():
         pass
-    assert first.finished
+    assert first.is_finished
     assert [total for _, total in progress] == [8] * len(progress)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     assert progress[-1] == (8, 8)
@@ -135,6 +135,6 @@ def test_a_failure_ends_one_sample_and_the_others_go_on(monkeypatch: pytest.Monk
     builder.queue_sample("bad", lambda: bad)
     while builder.build_strip():
         pass
-    assert good.finished
+    assert good.is_finished
     assert str(builder.building_error("bad")) == "q cannot be read"
     assert builder.building_error("good") is None

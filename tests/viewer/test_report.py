@@ -390,12 +390,12 @@ def test_the_rounding_that_is_printed_is_a_bound(value: float, text: str) -> Non
     ("store", "part"),
     [
         (
-            StoredMaps(mode="whole", bits=12, rounding=0.000244),
+            StoredMaps(mode="whole", bits=12, largest_rounding_error=0.000244),
             "in 12 bits on a square-root scale: a value shown is within ±0.025 ",
         ),
-        (StoredMaps(mode="largest", number=9, reason="room"), "each query’s 9 largest weights"),
+        (StoredMaps(mode="largest", weights_per_query=9, reason="room"), "each query’s 9 largest weights"),
         (
-            StoredMaps(mode="largest", number=1, reason="time"),
+            StoredMaps(mode="largest", weights_per_query=1, reason="time"),
             "each query’s largest weight, within ±0 percentage points; reading all the others would take minutes",
         ),
         (StoredMaps(mode="pooled", reason="room"), "single weights are left out to stay under 20 MB."),

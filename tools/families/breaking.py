@@ -21,7 +21,7 @@ def parts_of_call(query: Tensor, mask: Any, options: dict[str, Any]) -> set[str]
     scaling = options.get("scaling")
     hides, adds = False, options.get("position_bias") is not None
     if isinstance(mask, LazyMask):
-        hides = not bool(mask.dense().all())
+        hides = not bool(mask.as_bool_tensor().all())
     elif mask is not None:
         kept, bias = mask_of_tensor(mask, mask.shape[-1])
         hides = isinstance(kept, Keep) and not bool(kept.tensor.all())
@@ -61,7 +61,7 @@ def _varies(bias: Tensor, kept: Mask) -> bool:
 def _hides_more(mask: LazyMask) -> bool:
     """Whether a mask has a window that hides keys in this call."""
     wide = _without_window(mask.mask)
-    return wide != mask.mask and not torch.equal(_with(mask, wide).dense(), mask.dense())
+    return wide != mask.mask and not torch.equal(_with(mask, wide).as_bool_tensor(), mask.as_bool_tensor())
 
 
 def _with(mask: LazyMask, value: Mask) -> LazyMask:

@@ -77,13 +77,13 @@ class Row:
 
     Attributes:
         index: index of the row in the shard.
-        place: file and row number or byte offset, for messages.
+        place_in_file: file and row number or byte offset, for messages.
         text: text of the row; None if it cannot be used.
         problem: why the text cannot be used; "" if it can.
     """
 
     index: int
-    place: str
+    place_in_file: str
     text: str | None
     problem: str = ""
 
@@ -264,11 +264,11 @@ def _check_row(row: Row) -> Row:
     if row.text is None:
         return row
     if not row.text.strip():
-        return Row(row.index, row.place, None, "empty")
+        return Row(row.index, row.place_in_file, None, "empty")
     try:
         row.text.encode("utf-8")
     except UnicodeEncodeError:
-        return Row(row.index, row.place, None, "half of a surrogate pair, which is no character")
+        return Row(row.index, row.place_in_file, None, "half of a surrogate pair, which is no character")
     return row
 
 
@@ -327,14 +327,14 @@ def _text_of_json_line(row: Row, column: str) -> Row:
     try:
         found = json.loads(row.text)
     except (ValueError, RecursionError):
-        return Row(row.index, row.place, None, "not JSON")
+        return Row(row.index, row.place_in_file, None, "not JSON")
     if isinstance(found, dict):
         if column not in found:
-            return Row(row.index, row.place, None, f"no key {column!r}")
+            return Row(row.index, row.place_in_file, None, f"no key {column!r}")
         found = found[column]
     if not isinstance(found, str):
-        return Row(row.index, row.place, None, f"{type(found).__name__}, no text")
-    return Row(row.index, row.place, found)
+        return Row(row.index, row.place_in_file, None, f"{type(found).__name__}, no text")
+    return Row(row.index, row.place_in_file, found)
 
 
 def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
@@ -378,7 +378,7 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
                 yield Row(number - first, f"{shard.file} row {number}", None, problem)
         except pa.ArrowKeyError:
             with _open_text(shard.file) as again:
-                raise _missing_column(shard.file, column, csv.open_csv(again).schema.names) from None
+                raise _missing_column_error(shard.file, column, csv.open_csv(again).schema.names) from None
         except pa.ArrowInvalid as error:
             if "straddl" not in str(error):
                 raise
@@ -487,7 +487,7 @@ def _check_column(file: str, column: str, schema: Any) -> list[str]:
 
     names: list[str] = schema.names
     if column not in names:
-        raise _missing_column(file, column, names)
+        raise _missing_column_error(file, column, names)
     kind = schema.types[names.index(column)]
     values = kind.value_type if types.is_dictionary(kind) else kind
     texts = (
@@ -499,7 +499,7 @@ def _check_column(file: str, column: str, schema: Any) -> list[str]:
     return names
 
 
-def _missing_column(file: str, column: str, names: list[str]) -> InputError:
+def _missing_column_error(file: str, column: str, names: list[str]) -> InputError:
     return InputError(f"{file} has no column {column!r}.", f"Give one of its columns: {', '.join(names)}.")
 
 

@@ -34,7 +34,7 @@ from multihead.locale.texts import check_language
 from multihead.observation.presentation import presenting_function
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record.analysis.chance import Evidence, error_of_mean
+from multihead.record.analysis.chance import ChanceComparison, error_of_mean
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import (
     Finding,
@@ -608,7 +608,7 @@ class _CensusLayerSummary(RunningSummary):
     name: str = field(kw_only=True)
     rows_by_statistic: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
 
-    def evidence(self) -> dict[str, Evidence]:
+    def evidence(self) -> dict[str, ChanceComparison]:
         """Return name of a statistic -> its comparison with chance, for the statistics whose chance level is known."""
         found = {}
         for name, at in self.rows_by_statistic.items():
@@ -617,7 +617,7 @@ class _CensusLayerSummary(RunningSummary):
                 for each in ("mean", "chance", "count", "texts", "excess_squares")
             )
             if not bool(chance.isnan().any()):
-                found[name] = Evidence(mean, chance, error_of_mean(texts, squares), count)
+                found[name] = ChanceComparison(mean, chance, error_of_mean(texts, squares), count)
         return found
 
     def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from multihead.counting.batches import TextBatch, batches_by_length
 from multihead.counting.formats import Row, rows_of_shard
 from multihead.counting.plan import Plan
 from multihead.counting.sums import TOKENS_AFTER, TOKENS_BEFORE, LayerSums
-from multihead.counting.tally import Tally, replace_attention
+from multihead.counting.tally import CensusTally, replace_attention
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
@@ -40,7 +40,7 @@ MAX_NAMED_ROWS = 20
 CHANCE_COLUMNS = "chance", "texts", "excess", "excess_squares"
 """Columns about chance levels, null where no query counts or the chance level is unknown; missing in old files."""
 
-GROUP_CHARACTERS = 1 << 22
+MAX_CHARACTERS_PER_GROUP = 1 << 22
 """Number of characters in a group of texts, which is in memory at once and runs before the next group is read."""
 
 _OVERHEAD_CHARACTERS_PER_TEXT = 200  # memory of a text's Python objects and token ids, in characters
@@ -106,7 +106,7 @@ class ShardCounter:
         chosen = None if plan.layers is None else LayerFilter.from_argument(plan.layers)
         options = self.probes, plan.special_ids, plan.examples, chosen
         kept: dict[int, str] = {}  # index of a text -> the text, for the strongest examples so far
-        with replace_attention(model) as packed, Tally.measure_model(model, *options) as tally:
+        with replace_attention(model) as packed, CensusTally.measure_model(model, *options) as tally:
             for texts in group_texts(self._read_texts(index, counts)):
                 for batch in self._batches(texts, counts, packed=packed):
                     tally.add_batch(batch)
@@ -167,13 +167,13 @@ class ShardCounter:
 
 
 def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
-    """Divide the texts of a shard, in order, into groups (index -> text) of about `GROUP_CHARACTERS` characters."""
+    """Divide the texts of a shard into groups (index -> text) of about `MAX_CHARACTERS_PER_GROUP`, in order."""
     group: dict[int, str] = {}
     size = 0
     for index, text in texts:
         group[index] = text
         size += len(text) + _OVERHEAD_CHARACTERS_PER_TEXT
-        if size >= GROUP_CHARACTERS:
+        if size >= MAX_CHARACTERS_PER_GROUP:
             yield group
             group, size = {}, 0
     if group:
@@ -183,7 +183,7 @@ def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
 def _count_broken_row(counts: ShardCounts, row: Row) -> None:
     counts.broken += 1
     if len(counts.problems) < MAX_NAMED_ROWS:
-        counts.problems.append(f"{row.place}: {row.problem}")
+        counts.problems.append(f"{row.place_in_file}: {row.problem}")
 
 
 def _model_without_output_layer(loaded: LoadedModel) -> Any:

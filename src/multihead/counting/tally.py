@@ -64,7 +64,7 @@ def census_probes(wanted: ProbeOrName | Sequence[ProbeOrName] | None) -> tuple[P
 
 
 @dataclass(eq=False)
-class Tally:
+class CensusTally:
     """The sums of the statistics of a model's layers over batches of texts.
 
     Attributes:
@@ -84,7 +84,7 @@ class Tally:
         special_ids: Sequence[int],
         examples: int,
         layer_filter: LayerFilter | None = None,
-    ) -> Iterator[Tally]:
+    ) -> Iterator[CensusTally]:
         """Measure every forward pass of a model in this context; arguments as in `census_probes` and `observe`."""
         current = CurrentBatch()
 
@@ -93,7 +93,7 @@ class Tally:
 
         measuring = StatisticsMeasurer(model, module_names(model), (*probes, LARGEST_KEY), tuple(special_ids))
         with recording_calls(Record(), layer_filter, "summary", measuring, new_layer_sums) as recorder:
-            yield Tally(model, current, recorder)
+            yield CensusTally(model, current, recorder)
 
     def add_batch(self, batch: TextBatch) -> None:
         """Run the model on a batch, and add the statistics of its attention calls."""

@@ -22,7 +22,7 @@ from multihead.errors import ArgumentError, InputError, ModelError, MultiheadErr
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, load
 
-TRIM_INTERVAL = 5.0
+SECONDS_BETWEEN_HEAP_TRIMS = 5.0
 """Seconds between two calls of malloc_trim within a shard; a call takes about 30 ms."""
 
 
@@ -141,7 +141,7 @@ class _HeapTrimmer:
         with suppress(OSError, AttributeError, TypeError):  # C libraries other than GNU's have no malloc_trim
             self._trim = ctypes.CDLL(None).malloc_trim
 
-    def trim(self, *, every: float = TRIM_INTERVAL) -> None:
+    def trim(self, *, every: float = SECONDS_BETWEEN_HEAP_TRIMS) -> None:
         """Return freed memory to the operating system, if the last call was at least `every` seconds ago."""
         now = time.monotonic()
         if self._trim is not None and now - self._last > every:

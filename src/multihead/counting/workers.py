@@ -34,7 +34,7 @@ from multihead.errors import ModelError
 MAX_FAILED_LOADS = 3
 """Number of processes that end while they load the model, after which the run fails."""
 
-PROGRESS_INTERVAL = 0.2
+SECONDS_BETWEEN_PROGRESS_REPORTS = 0.2
 """Seconds between two queries of the progress of the workers."""
 
 
@@ -101,7 +101,7 @@ class _CountingPass:
             for _ in range(min(number, len(self.waiting_shards))):
                 self._start_worker()
             while self.running:
-                done, _ = wait(self.running, PROGRESS_INTERVAL, FIRST_COMPLETED)
+                done, _ = wait(self.running, SECONDS_BETWEEN_PROGRESS_REPORTS, FIRST_COMPLETED)
                 for worker, _ in self.running.values():
                     for batch in worker.counted_batches():
                         self.results.add_batch(*batch)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.quantised import Scales, dequantise
 from multihead.masks import Mask
 from multihead.scores.bias import Bias, values_of
@@ -124,7 +124,7 @@ class AttentionRequest:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
-    wanted_parts: frozenset[Part] = frozenset()
+    wanted_parts: frozenset[PartName] = frozenset()
     origin: CallOrigin | None = None
     scales: Scales | None = None
     dropout_slice: DropoutSlice | None = None
@@ -170,7 +170,7 @@ class AttentionResult:
 
     output: Tensor
     logsumexp: Tensor
-    statistics: dict[Part, Tensor] = field(default_factory=dict)
+    statistics: dict[PartName, Tensor] = field(default_factory=dict)
     head_factors: Tensor | None = None
 
 
@@ -187,19 +187,19 @@ class WorkEstimate:
     """Work of a kernel in one call.
 
     Attributes:
-        cells: number of scores (query, key) that the kernel computes, over batch and heads.
-        memory: peak memory of the kernel, bytes.
+        computed_cells: number of scores (query, key) that the kernel computes, over batch and heads.
+        extra_memory_bytes: peak memory of the kernel, bytes.
     """
 
-    cells: int
-    memory: int
+    computed_cells: int
+    extra_memory_bytes: int
 
 
 class Listener(Protocol):
     """An object that receives every attention call while it is active."""
 
     @property
-    def wanted_parts(self) -> frozenset[Part]:
+    def wanted_parts(self) -> frozenset[PartName]:
         """The statistics (see `parts.PARTS`) that a kernel should measure with the output, if it can."""
         ...
 
@@ -226,9 +226,9 @@ def listeners() -> tuple[Listener, ...]:
     return () if torch.compiler.is_compiling() else _listeners.get()
 
 
-def parts_wanted_by_listeners() -> frozenset[Part]:
+def parts_wanted_by_listeners() -> frozenset[PartName]:
     """Return the union of `wanted` of all active listeners."""
-    found = frozenset[Part]()
+    found = frozenset[PartName]()
     for listener in listeners():
         found |= listener.wanted_parts
     return found

@@ -52,7 +52,7 @@ class Explanation:
             f"skipped  {self.skipped_share:.1%} of the score matrix; its intervals hide {self.hidden_share:.1%}"
             + (", and part of the mask is no interval: it is read cell by cell" if self.dense_remainder else "")
         )
-        lines.append(f"memory   about {readable_bytes(self.work.memory)} besides q, k and v")
+        lines.append(f"memory   about {readable_bytes(self.work.extra_memory_bytes)} besides q, k and v")
         lines += [f"waits    {self.waits}"] if self.waits else []
         lines += [f"{name:8} {line}" for name, line in self.over_ranks]
         return "\n".join(lines)
@@ -69,12 +69,12 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
     bounds = bounds_of(request)
     choice = choose_kernel(request, bounds, kernel=kernel)
     work = KERNELS[choice.name].estimate_work(request, bounds)
-    cells = request.shape.cells
+    cells = request.shape.num_cells
     return Explanation(
         kernel=choice.name,
         refusals=choice.refusals,
         hidden_share=1 - fraction_within_bounds(bounds, keys=request.shape.key_length) if cells else 0.0,
-        skipped_share=1 - work.cells / cells if cells else 0.0,
+        skipped_share=1 - work.computed_cells / cells if cells else 0.0,
         dense_remainder=bounds.remainder is not None,
         work=work,
         waits=waits,
@@ -85,15 +85,17 @@ def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:
     """Explain the attention calls of one rank of a split sequence: the kernel of the largest call, the work of all."""
     with use_split(None):
         parts = [explain_request(part, kernel=kernel) for part in work.requests]
-    largest = max(parts, key=lambda part: part.work.cells, default=None)
-    cells = sum(part.work.cells for part in parts)
+    largest = max(parts, key=lambda part: part.work.computed_cells, default=None)
+    cells = sum(part.work.computed_cells for part in parts)
     return Explanation(
         kernel="none, because the rank's queries see no key" if largest is None else largest.kernel,
         refusals={} if largest is None else largest.refusals,
         hidden_share=1 - work.visible_cells / work.computed_cells if work.computed_cells else 0.0,
         skipped_share=1 - cells / work.computed_cells if work.computed_cells else 0.0,
         dense_remainder=any(part.dense_remainder for part in parts),
-        work=WorkEstimate(cells, max((part.work.memory for part in parts), default=0) + work.received_bytes),
+        work=WorkEstimate(
+            cells, max((part.work.extra_memory_bytes for part in parts), default=0) + work.received_bytes
+        ),
         over_ranks=work.labelled_facts,
     )
 

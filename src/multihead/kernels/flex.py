@@ -122,7 +122,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     tokens = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
     lists = 2 * 4 * blocks.first.numel() * -(-shape.key_length // BLOCK_SIZE)
-    remainder = 0 if bounds.remainder is None else shape.cells  # at most: heads or samples may share a remainder
+    remainder = 0 if bounds.remainder is None else shape.num_cells  # at most: heads or samples may share a remainder
     return WorkEstimate(cells, tokens * (shape.value_dim * size + wide) + lists + remainder)
 
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from multihead.errors import ArgumentError
 
-Part: TypeAlias = "str | tuple[str, int | str]"
+PartName: TypeAlias = "str | tuple[str, int | str]"
 """The name of a part (a statistic): a key of `PARTS`, or (key of `PART_FAMILIES`, argument): ("offset_mass", -1)."""
 
 PARTS: dict[str, str] = {

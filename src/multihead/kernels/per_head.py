@@ -43,7 +43,7 @@ def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bo
     faster for gradients, masks that hide keys and many keys, and the native kernel if no weights are needed.
     """
     shape = request.shape
-    if is_traced() or shape.device.type != "cpu" or not shape.cells:
+    if is_traced() or shape.device.type != "cpu" or not shape.num_cells:
         return False
     if (
         not need_weights

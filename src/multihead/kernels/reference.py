@@ -116,7 +116,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     shape = request.shape
     size = 3 * shape.batch * shape.num_heads * working_dtype(shape.dtype).itemsize
     if _materialises_at_once(request) or shape.query_length <= QUERIES_PER_BLOCK:
-        return WorkEstimate(shape.cells, size * shape.query_length * shape.key_length)
+        return WorkEstimate(shape.num_cells, size * shape.query_length * shape.key_length)
     blocks = [slice(first, first + QUERIES_PER_BLOCK) for first in range(0, shape.query_length, QUERIES_PER_BLOCK)]
     spans = [_range_of_visible_keys(bounds, rows) for rows in blocks]
     cells = sum(

@@ -123,7 +123,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     rectangles = _rectangles_of(request, bounds)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
     cells = sum(_count_computed_cells(rectangle) * heads_samples[rectangle.sample is None] for rectangle in rectangles)
-    masked = max((rectangle.cells for rectangle in rectangles if rectangle.kind == "partial"), default=0)
+    masked = max((rectangle.num_cells for rectangle in rectangles if rectangle.kind == "partial"), default=0)
     if bounds.remainder is not None or request.bias is not None:
         masked *= shape.batch * shape.num_heads
     rows = shape.batch * shape.num_heads * shape.query_length
@@ -138,7 +138,7 @@ def _count_computed_cells(rectangle: Rectangle) -> int:
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
     """
     if rectangle.kind != "causal":
-        return rectangle.cells
+        return rectangle.num_cells
     height, width = rectangle.rows[1] - rectangle.rows[0], rectangle.columns[1] - rectangle.columns[0]
     block = 256 if height >= 768 else 64 if height >= 192 else 32
     stops = (min(first + block, height) for first in range(0, height, block))

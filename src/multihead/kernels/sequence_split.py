@@ -42,7 +42,7 @@ class RankWork(NamedTuple):
 class SequenceSplit(Protocol):
     """Protocol of a split of a sequence over ranks, which computes its attention."""
 
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
+    def positions_of_rank(self, tokens: int, device: torch.device) -> Tensor:
         """Return the position of each token of this rank in the whole sequence: (1, tokens) int64."""
         ...
 
@@ -59,7 +59,7 @@ class SequenceSplit(Protocol):
         """The index of this rank, and the number of ranks."""
         ...
 
-    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
+    def chunks_of_rank(self, length: int) -> tuple[tuple[int, int], ...]:
         """Return the ranges [first, stop) of positions that this rank holds, of a sequence of `length` tokens."""
         ...
 

@@ -22,13 +22,13 @@ from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.cache.cache import ProjectedMemory
 from multihead.layer.packing import NO_PADDING, Packing, Padding, PaddingSide, check_packed
-from multihead.layer.sharding import LocalLayer, ShardableLayer, local_heads
+from multihead.layer.sharding import LayerOfLocalHeads, ShardableLayer, local_heads
 from multihead.masks import Mask
 from multihead.masks.base import check_is_mask
 from multihead.scores.bias import Bias, RelativeBias
 
 
-class InputWidths(NamedTuple):
+class LayerInputWidths(NamedTuple):
     """The numbers of features that a layer expects in x, memory and values, and their dtype; None = any dtype."""
 
     x_width: int
@@ -85,7 +85,7 @@ class LayerCall:
     cache: KeyValueCache | None = None
     head_gates: Tensor | None = None
     query_start: int | Tensor | str | None = None
-    local_layer: ShardableLayer | LocalLayer = field(init=False)
+    local_layer: ShardableLayer | LayerOfLocalHeads = field(init=False)
     needs_module_calls: bool = field(init=False)
     has_batch_dim: bool = field(default=True, init=False)
     is_self_attention: bool = field(default=True, init=False)
@@ -140,7 +140,7 @@ class LayerCall:
 
     # ---- checks of the arguments
 
-    def check_inputs(self, widths: InputWidths) -> tuple[Tensor, Tensor, Tensor]:
+    def check_inputs(self, widths: LayerInputWidths) -> tuple[Tensor, Tensor, Tensor]:
         """Check x, memory and values, and return them with defaults filled in, (batch, length, features) each.
 
         An input without a batch dimension gets one of size 1. The default of memory is x, and the default of values is
@@ -267,7 +267,7 @@ def _is_autocast_on(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def _check_shapes(widths: InputWidths, x: Tensor, memory: Tensor | None, values: Tensor | None) -> None:
+def _check_shapes(widths: LayerInputWidths, x: Tensor, memory: Tensor | None, values: Tensor | None) -> None:
     for name, tensor, width in (
         ("x", x, widths.x_width),
         ("memory", memory, widths.memory_width),

@@ -36,7 +36,13 @@ from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.head_changes import needs_call_origin
 from multihead.kernels.native import eager
 from multihead.kernels.quantised import dequantise
-from multihead.layer.arguments import InputWidths, LayerCall, check_bias_signature, check_is_cache, projection_dtype
+from multihead.layer.arguments import (
+    LayerCall,
+    LayerInputWidths,
+    check_bias_signature,
+    check_is_cache,
+    projection_dtype,
+)
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.heads import head_counts, head_dim_of
 from multihead.layer.packing import NO_PADDING, Packing, PaddingSide
@@ -348,7 +354,7 @@ class MultiHeadAttention(nn.Module):
         if not (
             usual and x.dim() == 3 and x.shape[2] == self.embed_dim == self.key_dim and x.dtype is weight.dtype  # type: ignore[union-attr]
         ):
-            widths = InputWidths(self.embed_dim, self.key_dim, self.value_dim, projection_dtype(self.q_proj))
+            widths = LayerInputWidths(self.embed_dim, self.key_dim, self.value_dim, projection_dtype(self.q_proj))
             x, memory, values = call.check_inputs(widths)
         call.local_layer = self
         # A tracer, a global module hook and a replaced nn.Linear.forward work only if the modules are called.

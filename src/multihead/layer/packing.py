@@ -273,7 +273,7 @@ class Padding(NamedTuple):
             reject_split_sequence(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
         count = torch.as_tensor(lengths, device=x.device).view(-1, 1)
         whole = torch.arange(x.shape[1] * sequence.rank_and_world_size[1], device=x.device)
-        hidden = sequence.positions(x.shape[1], x.device) >= count  # (batch, tokens)
+        hidden = sequence.positions_of_rank(x.shape[1], x.device) >= count  # (batch, tokens)
         shown = Lengths(count * (whole < count))  # (batch, whole tokens): padding queries see no key
         return NO_PADDING._replace(padding_of_rank=hidden[..., None], mask_of_all_ranks=shown)
 

@@ -61,7 +61,7 @@ class ShardableLayer(Protocol):
         ...
 
 
-class LocalLayer(NamedTuple):
+class LayerOfLocalHeads(NamedTuple):
     """Attributes of a layer, sliced to the heads that this process computes.
 
     Attributes:
@@ -154,9 +154,9 @@ class LocalHeads:
         # The projection is not split: each process slices the key/value heads of its query heads.
         return self.group.sum_gradient(x)[..., self.kv_heads.start * dim : self.kv_heads.stop * dim]
 
-    def slice_parameters(self, layer: ShardableLayer) -> LocalLayer:
+    def slice_parameters(self, layer: ShardableLayer) -> LayerOfLocalHeads:
         """Slice the per-head parameters of the layer to the heads of this process."""
-        return LocalLayer(
+        return LayerOfLocalHeads(
             len(self.query_heads),
             len(self.kv_heads),
             None if layer.qk_norm is None else partial(self.normalise, layer.qk_norm),

@@ -58,7 +58,7 @@ def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tenso
     same = positions is not None or (call.is_self_attention and call.cache is not None)
     sequence = sequence_split.active_split
     if sequence is not None:
-        positions, same = sequence.positions(q.shape[2], q.device), True
+        positions, same = sequence.positions_of_rank(q.shape[2], q.device), True
     if positions is None:
         positions = call.first_query_position
         if isinstance(positions, Tensor):

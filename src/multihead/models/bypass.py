@@ -28,7 +28,7 @@ from multihead.tensors.undo import Undo
 ReportBypass = Callable[[str], object]
 
 
-class CallCounts(threading.local):
+class AttentionCallCounts(threading.local):
     """Number of calls of this library's attention in this thread.
 
     Attributes:
@@ -42,7 +42,7 @@ class CallCounts(threading.local):
         self.counts_at_start: dict[int, tuple[int, int]] = {}
 
 
-call_counts = CallCounts()
+call_counts = AttentionCallCounts()
 
 
 def report_bypassing_modules(

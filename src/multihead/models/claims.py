@@ -18,7 +18,9 @@ MAX_LABELS = 10_000_000
 """Maximum number of classes (`num_labels`) in a configuration; transformers creates a string for each class."""
 
 # Matches entries such as num_hidden_layers, n_layer, encoder_layers, depths, and inner_group_num of ALBERT.
-_LAYER_COUNT = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
+_LAYER_COUNT_PATTERN = re.compile(
+    r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$"
+)
 # number of a GGUF value type -> bytes per value
 _GGUF_BYTES_OF_TYPE = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _GGUF_STRING_TYPE, _GGUF_ARRAY_TYPE = 8, 9
@@ -52,7 +54,7 @@ def _configured_sizes(config: Any) -> Iterator[tuple[str, int]]:
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list):
             left += [(name, each) for each in value]
-        elif isinstance(value, int) and (name == "num_labels" or _LAYER_COUNT.search(name)):
+        elif isinstance(value, int) and (name == "num_labels" or _LAYER_COUNT_PATTERN.search(name)):
             yield name, value
 
 

@@ -36,20 +36,20 @@ def guard_caches(model: nn.Module) -> Iterator[None]:
 def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     """Forward pre-hook that guards the cache with which a model is called."""
     for each in _caches_within((kwargs or {}).get("past_key_values")):
-        if isinstance(each, _Guard):
+        if isinstance(each, _CacheGuard):
             continue
         states = head_changes.change_states_of(module)
         if each.get_seq_length() > 0:
             head_changes.check_same_states(frozenset(), states)
         else:
-            _guard(each, module, states)
+            _guard_cache(each, module, states)
 
 
 def _guard_returned_cache(module: nn.Module, _: object, output: object) -> None:
     """Forward hook that guards a cache that the model made itself."""
     for each in _caches_within(getattr(output, "past_key_values", None)):
-        if not isinstance(each, _Guard):
-            _guard(each, module, head_changes.change_states_of(module))
+        if not isinstance(each, _CacheGuard):
+            _guard_cache(each, module, head_changes.change_states_of(module))
 
 
 def _caches_within(given: Any) -> list[Any]:
@@ -59,7 +59,7 @@ def _caches_within(given: Any) -> list[Any]:
     return [each for each in found if hasattr(each, "update") and hasattr(each, "get_seq_length")]
 
 
-class _Guard:
+class _CacheGuard:
     """Base class of guarded caches, which checks each update of a cache.
 
     Attributes:
@@ -85,10 +85,10 @@ class _Guard:
 @cache
 def _guarded_class(kind: Any) -> type:
     """Return a subclass of the cache class `kind` that checks each update."""
-    return type(kind.__name__, (_Guard, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (_CacheGuard, kind), {"__module__": kind.__module__})
 
 
-def _guard(cache_: Any, module: nn.Module, states: frozenset[object] | None) -> None:
+def _guard_cache(cache_: Any, module: nn.Module, states: frozenset[object] | None) -> None:
     """Make a cache check its updates, unless it may be continued under any changes of heads."""
     if states is not None:
         cache_.model_reference, cache_.states_when_filled = weakref.ref(module), states

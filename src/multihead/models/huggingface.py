@@ -149,7 +149,7 @@ def transformers_attention(
         key, value, s_aux = slice_to_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
     if isinstance(attention_mask, LazyMask) and attention_mask.keys != keys:
-        attention_mask = attention_mask.first_keys(keys)
+        attention_mask = attention_mask.select_first_keys(keys)
     mask, bias, start = _mask_of_call(module, attention_mask, query.shape[2], keys, is_causal=is_causal)
     if indices is not None or block_indices is not None:
         mask = mask & _mask_of_selection(module, indices, block_indices, query.shape[1], keys)
@@ -207,7 +207,7 @@ def _mask_of_call(
     if isinstance(attention_mask, LazyMask):
         return attention_mask.mask, None, attention_mask.query_start
     if isinstance(attention_mask, BooleanMask):
-        attention_mask = attention_mask.dense()
+        attention_mask = attention_mask.as_bool_tensor()
     return *mask_of_tensor(attention_mask, keys), None
 
 
@@ -331,7 +331,7 @@ def _mask_in_model_format(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
     if getattr(options.get("config"), "model_type", "") not in _ADDITIVE_MASK_MODEL_TYPES:
         return mask
     dtype = options.get("dtype") or torch.float32
-    shown = mask.dense() if isinstance(mask, LazyMask) else mask
+    shown = mask.as_bool_tensor() if isinstance(mask, LazyMask) else mask
     return torch.zeros((), dtype=dtype, device=shown.device).where(shown, torch.finfo(dtype).min)
 
 

@@ -110,7 +110,7 @@ class BooleanMask(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BooleanMask({tuple(self.shape)})"
 
-    def dense(self) -> Tensor:
+    def as_bool_tensor(self) -> Tensor:
         """Return the mask as a plain tensor."""
         return self._cells
 
@@ -125,7 +125,7 @@ class BooleanMask(Tensor):
         """
         mask_reads.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
-        args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.dense(), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.as_bool_tensor(), (args, kwargs or {}))
         found: Any = None if name in _SUM_OPS else function(*args, **kwargs)
         if name in _SELECTION_OPS or "scaled_dot_product" in name:
             return found if name != "index" or found.dtype != torch.bool else BooleanMask.of(found)
@@ -182,19 +182,19 @@ class LazyMask(BooleanMask):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyMask({tuple(self.shape)}, {self.mask!r}, query_start={self.query_start})"
 
-    def dense(self) -> Tensor:
+    def as_bool_tensor(self) -> Tensor:
         """Return the mask as a plain tensor: bool (batch, 1, queries, keys), True = visible."""
         batch, heads, queries, keys = self.shape
         place = TilePositions.from_sizes(queries, keys, query_start=self.query_start, device=self.device)
         return self.mask.tile(place).expand(batch, heads, queries, keys)
 
-    def first_keys(self, keys: int) -> LazyMask:
+    def select_first_keys(self, keys: int) -> LazyMask:
         """Return the mask sliced to its first `keys` keys."""
         batch, heads, queries, before = self.shape
         mask = self.mask if keys == before else self.mask.restrict_to_first_keys(keys)
         made = LazyMask(
             (batch, heads, queries, keys),
-            Keep(self.dense()[..., :keys]) if mask is None else mask,
+            Keep(self.as_bool_tensor()[..., :keys]) if mask is None else mask,
             query_start=self.query_start,
             key_offset=self.key_offset,
             padding=None if self.padding is None else self.padding[:, :keys],
@@ -212,7 +212,7 @@ class LazyMask(BooleanMask):
         source = args[0] if args else None
         if isinstance(source, LazyMask):
             if name in ("detach.default", "alias.default"):
-                return source.first_keys(source.shape[_KEYS_AXIS])
+                return source.select_first_keys(source.shape[_KEYS_AXIS])
             if name == "slice.Tensor":
                 # arguments of aten.slice: axis, start, end and step, of which the last may be missing
                 options = list(args[1:])
@@ -220,7 +220,7 @@ class LazyMask(BooleanMask):
                 size = source.shape[axis]
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
                 if not start and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
-                    return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
+                    return source.select_first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
         if name == "add.Tensor" and _adds_only_full_masks(args):
             args = pytree.tree_map_only(
                 LazyMask, lambda mask: torch.zeros((), device=mask.device).expand(mask.shape), args

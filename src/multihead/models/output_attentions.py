@@ -114,7 +114,7 @@ def weights_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
         request: the call.
         logsumexp: (batch, heads, queries), nats.
     """
-    if is_traced() or (request.shape.cells <= request.k.numel() and not _is_differentiable(request)):
+    if is_traced() or (request.shape.num_cells <= request.k.numel() and not _is_differentiable(request)):
         return _compute_weights(request, logsumexp)
     # The keys are copied because a static cache overwrites them later.
     return LazyWeights(replace(request, k=request.k.clone()), logsumexp.detach())
@@ -143,7 +143,7 @@ class LazyWeights(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyWeights({tuple(self.shape)}, {'computed' if self._request is None else 'computed when read'})"
 
-    def read(self) -> Tensor:
+    def read_all(self) -> Tensor:
         """Return the weights as a plain tensor.
 
         Raises:
@@ -159,7 +159,7 @@ class LazyWeights(Tensor):
         """Compute only the weights at an index, for tensors with more than `MAX_WEIGHTS` weights."""
         entries = _expand_index(index, self.ndim)
         if entries is None or self._request is None:
-            return self.read()[index]
+            return self.read_all()[index]
         samples, heads, queries, keys = map(_range_of_index_entry, entries, self.shape)
         self._check_size(self.shape[0] * len(heads) * len(queries) * len(keys))  # a tile is computed for all samples
         cells = tile(
@@ -187,7 +187,7 @@ class LazyWeights(Tensor):
                 return function(*args, **(kwargs or {}))
         if function is Tensor.__getitem__ and isinstance(args[0], LazyWeights) and args[0].numel() > MAX_WEIGHTS:
             return args[0].read_index(args[1])
-        args, kwargs = pytree.tree_map_only(LazyWeights, LazyWeights.read, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(LazyWeights, LazyWeights.read_all, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     @classmethod
@@ -195,7 +195,7 @@ class LazyWeights(Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute the weights, and run on them an operation that was called from PyTorch's C++ code."""
-        args, kwargs = pytree.tree_map_only(LazyWeights, lambda each: each.read().detach(), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(LazyWeights, lambda each: each.read_all().detach(), (args, kwargs or {}))
         return function(*args, **kwargs)
 
 

@@ -51,7 +51,7 @@ class PackedFamily:
 
     Attributes:
         name: name of the family in the documentation and in errors.
-        masks: function: configuration of a model -> mask within one sample, or a dict: layer type -> mask.
+        masks_of_config: function: configuration of a model -> mask within one sample, or a dict: layer type -> mask.
         default_positions: function that returns the default position ids of a padded batch, (batch or 1, length); None
             for models without them.
         pooler_input: name of the submodule whose output the model's pooler reads as a padded batch; "" for none.
@@ -59,7 +59,7 @@ class PackedFamily:
     """
 
     name: str
-    masks: Callable[[Any], Mask | dict[str, Mask]]
+    masks_of_config: Callable[[Any], Mask | dict[str, Mask]]
     default_positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
     pooler_input: str = ""
     relative_bias_module: str = ""
@@ -230,7 +230,7 @@ def _pack_inputs(
     tokens, (batch, length) = sum(counts), real.shape
     if tokens in (0, real.numel()):
         return None
-    masks = family.masks(model.config)
+    masks = family.masks_of_config(model.config)
     windows = any(mask.lookback is not None for mask in (masks.values() if isinstance(masks, dict) else (masks,)))
     if (windows and _fills_cache(model, inputs)) or (
         (windows or family.relative_bias_module) and _has_inner_padding(real, tokens)

@@ -120,13 +120,13 @@ class InputTracker:
 
     num_passes: int = 0
     received_ids: bool = False
-    _depth: int = 0
+    _nesting_depth: int = 0
     _models: list[_TrackedModel] = field(default_factory=list)  # outer models come before inner ones
 
     @property
     def is_running(self) -> bool:
         """Whether a forward pass of the outermost model is running."""
-        return self._depth > 0
+        return self._nesting_depth > 0
 
     @property
     def is_recording(self) -> bool:
@@ -203,15 +203,15 @@ class InputTracker:
         """Forward pre-hook that stores a model's token inputs; torch may call it without `kwargs` as it is added."""
         if not self.is_recording:
             return  # the model runs in another thread, whose attention calls are not recorded either
-        self.num_passes += self._depth == 0
-        self._depth += 1
+        self.num_passes += self._nesting_depth == 0
+        self._nesting_depth += 1
         model.newest_inputs = _read_token_inputs(model, args, kwargs or {})
         self.received_ids |= model.newest_inputs.ids is not None
 
     def end_pass(self, *_: object) -> None:
         """Forward hook that marks the end of a model's forward pass."""
         if self.is_recording:
-            self._depth = max(self._depth - 1, 0)
+            self._nesting_depth = max(self._nesting_depth - 1, 0)
 
 
 _active_trackers: ContextVar[tuple[InputTracker, ...]] = ContextVar("receiving", default=())

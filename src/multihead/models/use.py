@@ -13,7 +13,7 @@ from multihead.errors import ArgumentError, ModelError
 from multihead.errors.optional import require
 from multihead.kernels.call import AttentionCall, listen
 from multihead.kernels.explanation import Explanation, explain_request
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.models.huggingface import install, register_in_transformers
 from multihead.models.packed import leave_out_padding
 from multihead.models.pretrained import pretrained_models
@@ -101,7 +101,7 @@ class Used:
         found = _FirstCallExplainer({id(module): name for name, module in self.model.named_modules()}, {})
         with torch.no_grad(), listen(found):
             self.model(*args, **kwargs)
-        return found.by_name
+        return found.explanation_by_name
 
     def __enter__(self) -> Used:
         self._undo.permanent = False
@@ -122,15 +122,19 @@ class _FirstCallExplainer:
 
     Attributes:
         names: id of a module -> its qualified name.
-        by_name: qualified name of a layer -> the explanation of its first call.
+        explanation_by_name: qualified name of a layer -> the explanation of its first call.
     """
 
     names: dict[int, str]
-    by_name: dict[str, Explanation]
-    wanted_parts: frozenset[Part] = frozenset()
+    explanation_by_name: dict[str, Explanation]
+    wanted_parts: frozenset[PartName] = frozenset()
 
     def receive(self, call: AttentionCall) -> None:
         """Store the explanation of a call if it is the first one of its layer."""
         origin = call.request.origin
-        if origin is not None and (name := self.names.get(id(origin.layer))) is not None and name not in self.by_name:
-            self.by_name[name] = explain_request(call.request)
+        if (
+            origin is not None
+            and (name := self.names.get(id(origin.layer))) is not None
+            and name not in self.explanation_by_name
+        ):
+            self.explanation_by_name[name] = explain_request(call.request)

@@ -17,7 +17,7 @@ from multihead.errors import ModelError
 from multihead.functional import attend
 from multihead.kernels.call import AttentionCall
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.observation.output_projection import output_weight
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
@@ -168,10 +168,10 @@ class StatisticsMeasurer:
 
 
 def _measure_packed_texts(
-    call: AttentionCall, sample_spans: SampleSpans, text: Tensor, missing: frozenset[Part], context: ProbeContext
-) -> dict[Part, Tensor]:
+    call: AttentionCall, sample_spans: SampleSpans, text: Tensor, missing: frozenset[PartName], context: ProbeContext
+) -> dict[PartName, Tensor]:
     """Measure the weights on the first keys and on the special keys of each query's own text in a packed row."""
-    found: dict[Part, Tensor] = {}
+    found: dict[PartName, Tensor] = {}
     counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
     if not counts and SPECIAL_KEYS_WEIGHT not in missing:
         return found

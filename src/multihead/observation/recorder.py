@@ -24,7 +24,7 @@ from multihead.errors import ModelError, ProbeError
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import first_key_of_samples
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import RankHeads, rank_heads
@@ -38,7 +38,7 @@ from multihead.observation.patches import text_of_patches
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
-from multihead.probes.probe import Parts, Probe, ProbeInput
+from multihead.probes.probe import PartValues, Probe, ProbeInput
 from multihead.probes.statistics import (
     drop_position_parts,
     measure_token_parts,
@@ -62,7 +62,7 @@ from multihead.record.batch import (
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import STATISTICS_PER_KEY, SampleRecord
-from multihead.record.segments import Rows, Segment, append_new_keys, copy_contiguous
+from multihead.record.segments import ChunkedRows, Segment, append_new_keys, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.texts import Text
 from multihead.record.token_ids import CallTokenIds
@@ -72,7 +72,7 @@ Keep = Literal["cpu", "device", "statistics", "summary"]
 RunningSummaryFactory: TypeAlias = Callable[[str, int], RunningSummary]
 """Function (name of a layer, number of heads) -> the layer's empty running sums."""
 
-TOKEN_MATCH_PARTS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
+TOKEN_MATCH_PARTS: frozenset[PartName] = frozenset({"duplicate_mass", "induction_mass"})
 """Statistics that compare the token of a key with the token of the query."""
 
 
@@ -81,11 +81,11 @@ class _PreviousCall:
     """State of a layer's previous call, used to detect that the next call continues it (cached decoding).
 
     Attributes:
-        batch: number of samples.
+        batch_size: number of samples.
         query_stop: position after the last query, in the sequence.
-        keys: number of keys.
-        edge_keys: (2, batch, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention the
-            last key) of the call; None if a cache of this library links the calls, and for packed samples.
+        key_length: number of keys.
+        edge_keys: (2, batch_size, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention
+            the last key) of the call; None if a cache of this library links the calls, and for packed samples.
         cross_attention: whether the keys come from another sequence than the queries.
         is_further_window: whether the call computes a further window of the samples of the call before it.
         samples: returns the records of the samples.
@@ -94,9 +94,9 @@ class _PreviousCall:
         num_keys: returns the number of keys of each sample in all its windows so far, (samples,) int64.
     """
 
-    batch: int
+    batch_size: int
     query_stop: int
-    keys: int
+    key_length: int
     edge_keys: Tensor | None
     cross_attention: bool = False
     is_further_window: bool = False
@@ -131,20 +131,20 @@ class Recorder:
     new_running_summary: RunningSummaryFactory | None = (
         None  # creates the running sums of a layer if no samples are kept
     )
-    wanted_parts: frozenset[Part] = field(init=False)
+    wanted_parts: frozenset[PartName] = field(init=False)
     _counting_rules: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous_calls: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
     _namer: LayerNamer = field(init=False)
-    _spans: SampleSpans | None = None  # the samples of the previous call in this pass
+    _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
     _image_texts: dict[str, Text | None] = field(default_factory=dict)  # the tokens of the image that a layer reads
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
-    _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
+    _pass_continues_cache: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
         """Set `wanted`, the statistics that a kernel may measure while it computes: those that need only q and k."""
-        wanted = frozenset[Part]()
+        wanted = frozenset[PartName]()
         for probe in self.probes:
             if not probe.needs and probe.axes == "queries":
                 wanted |= probe.parts
@@ -170,7 +170,7 @@ class Recorder:
             return
         module, continued = caller.layer, caller.position_in_sequence
         if self._namer.begins_pass():
-            self._pass_continues, self._spans = False, None
+            self._pass_continues_cache, self._newest_sample_spans = False, None
             self._chance_levels.clear()
         name = self._namer.name_call(request, module)
         window = self._namer.is_further_window
@@ -186,7 +186,7 @@ class Recorder:
             window or self._continues_call(call, previous, offset, cross_attention=cross_attention)
         ):
             previous = None
-        self._pass_continues |= previous is not None and not cross_attention and not window
+        self._pass_continues_cache |= previous is not None and not cross_attention and not window
         layer = self._record_of_layer(name, module, request)
         if sequence is not None:
             if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
@@ -232,11 +232,11 @@ class Recorder:
             return False
         if request.packed_lengths is not None or previous.edge_keys is None or not request.shape.key_length:
             return False
-        if request.shape.batch != previous.batch or request.k.shape[1::2] != previous.edge_keys.shape[2:]:
+        if request.shape.batch != previous.batch_size or request.k.shape[1::2] != previous.edge_keys.shape[2:]:
             return False
         first, keys = request.k[:, :, 0], request.shape.key_length
         if cross_attention:
-            same = keys == previous.keys and (self._pass_continues or request.shape.query_length == 1)
+            same = keys == previous.key_length and (self._pass_continues_cache or request.shape.query_length == 1)
             return same and torch.equal(torch.stack([first, request.k[:, :, -1]]), previous.edge_keys)
         begin = offset + request.query_start
         index = begin - 1 - offset
@@ -329,7 +329,7 @@ class Recorder:
         samples = new_samples(new_sample, sample_spans, ids)[::windows]
         if self.keep in ("cpu", "device"):
             for sample in samples:
-                sample.q, sample.k = Rows(2), Rows(2)
+                sample.q, sample.k = ChunkedRows(2), ChunkedRows(2)
         if layer.running_summary is None:
             layer.samples.extend(samples)
         state.samples = lambda: samples
@@ -349,9 +349,9 @@ class Recorder:
         length = sequence.whole_shape(request.shape).query_length
         bare = self._request_without_tensors(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
-        if self._spans is None or not self._spans.fits_call(bare, None, None):
-            self._spans = SampleSpans(bare)
-        sample_spans = self._spans
+        if self._newest_sample_spans is None or not self._newest_sample_spans.fits_call(bare, None, None):
+            self._newest_sample_spans = SampleSpans(bare)
+        sample_spans = self._newest_sample_spans
         # `bare` may lack the bias, which the statistics need.
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
         ids = CallTokenIds(
@@ -380,7 +380,7 @@ class Recorder:
         samples = []
         for index, span in enumerate(sample_spans.spans):
             queries, own_keys = (
-                _find_tokens_on_rank(sequence.chunks(length), each) for each in (span.queries, span.keys)
+                _find_tokens_on_rank(sequence.chunks_of_rank(length), each) for each in (span.queries, span.keys)
             )
             sample = self._sample_factory(layer.name)()
             if sequence.rank_and_world_size[1] > 1:
@@ -402,8 +402,8 @@ class Recorder:
             in_order = (*(probe.name for probe in self.probes), *found)  # the order of a record of one process
             sample.set_statistics({key: found[key] for key in in_order if key in found})
             if self.keep in ("cpu", "device"):
-                sample.q = Rows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
-                sample.k = Rows(
+                sample.q = ChunkedRows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
+                sample.k = ChunkedRows(
                     2,
                     [
                         copy_contiguous(
@@ -495,13 +495,13 @@ class Recorder:
             padding = keys.padding
             before = self.inputs.tokens_until_query(name, request, keys.key_offset)
             real = None if before is None else before[:, before.shape[1] - request.shape.query_length :]
-        if self._spans is None or not self._spans.fits_call(request, real, padding):
+        if self._newest_sample_spans is None or not self._newest_sample_spans.fits_call(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change the tensor later
-            self._spans = SampleSpans(
+            self._newest_sample_spans = SampleSpans(
                 self._request_without_tensors(request, request.shape.device), own_packed, real, padding
             )
-        return self._spans
+        return self._newest_sample_spans
 
     def _ids_of_call(
         self, request: AttentionRequest, name: str, sample_spans: SampleSpans, *, cross_attention: bool
@@ -538,7 +538,7 @@ class Recorder:
             self._image_texts[name] = text_of_patches(self.measurer.root, name)
         return self._image_texts[name]
 
-    def _parts_of_batch(self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds) -> Parts | None:
+    def _parts_of_batch(self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds) -> PartValues | None:
         """Return the parts of all probes for the whole batch; None if each sample must be measured separately.
 
         The kernel has measured the parts that need only q and k. Weights on special tokens and sinks are measured here.
@@ -553,7 +553,7 @@ class Recorder:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
-        wanted = frozenset[Part]()
+        wanted = frozenset[PartName]()
         for probe in self.probes:
             if probe.needs <= known and not (ids.cross_attention and probe.parts & TOKEN_MATCH_PARTS):
                 wanted |= probe.parts
@@ -571,7 +571,7 @@ class Recorder:
         self,
         call: AttentionCall,
         sample_spans: SampleSpans,
-        parts: Parts,
+        parts: PartValues,
         ids: CallTokenIds,
         name: str,
         new_sample: Callable[[], SampleRecord],

@@ -101,14 +101,14 @@ class _TransformersLayer(NamedTuple):
     Attributes:
         name: qualified name of the layer in the model.
         module: the layer.
-        columns: names of the projections that are split by columns.
-        rows: name of the output projection, which is split by rows.
+        column_parallel_names: names of the projections that are split by columns.
+        row_parallel_name: name of the output projection, which is split by rows.
     """
 
     name: str
     module: nn.Module
-    columns: tuple[str, ...]
-    rows: str
+    column_parallel_names: tuple[str, ...]
+    row_parallel_name: str
 
     def plan(self, ranks: int) -> dict[str, Any]:
         """Return the plan of the layer for `parallelize_module`; an ArgumentError if it cannot be split."""
@@ -120,7 +120,7 @@ class _TransformersLayer(NamedTuple):
             owner = name.rpartition(".")[0]
             if owner in _HEAD_NORMS and parameter.shape == (head_dim,):
                 norms.append(owner)
-            elif owner not in (*self.columns, self.rows) and name != "sinks":
+            elif owner not in (*self.column_parallel_names, self.row_parallel_name) and name != "sinks":
                 others.append(name)
         if others or not isinstance(head_dim, int):
             raise ArgumentError(
@@ -129,8 +129,8 @@ class _TransformersLayer(NamedTuple):
             )
         heads, kv_heads = _count_heads(self.module)
         check_heads_divide(self.name, heads, kv_heads, ranks)
-        plan: dict[str, Any] = {each: ColwiseParallel() for each in self.columns}
-        plan[self.rows] = RowwiseParallel()
+        plan: dict[str, Any] = {each: ColwiseParallel() for each in self.column_parallel_names}
+        plan[self.row_parallel_name] = RowwiseParallel()
         # A norm of single heads gets (batch, tokens, heads of this rank, head_dim); its gradient is summed over ranks.
         plan |= {each: SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
         if kv_heads % ranks:  # fewer key/value heads than ranks: k_proj and v_proj are replicated

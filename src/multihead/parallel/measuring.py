@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import measure_parts, set_empty_and_bad_queries
@@ -26,7 +26,7 @@ _MEAN_DISTANCE, _DISTANCE_SPREAD = "mean_distance", "distance_spread"
 @torch.no_grad()
 def measure_over_keys(
     request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
-) -> dict[Part, Tensor]:
+) -> dict[PartName, Tensor]:
     """Return the `wanted` statistics of a request on a subset of the keys, (batch, heads, queries) each.
 
     Statistics that the kernel did not return are measured here. `first_key`, an int or (batch or 1,), is the index of
@@ -52,7 +52,7 @@ class MergedStatistics:
         like: tensor (batch, heads, queries) with the sizes and the device of the statistics.
     """
 
-    def __init__(self, wanted: Collection[Part], like: Tensor) -> None:
+    def __init__(self, wanted: Collection[PartName], like: Tensor) -> None:
         self.wanted = frozenset(wanted)
         self.logsumexp = torch.full_like(like, -torch.inf, dtype=torch.float64)
         self.sums = {
@@ -63,7 +63,7 @@ class MergedStatistics:
         self.largest_score = torch.full_like(self.logsumexp, -torch.inf)
         self.largest_key = torch.full_like(self.logsumexp, -1, dtype=torch.int64)
 
-    def add(self, at: slice, first_key: int, logsumexp: Tensor, parts: dict[Part, Tensor]) -> None:
+    def add(self, at: slice, first_key: int, logsumexp: Tensor, parts: dict[PartName, Tensor]) -> None:
         """Merge the statistics of the queries `at` over a subset of keys, the first of which is key `first_key`."""
         before, added = self.logsumexp[:, :, at], logsumexp.double()
         total = torch.logaddexp(before, added)
@@ -104,13 +104,13 @@ class MergedStatistics:
             self.largest_key[:, :, at] = torch.where(larger, moved, known)
         self.largest_score[:, :, at] = torch.maximum(score, best)
 
-    def results(self, logsumexp: Tensor) -> dict[Part, Tensor]:
+    def results(self, logsumexp: Tensor) -> dict[PartName, Tensor]:
         """Return the wanted statistics, (batch, heads, queries) each; `logsumexp` is over all keys and the sink."""
         wide = logsumexp.double()
         empty, bad = wide == -torch.inf, wide.isnan()
         log_share = (self.logsumexp - wide).masked_fill(empty, 0)
         share = log_share.exp()
-        found: dict[Part, Tensor] = {}
+        found: dict[PartName, Tensor] = {}
         for part in sorted(self.wanted, key=str):
             if part == _LARGEST_KEY:
                 value = self.largest_key
@@ -127,18 +127,18 @@ class MergedStatistics:
         return {part: value.to(dtype) if value.is_floating_point() else value for part, value in found.items()}
 
 
-def stack_parts(parts: dict[Part, Tensor]) -> Tensor:
+def stack_parts(parts: dict[PartName, Tensor]) -> Tensor:
     """Stack statistics to one tensor (batch, heads, queries, statistics) in float64, exact for indices of keys."""
     return torch.stack([value.double() for value in parts.values()], -1)
 
 
-def unstack_parts(tensor: Tensor, like: dict[Part, Tensor]) -> dict[Part, Tensor]:
+def unstack_parts(tensor: Tensor, like: dict[PartName, Tensor]) -> dict[PartName, Tensor]:
     """Split a tensor of `stack_parts` into statistics, with the names and dtypes of `like`."""
     each = zip(like.items(), tensor.unbind(-1), strict=True)
     return {part: value.to(other.dtype) for (part, other), value in each}
 
 
-def _add_companion_parts(wanted: Iterable[Part]) -> frozenset[Part]:
+def _add_companion_parts(wanted: Iterable[PartName]) -> frozenset[PartName]:
     """Add the statistics that merging needs: the mean distance for its spread, the largest weight for its key."""
     found = frozenset(wanted)
     return (

@@ -36,7 +36,7 @@ from multihead.kernels.call import AttentionRequest, AttentionResult, DropoutOff
 from multihead.kernels.choose import plan_call
 from multihead.kernels.dense_tile import without_qkv, working_dtype
 from multihead.kernels.native import kernel as native
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.sequence_split import use_split
 from multihead.parallel.exchange import Ranks, Transfer, slice_ranges, slice_token_major
 from multihead.parallel.layout import TokenRange
@@ -57,7 +57,7 @@ class Ring:
     plan: RingPlan
     request: AttentionRequest
     kernel: str | None
-    statistics: dict[Part, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
+    statistics: dict[PartName, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
     def attend(self) -> AttentionResult:
         """Compute the attention of this rank's queries, and the `wanted` statistics of the request."""

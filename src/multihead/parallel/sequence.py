@@ -266,14 +266,14 @@ class _SplitOverRanks:
     check_frequency: CheckFrequency
     has_compared: bool = field(default=False, init=False)
 
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
+    def positions_of_rank(self, tokens: int, device: torch.device) -> Tensor:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
         return self.ranks.rank, self.ranks.size
 
-    def chunks(self, length: int) -> tuple[TokenRange, ...]:
+    def chunks_of_rank(self, length: int) -> tuple[TokenRange, ...]:
         return self.layout.chunks(self.ranks.rank, length)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
@@ -334,7 +334,7 @@ class _SplitOverRanks:
             ("because", chosen.reason),
             ("compile", "outside of the graphs of torch.compile, so fullgraph=True raises an error"),
         )
-        return RankWork(parts, shape.cells * ranks, round(own * per_cell), sent.stored_bytes, lines)
+        return RankWork(parts, shape.num_cells * ranks, round(own * per_cell), sent.stored_bytes, lines)
 
     def _plan_call(
         self, request: AttentionRequest, kernel: str | None

@@ -59,7 +59,7 @@ class BlockSums:
         return self.sums / self.counts
 
 
-def blocks(
+def sum_weights_over_blocks(
     request: AttentionRequest,
     logsumexp: Tensor,
     *,

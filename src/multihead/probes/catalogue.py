@@ -14,24 +14,24 @@ from operator import itemgetter
 from torch import Tensor
 
 from multihead.errors import ProbeError
-from multihead.kernels.parts import PART_FAMILIES, Part, check_part
-from multihead.probes.probe import SHARE, Parts, Probe, Statistic
+from multihead.kernels.parts import PART_FAMILIES, PartName, check_part
+from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
 
 
-def _function_of_part(part: Part) -> Callable[[Parts], Tensor]:
+def _function_of_part(part: PartName) -> Callable[[PartValues], Tensor]:
     """Return a function that reads one part, for a statistic that equals this part."""
     return itemgetter(part)
 
 
-def _effective_keys(parts: Parts) -> Tensor:
+def _effective_keys(parts: PartValues) -> Tensor:
     return parts["entropy"].exp()
 
 
-def _largest_score(parts: Parts) -> Tensor:
+def _largest_score(parts: PartValues) -> Tensor:
     return parts["logsumexp"] + parts["largest_weight"].log()
 
 
-def _coverage_of_parts(parts: Parts) -> Tensor:
+def _coverage_of_parts(parts: PartValues) -> Tensor:
     return parts["received"].clamp(max=1)
 
 
@@ -40,7 +40,7 @@ _OFFSET_SOURCES = {-1: "arXiv:1905.09418, 2209.11895", 1: "arXiv:1906.04341, sec
 
 
 def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = "") -> Probe:
-    part: Part = ("offset_mass", offset)
+    part: PartName = ("offset_mass", offset)
     places = {0: "the query's own position", -1: "the position before", 1: "the position after"}
     return Probe(
         name,
@@ -48,7 +48,7 @@ def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = ""
         {part},
         label=label,
         short_label=short_label,
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         source=_OFFSET_SOURCES.get(offset, ""),
         default=offset in _NAMES_BY_OFFSET,
         about=f"p_ij at {places.get(offset, f'position_i {offset:+d}')}",
@@ -57,13 +57,13 @@ def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = ""
 
 
 def _first_keys_mass_probe(count: int, name: str, label: str) -> Probe:
-    part: Part = ("first_keys_mass", count)
+    part: PartName = ("first_keys_mass", count)
     return Probe(
         name,
         _function_of_part(part),
         {part},
         label=label,
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         source="attention sinks, arXiv:2309.17453",
         default=count == 1,
         about="p_ij at the first key of the text" if count == 1 else f"Σ p_ij over the first {count} keys of the text",
@@ -71,7 +71,7 @@ def _first_keys_mass_probe(count: int, name: str, label: str) -> Probe:
 
 
 def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
-    part: Part = ("tokens_mass", name)
+    part: PartName = ("tokens_mass", name)
     special = name == "special"
     return Probe(
         f"{name}_mass",
@@ -79,7 +79,7 @@ def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[i
         {part},
         label=label,
         short_label="spec." if special else "",
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         tokens=tokens,
         source="arXiv:1906.04341, section 3.2",
         default=special,
@@ -143,7 +143,7 @@ _BUILT_IN_PROBES = (
         {"largest_weight"},
         label="largest",
         short_label="max",
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         source='"confidence", arXiv:1905.09418',
         default=True,
         about="max_j p_ij",
@@ -163,7 +163,7 @@ _BUILT_IN_PROBES = (
         {"sink_mass"},
         label="learned sink",
         short_label="sink",
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         source="GPT-OSS, arXiv:2508.10925",
         default=True,
         about="exp(sink - L_i) = 1 - Σ_j p_ij: the weight that a learned sink takes from the keys",
@@ -183,7 +183,7 @@ _BUILT_IN_PROBES = (
         _function_of_part("duplicate_mass"),
         {"duplicate_mass"},
         label="duplicate",
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         source="arXiv:2211.00593",
         about="Σ p_ij over earlier keys that are the query's own token",
         counted="repeated",
@@ -193,7 +193,7 @@ _BUILT_IN_PROBES = (
         _function_of_part("induction_mass"),
         {"induction_mass"},
         label="induction",
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         source="prefix matching, arXiv:2209.11895",
         about="Σ p_ij over the keys right after those",
         counted="repeated",
@@ -227,7 +227,7 @@ _BUILT_IN_PROBES = (
         "coverage",
         _coverage_of_parts,
         {"received"},
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         source="arXiv:1609.08144, equation 14",
         about="min(1, Σ_i p_ij): whether a key was attended to at all",
         chance=False,
@@ -237,7 +237,7 @@ _BUILT_IN_PROBES = (
         _function_of_part("pooled_map"),
         {"pooled_map"},
         label="map",
-        number_format=SHARE,
+        number_format=SHARE_FORMAT,
         about="the mean of each block over its visible cells, or the largest weight; NaN where no cell is visible",
         chance=False,
     ),
@@ -248,7 +248,7 @@ PROBES: dict[str, Probe] = {probe.name: probe for probe in _BUILT_IN_PROBES}
 DEFAULT = tuple(probe.name for probe in _BUILT_IN_PROBES if probe.default)
 """Names of the probes that are computed by default."""
 
-SEPARATOR_STATISTIC = Statistic("separator_mass", label="separator", number_format=SHARE)
+SEPARATOR_STATISTIC = Statistic("separator_mass", label="separator", number_format=SHARE_FORMAT)
 """Weight on special tokens after the first token, which `record.analysis.highlights` derives from other statistics."""
 
 REPEAT_PROBES = {
@@ -262,7 +262,7 @@ REPEAT_PROBES = {
 _DERIVED_STATISTICS = (
     SEPARATOR_STATISTIC,
     *(
-        Statistic(name, label=f"{PROBES[of].label} on random repeats", number_format=SHARE)
+        Statistic(name, label=f"{PROBES[of].label} on random repeats", number_format=SHARE_FORMAT)
         for name, of in REPEAT_PROBES.items()
     ),
 )
@@ -316,7 +316,7 @@ def first_keys_mass(count: int) -> Probe:
     )
 
 
-def probe_of_part(part: Part, tokens: Iterable[int] | None = None) -> Probe:
+def probe_of_part(part: PartName, tokens: Iterable[int] | None = None) -> Probe:
     """Return the probe that measures a part with an argument, such as ("offset_mass", -5).
 
     >>> probe_of_part(("first_keys_mass", 4)), probe_of_part(("tokens_mass", "digits"), (3, 4))

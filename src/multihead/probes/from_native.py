@@ -18,7 +18,7 @@ from multihead.kernels.native.statistics import (
     measure_in_one_pass,
     sum_weights_per_key,
 )
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
@@ -31,7 +31,7 @@ def supports_call(request: AttentionRequest, bounds: KeyBounds) -> bool:
     return not is_traced() and kernel.refusal(request, bounds) is None
 
 
-def measurable_parts(context: ProbeContext, parts: Collection[Part]) -> frozenset[Part]:
+def measurable_parts(context: ProbeContext, parts: Collection[PartName]) -> frozenset[PartName]:
     """Return the subset of `parts` that the native kernel can measure with this context."""
     known = _native_parts(
         mean=context.map_pool == "mean", first=context.first_key is None, special=context.special_keys is not None
@@ -40,7 +40,7 @@ def measurable_parts(context: ProbeContext, parts: Collection[Part]) -> frozense
 
 
 @cache
-def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
+def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[PartName]:
     """Return all parts that the kernel measures; the flags include the pooled map, first-key and special-key parts."""
     known = PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS
     if not mean:
@@ -51,8 +51,8 @@ def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
 
 
 def run_first_pass(
-    request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], context: ProbeContext
-) -> tuple[Tensor, dict[Part, Tensor]]:
+    request: AttentionRequest, bounds: KeyBounds, parts: Collection[PartName], context: ProbeContext
+) -> tuple[Tensor, dict[PartName, Tensor]]:
     """Measure the logsumexp of a call, and in the same pass all of `parts` that the native kernel supports.
 
     Returns:
@@ -63,14 +63,14 @@ def run_first_pass(
     )
 
 
-def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
+def measure(call: MeasuredCall, parts: Collection[PartName]) -> dict[PartName, Tensor]:
     """Measure the parts per query of a call in one pass, and the parts that sum over queries in a second pass.
 
     Args:
         call: the call; no gradients are computed.
         parts: a subset of `measurable_parts`.
     """
-    found: dict[Part, Tensor] = {}
+    found: dict[PartName, Tensor] = {}
     if not PARTS_OF_ONE_PASS.isdisjoint(parts):
         found |= run_first_pass(call.request, call.bounds, parts, call.context)[1]
     if not PARTS_OF_SECOND_PASS.isdisjoint(parts):
@@ -78,7 +78,7 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
     return {part: found[part] for part in parts}
 
 
-def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
+def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[PartName, Tensor]:
     """Measure "received", the sum of the weights on each key, and "pooled_map" if `mapped`."""
     request, shape = call.request, call.request.shape
 
@@ -88,13 +88,13 @@ def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[Part,
 
     cell = (empty_map().row_block, empty_map().column_block) if mapped else None
     received, sums = sum_weights_per_key(request, call.bounds, call.logsumexp.float(), cell=cell)
-    found: dict[Part, Tensor] = {"received": received}
+    found: dict[PartName, Tensor] = {"received": received}
     if sums is not None:
         means = [empty_map().sums]  # an empty batch needs the shape of a map
         for sample in range(shape.batch):
             pooled = empty_map()
             pooled.sums.copy_(sums[sample])
-            pooled.count(request, call.bounds, sample)
+            pooled.count_visible_cells(request, call.bounds, sample)
             means.append(pooled.means())
         found["pooled_map"] = torch.stack(means)[1:]
     return found

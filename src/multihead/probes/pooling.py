@@ -69,7 +69,9 @@ class PooledMap:
         place = (slice(None), slice(row, row + cells.shape[1]), slice(column, column + cells.shape[2]))
         self.largest[place] = self.largest[place].maximum(cells.double())
 
-    def count(self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)) -> None:
+    def count_visible_cells(
+        self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)
+    ) -> None:
         """Count the visible cells of one sample of a call; `heads` are the heads that this map has."""
         if bounds.remainder is None and request.bias is None:
             row = 0 if bounds.is_shared_by_samples else sample

@@ -19,16 +19,16 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.kernels.parts import Part, check_part
+from multihead.kernels.parts import PartName, check_part
 
-Parts: TypeAlias = Mapping[Part, Tensor]
+PartValues: TypeAlias = Mapping[PartName, Tensor]
 """Name of a part (a measured statistic), such as "entropy" -> tensor; see `PARTS` in `multihead.kernels.parts`."""
 
 ProbeInput = Literal["special_keys", "ids", "sets", "output_weight", "values", "sinks"]
-Axes = Literal["queries", "keys", "map"]
+PartAxes = Literal["queries", "keys", "map"]
 
-SHARE = "share"
-NO_DECIMAL_FROM = 0.0995  # 9.95 %, from which shares are written without a decimal
+SHARE_FORMAT = "share"
+MIN_SHARE_WITHOUT_DECIMAL = 0.0995  # 9.95 %, from which shares are written without a decimal
 _NUMBER_FORMAT_PATTERN = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
 _COUNTED_PATTERN = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
 _RESERVED_NAMES = (
@@ -45,7 +45,7 @@ _NEEDS_OF_PART: dict[str, tuple[ProbeInput, ...]] = {
     "contribution": ("values", "output_weight"),
     "output_norm": ("values", "output_weight"),
 }
-_AXES_OF_PART: dict[Part, Axes] = {"received": "keys", "pooled_map": "map"}
+_AXES_OF_PART: dict[PartName, PartAxes] = {"received": "keys", "pooled_map": "map"}
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class Statistic:
                 f"The queries counted for {self.name} are {self.counted!r}.",
                 'Give "all", "repeated", or an offset such as "offset -2".',
             )
-        if self.number_format == SHARE and self.unit not in ("", "%"):
+        if self.number_format == SHARE_FORMAT and self.unit not in ("", "%"):
             raise ArgumentError(
                 f"{self.name} is written as a share, and its unit is {self.unit!r}.",
                 'Leave the unit out (it is "%"), or choose another number format, such as ".2f".',
             )
-        if self.number_format == SHARE:
+        if self.number_format == SHARE_FORMAT:
             object.__setattr__(self, "unit", "%")
         object.__setattr__(self, "label", self.label or self.name.replace("_", " ").strip())
         object.__setattr__(self, "short_label", self.short_label or self.label)
@@ -124,8 +124,8 @@ class Statistic:
             return "-"
         if math.isinf(value):
             return str(value)
-        if self.number_format == SHARE:
-            return f"{100 * value:.{int(abs(value) < NO_DECIMAL_FROM)}f}"
+        if self.number_format == SHARE_FORMAT:
+            return f"{100 * value:.{int(abs(value) < MIN_SHARE_WITHOUT_DECIMAL)}f}"
         if self.number_format.endswith("g"):
             return format(Decimal(format(value, self.number_format)), "f")
         return format(value, self.number_format)
@@ -168,8 +168,8 @@ class Probe(Statistic):
     ('other keys (%)', frozenset(), 'queries')
     """
 
-    of: Callable[[Parts], Tensor] = field(compare=False, repr=False)
-    parts: Set[Part] = field(repr=False)
+    of: Callable[[PartValues], Tensor] = field(compare=False, repr=False)
+    parts: Set[PartName] = field(repr=False)
     tokens: frozenset[int] | None = field(default=None, kw_only=True, repr=False)
     source: str = field(default="", kw_only=True, repr=False)
     default: bool = field(default=False, kw_only=True, repr=False)
@@ -196,7 +196,7 @@ class Probe(Statistic):
             )
 
     @cached_property
-    def axes(self) -> Axes:
+    def axes(self) -> PartAxes:
         """What the statistic has per head: "queries" (one number per query), "keys" (one per key) or "map"."""
         return _AXES_OF_PART.get(next(iter(self.parts)), "queries")
 
@@ -214,7 +214,7 @@ class Probe(Statistic):
         return frozenset(found)
 
     @property
-    def only_part(self) -> Part | None:
+    def only_part(self) -> PartName | None:
         """The part that the statistic equals; None if the statistic is computed from parts."""
         return next(iter(self.parts)) if isinstance(self.of, itemgetter) and len(self.parts) == 1 else None
 
@@ -225,7 +225,7 @@ class Probe(Statistic):
         return Statistic(self.name, **self.display(), counted=self.counted)
 
 
-def _checked_parts(name: str, parts: object) -> frozenset[Part]:
+def _checked_parts(name: str, parts: object) -> frozenset[PartName]:
     """Return the parts of a probe as a frozenset; an ArgumentError if one is unknown or there is none."""
     if not isinstance(parts, Set) or not parts:
         raise ArgumentError(f"The parts of {name} are {parts!r}.", 'Give a set of at least one, such as {"entropy"}.')

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import working_dtype
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.probes.measured_call import MeasuredCall
 from multihead.scores.bias import RelativeBias
 from multihead.scores.terms import apply_softcap
 
-MAX_WEIGHTS = 1 << 19  # weights that are computed at once, over all heads
+MAX_WEIGHTS_AT_ONCE = 1 << 19  # weights that are computed at once, over all heads
 # Part -> offset of the keys that it counts from an earlier occurrence of the query's token.
-KEY_SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
+KEY_SHIFTS: dict[PartName, int] = {"duplicate_mass": 0, "induction_mass": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ def supports_call(call: MeasuredCall) -> bool:
     return call.bounds.remainder is None
 
 
-def measure_repeats(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
+def measure_repeats(call: MeasuredCall, parts: Collection[PartName]) -> dict[PartName, Tensor]:
     """Sum each query's weights on earlier occurrences of its token, or on the keys after them.
 
     Args:
@@ -102,7 +102,7 @@ def _slices_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) ->
 
 def _split_into_chunks_of_weights(token_group: _TokenGroup, heads: int) -> Iterator[_TokenGroup]:
     """Split a group by tokens, and by queries if a token is frequent, into groups of at most MAX_WEIGHTS weights."""
-    most = max(1, MAX_WEIGHTS // (heads * token_group.keys.shape[1]))  # queries at once
+    most = max(1, MAX_WEIGHTS_AT_ONCE // (heads * token_group.keys.shape[1]))  # queries at once
     rows = min(token_group.queries.shape[1], most)
     tokens = max(1, most // rows)
     for first in range(0, len(token_group.keys), tokens):

@@ -12,7 +12,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import without_autocast
 from multihead.probes.tile import head_indices, tile
 
-MAX_WEIGHTS = 1 << 21  # maximum number of weights of pairs of heads that are compared at once
+MAX_WEIGHTS_AT_ONCE = 1 << 21  # maximum number of weights of pairs of heads that are compared at once
 HeadSelection = int | Sequence[int] | slice
 
 
@@ -66,7 +66,7 @@ def divergence(
         raise ArgumentError(f"queries is {queries!r}, which selects no query.", "Give a slice that selects some.")
     total = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
     count = torch.zeros_like(total)
-    step = max(1, MAX_WEIGHTS // (request.shape.key_length * (len(first) + len(second))))
+    step = max(1, MAX_WEIGHTS_AT_ONCE // (request.shape.key_length * (len(first) + len(second))))
     with torch.no_grad(), without_autocast(device):
         for begin in range(0, len(rows), step):
             part = rows[begin : begin + step]
@@ -97,7 +97,7 @@ def _add_divergences(total: Tensor, count: Tensor, one: tuple[Tensor, Tensor], o
     """Add the divergences of some rows to `total` and their number to `count`, in place."""
     (p, sees), (r, also) = one, other
     entropy_p, entropy_r = entropy_of(p), entropy_of(r)
-    step = max(1, MAX_WEIGHTS // r.numel())
+    step = max(1, MAX_WEIGHTS_AT_ONCE // r.numel())
     for begin in range(0, len(p), step):
         some = slice(begin, begin + step)
         middle = entropy_of((p[some, None] + r) / 2)  # (some heads, other heads, rows)

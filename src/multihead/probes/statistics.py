@@ -23,25 +23,25 @@ from multihead.kernels.call import AttentionArguments, AttentionCall, AttentionR
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Parts, Probe, ProbeInput
+from multihead.probes.probe import PartValues, Probe, ProbeInput
 from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
 from multihead.probes.tile import has_large_logsumexp, is_finite_and_small
 
 ProbeOrName: TypeAlias = "str | Probe"
-POSITION_PARTS: frozenset[Part] = frozenset(
+POSITION_PARTS: frozenset[PartName] = frozenset(
     {"mean_distance", "distance_spread", *(("offset_mass", offset) for offset in (0, -1, 1))}
 )
 """The parts measured by the native kernel that depend on the positions of queries."""
 
 NO_CONTEXT = ProbeContext()
 
-_PART_OF_STATISTIC: dict[str, Part] = {
+_PART_OF_STATISTIC: dict[str, PartName] = {
     name: probe.only_part for name, probe in PROBES.items() if probe.only_part is not None
 }
 """Name of a built-in statistic -> the part that it equals; without statistics that are computed from parts."""
@@ -170,12 +170,12 @@ def choose_probes(
     return probes
 
 
-def parts_of_probes(probes: Iterable[Probe]) -> frozenset[Part]:
+def parts_of_probes(probes: Iterable[Probe]) -> frozenset[PartName]:
     """Return the union of the parts of some probes."""
-    return frozenset[Part]().union(*[probe.parts for probe in probes])
+    return frozenset[PartName]().union(*[probe.parts for probe in probes])
 
 
-class FirstPass(NamedTuple):
+class FirstPassResult(NamedTuple):
     """Results of one pass over the keys that does not read the values.
 
     Attributes:
@@ -185,7 +185,7 @@ class FirstPass(NamedTuple):
     """
 
     logsumexp: Tensor
-    parts: Parts
+    parts: PartValues
     all_rows_regular: bool
 
 
@@ -195,7 +195,7 @@ def run_first_pass(
     context: ProbeContext = NO_CONTEXT,
     *,
     has_values: bool = False,
-) -> FirstPass | None:
+) -> FirstPassResult | None:
     """Compute the logsumexp of a call, and the parts of probes that the native kernel measures in the same pass.
 
     The pass does not multiply values, so it is faster than the call. The parts that the native kernel does not measure
@@ -216,8 +216,8 @@ def run_first_pass(
         return None
     logsumexp, parts = from_native.run_first_pass(request, bounds, parts_of_probes(probes), context)
     if not parts or is_finite_and_small(logsumexp):
-        return FirstPass(logsumexp, parts, all_rows_regular=bool(parts))
-    return FirstPass(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, all_rows_regular=False)
+        return FirstPassResult(logsumexp, parts, all_rows_regular=bool(parts))
+    return FirstPassResult(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, all_rows_regular=False)
 
 
 def measure_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
@@ -248,7 +248,7 @@ def complete_statistics(
     probes: Sequence[Probe],
     context: ProbeContext = NO_CONTEXT,
     *,
-    parts: Parts,
+    parts: PartValues,
     all_rows_regular: bool = False,
     result: AttentionResult | None = None,
     has_values: bool = True,
@@ -278,7 +278,7 @@ def measure_statistics(
     wanted: Iterable[ProbeOrName],
     context: ProbeContext = NO_CONTEXT,
     *,
-    parts: Parts = MappingProxyType({}),
+    parts: PartValues = MappingProxyType({}),
     result: AttentionResult | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
@@ -316,7 +316,9 @@ def measure_statistics(
     return found
 
 
-def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, all_rows_regular: bool = False) -> Tensor:
+def statistic_from_parts(
+    probe: Probe, parts: PartValues, logsumexp: Tensor, *, all_rows_regular: bool = False
+) -> Tensor:
     """Compute a statistic per query from the parts that the kernel measured: (batch, heads, queries).
 
     A statistic that equals one part is not copied, because the kernel has already set queries without keys or with NaN.
@@ -336,7 +338,7 @@ def statistic_from_parts(probe: Probe, parts: Parts, logsumexp: Tensor, *, all_r
     return set_empty_and_bad_queries(value, logsumexp == -torch.inf, logsumexp.isnan())
 
 
-def _apply_probe(probe: Probe, parts: Parts) -> Tensor:
+def _apply_probe(probe: Probe, parts: PartValues) -> Tensor:
     """Call the function of a probe.
 
     Raises:
@@ -370,8 +372,8 @@ def set_empty_and_bad_queries(value: Tensor, empty: Tensor, bad: Tensor) -> Tens
 
 
 def measure_parts(
-    call: MeasuredCall, parts: frozenset[Part], key_sets: Mapping[Part, Tensor] = MappingProxyType({})
-) -> dict[Part, Tensor]:
+    call: MeasuredCall, parts: frozenset[PartName], key_sets: Mapping[PartName, Tensor] = MappingProxyType({})
+) -> dict[PartName, Tensor]:
     """Measure parts, each in the fastest way.
 
     Args:
@@ -380,7 +382,7 @@ def measure_parts(
         key_sets: part -> (batch, keys) bool, for the parts that sum the weights on a set of keys.
     """
     sets = {part: keys for part, keys in key_sets.items() if part in parts}
-    found: dict[Part, Tensor] = {
+    found: dict[PartName, Tensor] = {
         part: lookups.weight_on_set(call, keys) for part, keys in sets.items() if lookups.is_small_set(keys)
     }
     if from_native.supports_call(call.request, call.bounds):
@@ -422,13 +424,13 @@ def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
     return weights.masked_fill_(logsumexp == -torch.inf, 0)
 
 
-def _key_sets_of_parts(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+def _key_sets_of_parts(call: MeasuredCall, probes: Sequence[Probe]) -> dict[PartName, Tensor]:
     """Return the set of keys of each `tokens_mass` part: part -> (batch, keys) bool.
 
     Raises:
         ProbeError: two probes have different sets of the same name.
     """
-    found: dict[Part, Tensor] = {}
+    found: dict[PartName, Tensor] = {}
     tokens: dict[str, frozenset[int] | None] = {}
     for probe in probes:
         for part in probe.parts:
@@ -447,8 +449,8 @@ def _token_set_names(probe: Probe) -> list[str]:
 
 
 def _measure_over_all_keys(
-    call: MeasuredCall, parts: Collection[Part], sets: Mapping[Part, Tensor]
-) -> dict[Part, Tensor]:
+    call: MeasuredCall, parts: Collection[PartName], sets: Mapping[PartName, Tensor]
+) -> dict[PartName, Tensor]:
     """Measure parts that need all weights of a query: in tiles, or by an attention call with other values."""
     left = [part for part in sets if part in parts]
     numbers = [weighted_values.key_set_as_values(call, sets[part]) for part in left]
@@ -457,7 +459,7 @@ def _measure_over_all_keys(
         numbers.append(weighted_values.projected_value_norms(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
     walk = [part for part in parts if part in STREAMED_PARTS]
-    found: dict[Part, Tensor] = {}
+    found: dict[PartName, Tensor] = {}
     weighed = None
     if walk:
         found, weighed = measure_in_tiles(call, walk, stacked)
@@ -476,7 +478,9 @@ def drop_position_parts(attended: AttentionResult) -> AttentionResult:
     return replace(attended, statistics=kept)
 
 
-def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tensor | None) -> Parts | None:
+def measure_token_parts(
+    call: AttentionCall, parts: frozenset[PartName], special_keys: Tensor | None
+) -> PartValues | None:
     """Measure the weights on special tokens and sinks, and the logsumexp, of a call that has run, for a whole batch.
 
     Args:
@@ -496,7 +500,7 @@ def measure_token_parts(call: AttentionCall, parts: frozenset[Part], special_key
     measured = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
-    found: dict[Part, Tensor] = {}
+    found: dict[PartName, Tensor] = {}
     if SPECIAL_KEYS_WEIGHT in parts and special_keys is not None:
         if lookups.is_small_set(special_keys):  # the usual case; a pass over all keys is many times slower
             found[SPECIAL_KEYS_WEIGHT] = lookups.weight_on_set(measured, special_keys)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.moments import KEYS_PER_GROUP, DistanceMoments
 from multihead.probes.pooling import PooledMap
@@ -28,9 +28,15 @@ TILE_KEYS = 512  # keys per tile
 TILE_WEIGHTS = 1 << 19  # weights per tile over the heads of a group, so that a tile fits into a CPU cache
 # Factors of the three sizes on a GPU, where a tile of 2^25 weights takes longer to compute than to launch.
 GPU_TILE_FACTORS = (8, 4, 64)
-_PER_QUERY_PARTS: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
-_TOKEN_MATCH_PARTS: tuple[Part, ...] = ("duplicate_mass", "induction_mass")
-STREAMED_PARTS: frozenset[Part] = frozenset((*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS, "received", "pooled_map"))
+_PER_QUERY_PARTS: tuple[PartName, ...] = (
+    "entropy",
+    "largest_weight",
+    "largest_key",
+    "mean_distance",
+    "distance_spread",
+)
+_TOKEN_MATCH_PARTS: tuple[PartName, ...] = ("duplicate_mass", "induction_mass")
+STREAMED_PARTS: frozenset[PartName] = frozenset((*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS, "received", "pooled_map"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,17 +94,17 @@ class _TiledMeasurement:
     """
 
     call: MeasuredCall
-    parts: frozenset[Part]
+    parts: frozenset[PartName]
     value_columns: Tensor | None
-    measured_parts: dict[Part, Tensor]
+    measured_parts: dict[PartName, Tensor]
     weighted_sums: Tensor | None
     received: Tensor
     maps: list[PooledMap] = field(default_factory=list)
 
 
 def measure_in_tiles(
-    call: MeasuredCall, parts: Collection[Part], columns: Tensor | None = None
-) -> tuple[dict[Part, Tensor], Tensor | None]:
+    call: MeasuredCall, parts: Collection[PartName], columns: Tensor | None = None
+) -> tuple[dict[PartName, Tensor], Tensor | None]:
     """Measure parts of a call tile by tile.
 
     Args:
@@ -213,7 +219,7 @@ def _measure_group(stream: _TiledMeasurement, group: _HeadGroup) -> None:
         block.write(stream, group)
     if pooled is not None:
         if call.context.map_pool == "mean":
-            pooled.count(call.request, call.bounds, group.sample, heads=group.heads)
+            pooled.count_visible_cells(call.request, call.bounds, group.sample, heads=group.heads)
         stream.maps.append(pooled)
 
 
@@ -295,7 +301,7 @@ class _RowSums:
 
     rows: slice
     positions: Tensor
-    sums: dict[Part, Tensor]
+    sums: dict[PartName, Tensor]
     moments: DistanceMoments | None
     largest: Tensor
     largest_key: Tensor
@@ -306,7 +312,7 @@ class _RowSums:
         """Create the sums of some rows before any key is added."""
         size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
         nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
-        summed: tuple[Part, ...] = ("entropy", *_TOKEN_MATCH_PARTS)
+        summed: tuple[PartName, ...] = ("entropy", *_TOKEN_MATCH_PARTS)
         return _RowSums(
             rows,
             stream.call.positions[group.sample, rows],
@@ -335,7 +341,7 @@ class _RowSums:
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
             self.weighted_sums += (by_kv @ columns).view(self.weighted_sums.shape)
 
-    def _keys_of_same_token(self, part: Part, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> Tensor:
+    def _keys_of_same_token(self, part: PartName, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> Tensor:
         """Return the earlier keys with the query's token, or the keys after these: (rows, columns) bool."""
         assert stream.call.context.ids is not None
         ids = stream.call.context.ids[group.sample].to(self.positions.device)
@@ -360,7 +366,11 @@ class _RowSums:
     def write(self, stream: _TiledMeasurement, group: _HeadGroup) -> None:
         """Write the results of these rows into `stream.found` and `stream.weighted_sums`."""
         place = (group.sample, group.heads, self.rows)
-        found: dict[Part, Tensor] = {"largest_weight": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
+        found: dict[PartName, Tensor] = {
+            "largest_weight": self.largest.exp(),
+            "largest_key": self.largest_key,
+            **self.sums,
+        }
         if "entropy" in found:
             found["entropy"].clamp_(min=0)  # rounding can give -1e-7 for a single key
         if self.moments is not None:

@@ -31,8 +31,8 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.tensors.tracing import is_traced
 
-MAX_SCORES = 1 << 20  # scores in float64 at a time, unless MIN_ROWS rows of one head are more
-MIN_ROWS = 32  # minimum number of queries per conversion of the keys to float64
+MAX_SCORES_PER_BLOCK = 1 << 20  # scores in float64 at a time, unless MIN_ROWS rows of one head are more
+MIN_ROWS_PER_BLOCK = 32  # minimum number of queries per conversion of the keys to float64
 MIN_BLOCK_KEYS = 512  # minimum number of keys per block when a logsumexp is computed in blocks
 # Above this logsumexp, rounding of float32 scores and logsumexps changes the fourth digit of a weight.
 LARGE_LOGSUMEXP = 1024.0
@@ -107,8 +107,8 @@ def tile(
     base = score_base(request, logsumexp)
     rows, columns = range(shape.query_length)[queries], range(shape.key_length)[keys]
     of_head = max(1, shape.batch * len(columns))
-    num_heads = max(1, min(MAX_SCORES // (MIN_ROWS * of_head), len(chosen)))
-    num_rows = max(MIN_ROWS, MAX_SCORES // (of_head * num_heads))
+    num_heads = max(1, min(MAX_SCORES_PER_BLOCK // (MIN_ROWS_PER_BLOCK * of_head), len(chosen)))
+    num_rows = max(MIN_ROWS_PER_BLOCK, MAX_SCORES_PER_BLOCK // (of_head * num_heads))
     found = []
     large = is_traced() or has_large_logsumexp(logsumexp)  # rounding may make s - L positive
     with torch.no_grad(), without_autocast(shape.device):
@@ -171,8 +171,8 @@ def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     if not bool(huge.any()):
         return None
     found = []
-    for first in range(0, request.shape.query_length, MIN_ROWS):
-        rows = slice(first, first + MIN_ROWS)
+    for first in range(0, request.shape.query_length, MIN_ROWS_PER_BLOCK):
+        rows = slice(first, first + MIN_ROWS_PER_BLOCK)
         bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
         largest = bias.masked_fill(~visible_cells(request, rows), -torch.inf).amax(-1)
         found.append(largest.expand_as(huge[:, :, rows]))
@@ -277,12 +277,12 @@ def _logsumexp_block_by_block(
     shape, rows = request.shape, range(request.shape.query_length)[queries]
     dtype = working_dtype(shape.dtype)
     of_row = max(1, shape.batch * len(heads))
-    num_rows = max(MIN_ROWS, MAX_SCORES // (of_row * MIN_BLOCK_KEYS))
+    num_rows = max(MIN_ROWS_PER_BLOCK, MAX_SCORES_PER_BLOCK // (of_row * MIN_BLOCK_KEYS))
     found = []
     for first in range(0, max(len(rows), 1), num_rows):
         part = _slice_of_range(rows[first : first + num_rows])
         begin, end = _range_of_visible_keys(request, part)
-        width = max(MIN_BLOCK_KEYS, MAX_SCORES // (of_row * num_rows))
+        width = max(MIN_BLOCK_KEYS, MAX_SCORES_PER_BLOCK // (of_row * num_rows))
         total = _logsumexp_of_cells(_scores_minus_base(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
             cells, _ = _scores_minus_base(request, heads, part, slice(key, min(key + width, end)), base)

@@ -36,16 +36,16 @@ from multihead.errors import ModelError
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import first_key_of_queries
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.positions import SampleSpan
-from multihead.probes.probe import Parts, Probe
+from multihead.probes.probe import PartValues, Probe
 from multihead.probes.statistics import POSITION_PARTS, statistic_from_parts
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import Rows, Segment, copy_contiguous
+from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
 from multihead.record.summaries import MeasuredStatistic, queries_that_count
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias, dense_bias
@@ -114,14 +114,14 @@ class KeptRows:
     Copying takes longer than measuring, and is not needed for tables of statistics.
 
     Attributes:
-        tensor: (batch, heads, rows, features), or a copy that `BatchRows.copy_rows` returned.
-        rows: returns which rows to keep; None if `tensor` is a copy.
+        tensor: (batch, heads, rows_to_keep, features), or a copy that `BatchRows.copy_rows` returned.
+        rows_to_keep: returns which rows to keep; None if `tensor` is a copy.
         version_when_kept: version counter of the tensor, which in-place writes increase.
         layer: name of the layer that computed the tensor.
     """
 
     tensor: Tensor
-    rows: Callable[[], BatchRows] | None
+    rows_to_keep: Callable[[], BatchRows] | None
     version_when_kept: int
     layer: str
 
@@ -150,14 +150,14 @@ class KeptRows:
         Raises:
             ModelError: the tensor was changed in place after the call.
         """
-        if self.rows is None:
+        if self.rows_to_keep is None:
             return self.tensor
         if self.tensor._version != self.version_when_kept:  # noqa: SLF001
             raise ModelError(
                 f"Queries or keys of {self.layer} were changed in place after the layer computed them.",
                 "Change a copy of what its projections return, such as output.clone() in a hook.",
             )
-        return self.rows().copy_rows(self.tensor, self.tensor.device)
+        return self.rows_to_keep().copy_rows(self.tensor, self.tensor.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a copy of the rows, because pickling does not preserve a tensor's version counter."""
@@ -236,7 +236,7 @@ class SampleSpans:
         return BatchRows.from_spans(sample, start, stop, batch=shape.batch, rows=shape.key_length)
 
     @cached_property
-    def unsliceable_parts(self) -> frozenset[Part] | None:
+    def unsliceable_parts(self) -> frozenset[PartName] | None:
         """Quantities (`Part`) measured on the whole call that are not valid for single samples; None means all.
 
         With padding between the queries of a sample, no measured quantity is valid for a sample.
@@ -248,7 +248,7 @@ class SampleSpans:
             and self.real_queries.sum(1).tolist() != (self.span_ends[2] - self.span_ends[1]).tolist()
         ):
             return None
-        found = frozenset[Part]()
+        found = frozenset[PartName]()
         for span in self.spans:
             of_span = unsliceable_parts(self.request, span, packed=False)
             if of_span is None:
@@ -325,7 +325,7 @@ class RecordedBatch:
     sample_spans: SampleSpans
     request: AttentionRequest
     logsumexp: Tensor
-    parts: Parts
+    parts: PartValues
     ids: CallTokenIds
     probes: tuple[Probe, ...]
     q: KeptRows | None = None
@@ -406,8 +406,8 @@ class RecordedBatch:
         kept = None if self.q is None or self.k is None else (self.q.read(), self.k.read())
         for index, (sample, request) in enumerate(zip(samples, sample_spans.requests, strict=True)):
             if kept is not None:
-                sample.q = Rows(2, [rows.rows_of_sample(index, kept[0])])
-                sample.k = Rows(2, [sample_spans.key_rows.rows_of_sample(index, kept[1])])
+                sample.q = ChunkedRows(2, [rows.rows_of_sample(index, kept[0])])
+                sample.k = ChunkedRows(2, [sample_spans.key_rows.rows_of_sample(index, kept[1])])
             sample.set_first_call(
                 # learned sinks differ between layers that share a mask
                 Segment(replace(request, sinks=self.request.sinks)),
@@ -585,7 +585,7 @@ def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) 
     )
 
 
-def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> frozenset[Part] | None:
+def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> frozenset[PartName] | None:
     """Return the quantities measured on a whole call that are not valid for one of its samples; None means all of them.
 
     Sums over the weights of a query are valid if the sample's queries see only the sample's keys. Mean distances are
@@ -596,11 +596,11 @@ def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bo
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     if not (span.holds_all_visible_keys or (whole and not packed)):
         return None
-    left_out = frozenset[Part]() if span.holds_first_visible_key else frozenset({FIRST_KEY_WEIGHT})
+    left_out = frozenset[PartName]() if span.holds_first_visible_key else frozenset({FIRST_KEY_WEIGHT})
     return left_out | POSITION_PARTS if position_in_sample(request, span) < 0 else left_out
 
 
-def shift_key_indices(part: Part, value: Tensor, span: SampleSpan) -> Tensor:
+def shift_key_indices(part: PartName, value: Tensor, span: SampleSpan) -> Tensor:
     """Shift key indices (part "largest_key") so that the sample's first key is 0; return other parts unchanged."""
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_slice
 from multihead.kernels.call import AttentionRequest
-from multihead.probes.blocks import BlockSums, blocks
+from multihead.probes.blocks import BlockSums, sum_weights_over_blocks
 from multihead.record.segments import Segment
 
 
@@ -43,7 +43,7 @@ def sum_blocks(
     for segment, request, logsumexp in parts:
         for row, upright in _split_at_grid((segment.row_start, segment.row_stop), rows, block[0]):
             for column, across in _split_at_grid((segment.key_start, segment.key_stop), columns, block[1]):
-                part = blocks(
+                part = sum_weights_over_blocks(
                     request,
                     logsumexp,
                     heads=heads,

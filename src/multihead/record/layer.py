@@ -140,7 +140,7 @@ class LayerRecord:
             measured = list(map(SampleRecord.measured, self._samples))
             for batch in self.batches:
                 measured += batch.measured_samples()
-        return summaries.summary(measured, of, names) | repeated
+        return summaries.summarise_samples(measured, of, names) | repeated
 
     def sample(self, index: int = 0) -> SampleRecord:
         """Return one sample.

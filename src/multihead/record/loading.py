@@ -26,7 +26,7 @@ from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import NUM_BINS, QuantileSketch, RunningSummary, bin_of_value
 from multihead.record.sample import STATISTICS_PER_KEY, STATISTICS_PER_MAP, SampleRecord
 from multihead.record.saving import FORMAT_NAME, FORMAT_VERSION, MAX_HEADER_BYTES, SAFETENSORS_NAMES
-from multihead.record.segments import Rows, Segment
+from multihead.record.segments import ChunkedRows, Segment
 from multihead.record.serialization import read_bias, read_mask
 from multihead.record.split import LayerPartOfRank, TokensOfRank, count_tokens
 from multihead.record.stored import HeadCache, StoredRows, bytes_of_tensor
@@ -522,10 +522,10 @@ class _SampleReader:
             if one.k.length < held:
                 raise _InvalidValueError(f"k has {one.k.length} keys of {held}")
 
-    def read_rows(self, name: str, shape: tuple[int | None, ...], what: str) -> Rows:
+    def read_rows(self, name: str, shape: tuple[int | None, ...], what: str) -> ChunkedRows:
         stored = self.stored.get(name)
         if stored is None:
-            return Rows(2, [_checked_tensor(self.tensors[name], shape, what, self.dtype)])
+            return ChunkedRows(2, [_checked_tensor(self.tensors[name], shape, what, self.dtype)])
         _checked_tensor(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), shape, what, self.dtype)
         return stored
 

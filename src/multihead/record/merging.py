@@ -15,7 +15,7 @@ from multihead.masks import Mask
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.running_summary import QuantileSketch, RunningSummary
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import Rows, Segment
+from multihead.record.segments import ChunkedRows, Segment
 from multihead.record.serialization import TensorStore, mask_as_json
 from multihead.record.split import IndexRange, JoinedRows, LayerPartOfRank, TensorPiece, count_tokens
 from multihead.scores.bias import Bias, values_of, with_values
@@ -177,7 +177,7 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
         return torch.cat(parts, dim) if parts else tensors[0]
 
     found = replace(first, split=None, _newest_pooled_map=None)
-    found.logsumexp = Rows(2, [concatenate_in_order([each.logsumexp.all_rows() for each in ranks], 2)])
+    found.logsumexp = ChunkedRows(2, [concatenate_in_order([each.logsumexp.all_rows() for each in ranks], 2)])
     if all(each.q is not None and each.k is not None for each in ranks):
         found.q = _join_rows([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
         found.k = _join_rows([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
@@ -209,7 +209,7 @@ def _sort_ranges(of_ranks: list[tuple[IndexRange, ...]]) -> list[tuple[int, Inde
 
 
 def _join_rows(
-    rows: Sequence[Rows | None],
+    rows: Sequence[ChunkedRows | None],
     places: list[tuple[int, IndexRange, int]],
     heads: int,
     length: int,
@@ -238,7 +238,7 @@ def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, k
     _check_same_text(ranks)
     found = replace(first, _newest_pooled_map=None)
     found.segments = [_merge_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
-    found.logsumexp = Rows(2, [torch.cat([each.logsumexp.all_rows() for each in ranks], 1)])
+    found.logsumexp = ChunkedRows(2, [torch.cat([each.logsumexp.all_rows() for each in ranks], 1)])
     if all(each.q is not None and each.k is not None for each in ranks):
         shape = found.segments[0].request.shape
         found.q = _stack_heads([each.q for each in ranks], shape.num_heads, shape)
@@ -249,7 +249,7 @@ def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, k
     return found
 
 
-def _stack_heads(rows: Sequence[Rows | None], heads: int, shape: AttentionShape) -> JoinedRows:
+def _stack_heads(rows: Sequence[ChunkedRows | None], heads: int, shape: AttentionShape) -> JoinedRows:
     pieces, first, length = [], 0, 0
     for source in rows:
         assert source is not None

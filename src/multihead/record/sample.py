@@ -31,7 +31,7 @@ from multihead.record.blocks import (
     sum_blocks,
 )
 from multihead.record.notebook import number_with_noun
-from multihead.record.segments import Rows, Segment, join_segments
+from multihead.record.segments import ChunkedRows, Segment, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
 from multihead.record.summaries import MeasuredStatistic, SummaryName
 from multihead.record.table import head_rows
@@ -66,9 +66,9 @@ class SampleRecord:
     name: str
     map_size: int
     map_pool: PoolOperation = "mean"
-    logsumexp: Rows = field(default_factory=lambda: Rows(2))
-    q: Rows | None = None
-    k: Rows | None = None
+    logsumexp: ChunkedRows = field(default_factory=lambda: ChunkedRows(2))
+    q: ChunkedRows | None = None
+    k: ChunkedRows | None = None
     segments: list[Segment] = field(default_factory=list)
     calls: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
     cross_attention: bool = False
@@ -76,7 +76,7 @@ class SampleRecord:
     growing_query_text: GrowingText = field(default_factory=GrowingText)
     split: TokensOfRank | None = None
     counted: dict[str, str] = field(default_factory=dict)
-    _per_query: dict[str, Rows] = field(default_factory=dict)  # statistics per query, (heads, queries)
+    _per_query: dict[str, ChunkedRows] = field(default_factory=dict)  # statistics per query, (heads, queries)
     _not_per_query: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
     _newest_pooled_map: tuple[int, Tensor] | None = None
 
@@ -177,7 +177,7 @@ class SampleRecord:
 
     def summary(self, of: SummaryName = "mean") -> dict[str, Tensor]:
         """Summarise each statistic over the queries that count, see `Statistic.counted`: name -> (heads,) float64."""
-        return summaries.summary([self.measured()], of)
+        return summaries.summarise_samples([self.measured()], of)
 
     def measured(self) -> dict[str, MeasuredStatistic]:
         """Return each floating-point statistic, and which queries count in its summaries: (heads, queries) each."""
@@ -202,7 +202,7 @@ class SampleRecord:
             name: value for name, value in statistics.items() if name in STATISTICS_PER_KEY | STATISTICS_PER_MAP
         }
         self._per_query = {
-            name: Rows(1, [value]) for name, value in statistics.items() if name not in self._not_per_query
+            name: ChunkedRows(1, [value]) for name, value in statistics.items() if name not in self._not_per_query
         }
         if "pooled_map" in statistics:
             self._newest_pooled_map = (len(self.calls), statistics["pooled_map"])
@@ -218,7 +218,7 @@ class SampleRecord:
         self.segments.append(segment)
         self.calls.append(((0, segment.num_queries), (segment.key_start, segment.key_stop)))
         self.logsumexp.add(logsumexp)
-        self._per_query = {name: Rows(1, [value]) for name, value in statistics.items()}
+        self._per_query = {name: ChunkedRows(1, [value]) for name, value in statistics.items()}
 
     def append_call(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
         """Append an attention call that continues the sample's previous calls; the caller appends the new keys to `k`.
@@ -286,7 +286,7 @@ class SampleRecord:
             self.name, self.map_size, self.map_pool, cross_attention=self.cross_attention, counted=self.counted
         )
         alone.logsumexp.add(self.logsumexp.rows_between(*rows))
-        alone.q = None if self.q is None else Rows(2, [self.q.rows_between(*rows)])
+        alone.q = None if self.q is None else ChunkedRows(2, [self.q.rows_between(*rows)])
         alone.k = self.k
         alone.segments, alone.calls = (
             [replace(segment.slice_rows_and_keys(rows, keys), row_start=0)],
@@ -298,7 +298,7 @@ class SampleRecord:
         alone.growing_query_text = GrowingText.from_text(
             self.growing_query_text.text(self.num_queries).slice_tokens(*rows)
         )
-        alone._per_query = {name: Rows(1, [each.rows_between(*rows)]) for name, each in self._per_query.items()}
+        alone._per_query = {name: ChunkedRows(1, [each.rows_between(*rows)]) for name, each in self._per_query.items()}
         alone._not_per_query = dict(self._not_per_query) if len(self.calls) == 1 else {}
         return alone
 

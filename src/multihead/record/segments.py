@@ -29,7 +29,7 @@ from multihead.masks import Causal, Mask
 from multihead.probes.tile import RowLogsumexps
 
 
-class Rows:
+class ChunkedRows:
     """A tensor to which chunks can be appended along one axis.
 
     Chunks are concatenated when they are read, not when they are added, so that cached decoding copies each row only
@@ -76,7 +76,7 @@ class Rows:
         return self.all_rows().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 
-def append_new_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> None:
+def append_new_keys(rows: ChunkedRows, k: Tensor, *, start: int, device: torch.device) -> None:
     """Append the new keys of `k`, (1, kv_heads, keys, head_dim), to `rows`; its first key has the index `start`."""
     missing = start - rows.length
     if missing > 0:  # zeros for the keys that a cache dropped, which the mask of this call hides

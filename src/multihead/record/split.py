@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multihead.record.segments import Rows
+from multihead.record.segments import ChunkedRows
 
 IndexRange = tuple[int, int]  # [first, stop)
 
@@ -83,13 +83,13 @@ class TensorPiece(NamedTuple):
         heads: range of heads in the joined tensor; `source_tensor` has exactly these heads.
     """
 
-    source_tensor: Rows
+    source_tensor: ChunkedRows
     source_rows: IndexRange
     first_row: int
     heads: IndexRange
 
 
-class JoinedRows(Rows):
+class JoinedRows(ChunkedRows):
     """A tensor (1, heads, rows, width) that is joined from other tensors, which are read when needed.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multihead.files import RandomAccessFile
-from multihead.record.segments import Rows
+from multihead.record.segments import ChunkedRows
 
 MAX_CACHED_BYTES = 1 << 30
 """Largest number of bytes of q and k of one record in memory; a single tensor may take more. The least recently used
@@ -47,7 +47,7 @@ class HeadCache:
             self.least_recent_first.popitem(last=False)[0].drop_cached_heads()
 
 
-class StoredRows(Rows):
+class StoredRows(ChunkedRows):
     """A tensor (1, heads, rows, width) in a file; reading raises InputError if the file has changed.
 
     Args:

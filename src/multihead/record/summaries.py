@@ -34,7 +34,7 @@ def check_summary_name(of: object) -> None:
         raise ArgumentError(f"of is {of!r}.", 'Give "mean", "median", "p95" or "max".')
 
 
-def summary(
+def summarise_samples(
     samples: Sequence[Mapping[str, MeasuredStatistic]], of: SummaryName, names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """Summarise each statistic over the counted queries of all samples.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from multihead.record.notebook import number_with_noun
-from multihead.record.segments import Rows
+from multihead.record.segments import ChunkedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +68,13 @@ class GrowingText:
         complete_text: the complete text with its tokens and special flags, set after recording; None until then.
     """
 
-    ids: Rows | None = None
+    ids: ChunkedRows | None = None
     complete_text: Text | None = None
 
     @staticmethod
     def from_text(text: Text) -> GrowingText:
         """Create a `GrowingText` from a complete text."""
-        return GrowingText(None if text.ids is None else Rows(0, [text.ids]), text)
+        return GrowingText(None if text.ids is None else ChunkedRows(0, [text.ids]), text)
 
     def text(self, length: int) -> Text:
         """Return the text of `length` tokens; ids or tokens of another number are left out of it."""
@@ -88,7 +88,7 @@ class GrowingText:
             self.ids = None
             return
         if self.ids is None:
-            self.ids = Rows(0)
+            self.ids = ChunkedRows(0)
         if start > self.ids.length:
             self.ids = None
         elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # an empty text is known, too

@@ -43,7 +43,7 @@ class AttentionShape(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         """Batch * heads * queries * keys, the number of scores."""
         return self.batch * self.num_heads * self.query_length * self.key_length
 

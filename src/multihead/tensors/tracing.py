@@ -159,22 +159,22 @@ def run_uncompiled() -> Iterator[None]:
         undo.add_step(partial(_end_uncompiled_use, user))
         with _stance_lock:
             _users_of_uncompiled.append(user)
-            if not _stances:
-                _stances.append(torch.compiler.set_stance("force_eager"))
+            if not _replaced_compiler_stances:
+                _replaced_compiler_stances.append(torch.compiler.set_stance("force_eager"))
         yield
 
 
 def _end_uncompiled_use(user: object) -> None:
     with _stance_lock:
         _users_of_uncompiled[:] = [each for each in _users_of_uncompiled if each is not user]
-        if _stances and not _users_of_uncompiled:
-            _stances[0].__exit__(None, None, None)
-            del _stances[:1]
+        if _replaced_compiler_stances and not _users_of_uncompiled:
+            _replaced_compiler_stances[0].__exit__(None, None, None)
+            del _replaced_compiler_stances[:1]
 
 
 _stance_lock = RLock()
 _users_of_uncompiled: list[object] = []  # one object per active `run_uncompiled`
-_stances: list[Any] = []  # the active force_eager stance, if any
+_replaced_compiler_stances: list[Any] = []  # the active force_eager stance, if any
 
 
 def is_in_backward_pass() -> bool:

@@ -21,7 +21,7 @@ from multihead.errors import ArgumentError, InputError
 from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
-from multihead.probes.probe import SHARE
+from multihead.probes.probe import SHARE_FORMAT
 from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
@@ -156,7 +156,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
 def _own_statistics(run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return per head the statistic that its page shows first: that of its kind, or the share farthest above chance."""
     counted = [each["id"] for each in columns]
-    shares = [each["id"] for each in columns if each["format"] == SHARE]
+    shares = [each["id"] for each in columns if each["format"] == SHARE_FORMAT]
     statistic_of = {kind.name: kind.statistic for kind in run.all_kinds if kind.statistic in counted}
     found = []
     for one in profiles:
@@ -252,7 +252,7 @@ def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> 
         high = max([low, *(float(run.numbers["maximum"][row]) for run, row in rows)])
         found.append(
             (0.0, 1.0)
-            if number_format == SHARE and low >= 0 and high <= 1.001
+            if number_format == SHARE_FORMAT and low >= 0 and high <= 1.001
             else (low, high if high > low else low + 1)
         )
     return found

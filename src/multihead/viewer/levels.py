@@ -88,8 +88,8 @@ class LayerMapLevels:
         self, sample: SampleRecord, file: Path | None, of: dict[str, str], room: MemoryBudget | None = None
     ) -> None:
         self.sample = sample
-        self.count = number_of_levels(sample.num_queries, sample.num_keys)
-        self._layout = _layout_of_stored_arrays(sample, self.count)
+        self.num_levels = number_of_levels(sample.num_queries, sample.num_keys)
+        self._layout = _layout_of_stored_arrays(sample, self.num_levels)
         self._file: RandomAccessFile | None = None
         self._room = room or MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
@@ -114,7 +114,7 @@ class LayerMapLevels:
         """Return whether a head's levels are built."""
         return bool(self._done[head])
 
-    def build(self, head: int) -> Iterator[float]:
+    def build_head(self, head: int) -> Iterator[float]:
         """Build a head's levels strip by strip; yields the share that is done, from 0 to 1.
 
         Raises:
@@ -137,7 +137,7 @@ class LayerMapLevels:
             sums[strip], counts[strip] = found.sums[0].numpy(), found.counts[0].numpy()
             alone[strip], seen[strip] = column.sums[0, :, 0].numpy(), column.counts[0, :, 0].numpy()
             yield min(first + height, rows) / rows
-        for level in range(FINEST_STORED_LEVEL + 1, self.count):
+        for level in range(FINEST_STORED_LEVEL + 1, self.num_levels):
             for name in _ARRAY_NAMES:
                 _sum_to_next_level(made[f"{name}.{level - 1}"], made[f"{name}.{level}"])
         if self._file is None:

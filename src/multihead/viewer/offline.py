@@ -10,7 +10,7 @@ from markupsafe import Markup
 from multihead.locale.texts import section, text
 from multihead.viewer.levels import TILE_SIDE
 from multihead.viewer.page import (
-    STYLES,
+    STYLE_SHEETS,
     bundle_script,
     hash_of_script,
     json_in_script,
@@ -59,7 +59,7 @@ def offline_page(
         offline={
             "title": title,
             "note": note,
-            "style": Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLES)),
+            "style": Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLE_SHEETS)),
             "script": Markup(source),
             "script_hash": hash_of_script(source),
             "data": Markup(json_in_script(held)),

@@ -21,7 +21,7 @@ from multihead.errors.optional import require
 if TYPE_CHECKING:
     import jinja2
 
-STYLES = ("shared/base.css", "shared/heads.css", "view/view.css")
+STYLE_SHEETS = ("shared/base.css", "shared/heads.css", "view/view.css")
 """Paths of the style sheets of the viewer's page, in the order in which they apply."""
 
 # Regular expressions of the import and export statements that bundled JavaScript modules may use.

@@ -47,31 +47,31 @@ class StoredMaps:
         reason: why something is left out: "room", "time" (reading every weight takes too long), "statistics" (q and k
             were not kept), or "".
         bits: bits per stored weight, in mode "whole" and "largest"; else 0.
-        number: number of weights stored per query, in mode "largest"; else 0.
-        rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
-        arrays: name of a stored array -> its shape, coding and other properties for the page's script.
-        packs: name of a stored array -> its numbers, deflated, in base64.
-        blocks: per layer, the rows and columns of weights per cell of its pooled maps; None for a layer without stored
-            pooled maps.
+        weights_per_query: number of weights stored per query, in mode "largest"; else 0.
+        largest_rounding_error: the largest difference between a weight and its stored value, as a share (0 to 1).
+        array_descriptions: name of a stored array -> its shape, coding and other properties for the page's script.
+        packed_arrays: name of a stored array -> its numbers, deflated, in base64.
+        weights_per_cell: per layer, the rows and columns of weights per cell of its pooled maps; None for a layer
+            without stored pooled maps.
         map_size: rows and columns of the largest pooled map.
     """
 
     mode: str = "none"
     reason: str = ""
     bits: int = 0
-    number: int = 0
-    rounding: float = 0.0
-    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
-    packs: dict[str, str] = field(default_factory=dict)
-    blocks: list[tuple[int, int] | None] = field(default_factory=list)
+    weights_per_query: int = 0
+    largest_rounding_error: float = 0.0
+    array_descriptions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    packed_arrays: dict[str, str] = field(default_factory=dict)
+    weights_per_cell: list[tuple[int, int] | None] = field(default_factory=list)
     map_size: tuple[int, int] = (0, 0)
 
     def limit_layer_to_stored_maps(self, index: int, layer: dict[str, Any]) -> dict[str, Any]:
         """Return the description of a layer for the page's script, reduced to the maps that the page stores."""
-        margins = [name for name in layer["margins"] if f"0/{layer['number']} {name}" in self.arrays]
+        margins = [name for name in layer["margins"] if f"0/{layer['number']} {name}" in self.array_descriptions]
         if self.mode == "whole":
             return layer | {"margins": margins}
-        block = self.blocks[index] if self.mode != "none" else None
+        block = self.weights_per_cell[index] if self.mode != "none" else None
         return layer | {
             "maps": block is not None,
             "blocks": [] if block is None else [block],
@@ -161,7 +161,13 @@ def _encode_whole_maps(record: Record, sample: int, bits: int, size: int, report
             room.add(f"0/{number}/{head}", content, shape=[one.num_queries, one.num_keys], coding=f"root{bits}")
             done += 1
             report(done, total)
-    return StoredMaps("whole", bits=bits, rounding=rounding.largest, arrays=room.arrays, packs=room.packs)
+    return StoredMaps(
+        "whole",
+        bits=bits,
+        largest_rounding_error=rounding.largest,
+        array_descriptions=room.arrays,
+        packed_arrays=room.packs,
+    )
 
 
 def _encode_pooled_maps(
@@ -172,9 +178,9 @@ def _encode_pooled_maps(
     reason = "room" if has_weights else "statistics"
     if all(small is None for _, _, small in found):
         return StoredMaps(reason="statistics")
-    store = StoredMaps("pooled", reason, arrays=room.arrays, packs=room.packs)
+    store = StoredMaps("pooled", reason, array_descriptions=room.arrays, packed_arrays=room.packs)
     for number, one, small in found:
-        store.blocks.append(None if small is None else _add_pooled_maps(room, number, small, one, rounding))
+        store.weights_per_cell.append(None if small is None else _add_pooled_maps(room, number, small, one, rounding))
     sides = [small.shape[-2:] for _, _, small in found if small is not None]
     store.map_size = max(rows for rows, _ in sides), max(columns for _, columns in sides)
     with suppress(_PageFullError):
@@ -184,7 +190,7 @@ def _encode_pooled_maps(
         room.add_part(margins)
         if has_weights:
             _add_largest_weights(record, sample, store, room, rounding, report)
-    store.rounding = rounding.largest
+    store.largest_rounding_error = rounding.largest
     return store
 
 
@@ -238,7 +244,7 @@ def _add_encoded(
         done += one.num_heads
         report(done, total)
     room.add_part(trial)
-    store.mode, store.number, store.bits = "largest", number, bits
+    store.mode, store.weights_per_query, store.bits = "largest", number, bits
 
 
 def _largest_that_fit(record: Record, sample: int, left: int, queries: int, bits: int) -> int:

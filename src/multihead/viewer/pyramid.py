@@ -57,7 +57,7 @@ class SampleMapLevels:
                         del self._left[layer, head]
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the levels of all heads are built."""
         return not self._left
 
@@ -97,7 +97,7 @@ class SampleMapLevels:
         if place is None:
             return False
         layer, head = place
-        steps, _ = self._started.get(place) or (self.levels_of_layer(layer).build(head), 0.0)
+        steps, _ = self._started.get(place) or (self.levels_of_layer(layer).build_head(head), 0.0)
         share = next(steps, None)
         if share is None:
             self._started.pop(place, None)
@@ -148,7 +148,7 @@ class LevelBuilder:
         """Build one strip of one sample; return whether any strip was left to build."""
         for key in [self._newest, *list(self._pyramids)]:
             pyramid = self._pyramids.get(key)
-            if pyramid is None or key in self._failed or pyramid.finished:
+            if pyramid is None or key in self._failed or pyramid.is_finished:
                 continue
             try:
                 pyramid.build_strip()
@@ -169,7 +169,7 @@ def describe_building_progress(pyramid: SampleMapLevels | None, failure: Excepti
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}
     done = round(pyramid.heads_done, 2)
-    progress = {"state": "ready" if pyramid.finished else "building", "done": done, "total": pyramid.total}
+    progress = {"state": "ready" if pyramid.is_finished else "building", "done": done, "total": pyramid.total}
     if failure is not None:
         progress |= {"state": "none", "error": f"The coarse levels could not be built: {failure}"}
     return progress | {"inMemory": pyramid.in_memory}

@@ -173,8 +173,8 @@ def write_report(
         num_bytes=len(page),
         mode=store.mode,
         bits=store.bits,
-        largest_per_query=store.number,
-        rounding=store.rounding,
+        largest_per_query=store.weights_per_query,
+        rounding=store.largest_rounding_error,
         left_out="" if store.mode == "whole" else sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
         lang=lang,
     )
@@ -220,7 +220,7 @@ def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMa
         [run],
         lang,
         foot=foot + locale("common.join.sentences", lang) + stored,
-        precision=locale("viewer.within", lang, rounding=format_rounding_error(store.rounding)),
+        precision=locale("viewer.within", lang, rounding=format_rounding_error(store.largest_rounding_error)),
         similar=store.mode == "whole",
     )
     plain = {
@@ -229,14 +229,14 @@ def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMa
         | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored},
         "runs/0/samples/0/levels": {"state": "ready", "done": 1, "total": 1, "inMemory": False},
     }
-    return offline_page(plain, store.arrays, store.packs.items(), title=run["title"], lang=lang)
+    return offline_page(plain, store.array_descriptions, store.packed_arrays.items(), title=run["title"], lang=lang)
 
 
 def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> str:
     """Return a sentence on what the page stores, the precision of its weights, and what it leaves out and why."""
     rows, columns = store.map_size
     key = store.mode
-    if store.mode == "largest" and store.number == 1:
+    if store.mode == "largest" and store.weights_per_query == 1:
         key = "largest 1"
     if store.reason in ("statistics", "time"):
         key = f"{key} {store.reason}"
@@ -244,10 +244,10 @@ def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> 
         f"report.stored.{key}",
         lang,
         bits=store.bits,
-        rounding=format_rounding_error(store.rounding),
+        rounding=format_rounding_error(store.largest_rounding_error),
         rows=rows,
         columns=columns,
-        n=store.number,
+        n=store.weights_per_query,
         size=readable_size(max_bytes, lang),
     )
 

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from multihead.errors import InputError
 from multihead.locale.texts import section
-from multihead.viewer.page import STYLES, json_in_script, load_template
+from multihead.viewer.page import STYLE_SHEETS, json_in_script, load_template
 from multihead.viewer.query_params import NotFoundError, NotReadyError
 from multihead.viewer.security import SECURITY_HEADERS, json_error_response
 
@@ -40,12 +40,12 @@ STATUS_CLIENT_GONE = 499
 
 def page_response(lang: str) -> Response:
     """Return the HTML page of the viewer in a language."""
-    return _rendered_response("view", lang, ("common", "page", "viewer"), STYLES)
+    return _rendered_response("view", lang, ("common", "page", "viewer"), STYLE_SHEETS)
 
 
 def try_page_response(lang: str) -> Response:
     """Return the HTML page of `multihead try` in a language."""
-    return _rendered_response("try", lang, ("common", "page", "viewer", "try"), (*STYLES, "try/try.css"))
+    return _rendered_response("try", lang, ("common", "page", "viewer", "try"), (*STYLE_SHEETS, "try/try.css"))
 
 
 def _rendered_response(folder: str, lang: str, sections: Sequence[str], styles: Sequence[str]) -> Response:

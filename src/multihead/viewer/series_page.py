@@ -16,7 +16,7 @@ from multihead.errors.arguments import check_integer
 from multihead.files import write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
-from multihead.probes.probe import SHARE
+from multihead.probes.probe import SHARE_FORMAT
 from multihead.viewer.columns import describe_column
 from multihead.viewer.page import installed_version, render_page
 
@@ -133,7 +133,7 @@ def _ends_of_scale(values: NDArray[np.float32], number_format: str) -> tuple[flo
 
     The scale of a share is 0 to 1; that of other statistics is from the smallest value, at most 0, to the largest.
     """
-    if number_format == SHARE:
+    if number_format == SHARE_FORMAT:
         return 0.0, 1.0
     known = values[np.isfinite(values)]
     low, high = min(0.0, float(known.min(initial=0))), float(known.max(initial=0))

@@ -22,7 +22,7 @@ from multihead.viewer.facts import readable_size
 from multihead.viewer.levels import TILE_SIDE, number_of_levels
 from multihead.viewer.maps import compress_planes
 from multihead.viewer.offline import offline_page
-from multihead.viewer.page import STYLES, json_in_script, read_package_file
+from multihead.viewer.page import STYLE_SHEETS, json_in_script, read_package_file
 from multihead.viewer.payload import describe_view
 from multihead.viewer.tiles import tiles_per_side, weights_of_queries
 
@@ -68,10 +68,10 @@ class SharedHead:
 class PlaceInView:
     """The part of a map in view: keys from x, queries from y, n keys across (0: the whole map), and the query q."""
 
-    x: float = 0
-    y: float = 0
-    n: float = 0
-    q: int = -1
+    first_key: float = 0
+    first_query: float = 0
+    num_keys: float = 0
+    chosen_query: int = -1
 
 
 _PackedArrays = Mapping[str, tuple[str, dict[str, Any]]]
@@ -126,11 +126,13 @@ def shared_page(
         plain[f"runs/{run}/samples/0"] = described
         plain[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
     bare = (
-        len(json_in_script(plain)) + sum(len(read_package_file(f"viewer/static/{name}")) for name in STYLES) + 200_000
+        len(json_in_script(plain))
+        + sum(len(read_package_file(f"viewer/static/{name}")) for name in STYLE_SHEETS)
+        + 200_000
     )
     room = max_bytes - bare
     for one in heads:
-        held.add(_pack_rows_near_query(one, view.q))
+        held.add(_pack_rows_near_query(one, view.chosen_query))
         for level in range(number_of_levels(one.sample.num_queries, one.sample.num_keys)):
             held.add(_pack_tiles(one, level, _tiles_in_view(one.sample, level, view)))
     if held.num_bytes > room:
@@ -184,12 +186,16 @@ def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tup
     """List the (row, column) of a level's tiles in view; none if there are more than `MAX_TILES_IN_VIEW`."""
     width = TILE_SIDE << level
     rows, columns = tiles_per_side(one.num_queries, level), tiles_per_side(one.num_keys, level)
-    n = view.n or max(one.num_keys, one.num_queries)
+    n = view.num_keys or max(one.num_keys, one.num_queries)
 
     def tiles_across(start: float, tiles: int) -> range:
         return range(max(0, int(start // width)), min(tiles, int((start + n) // width) + 1))
 
-    found = [(row, column) for row in tiles_across(view.y, rows) for column in tiles_across(view.x, columns)]
+    found = [
+        (row, column)
+        for row in tiles_across(view.first_query, rows)
+        for column in tiles_across(view.first_key, columns)
+    ]
     return found if len(found) <= MAX_TILES_IN_VIEW else []
 
 

@@ -122,7 +122,7 @@ class ArrayCache:
 
 
 @dataclass(eq=False)
-class Job:
+class ComputationJob:
     """A computation shared by all requests that wait for it.
 
     Attributes:
@@ -135,11 +135,11 @@ class Job:
     key: Hashable
     compute: Callable[[Callable[[], bool]], object]
     result: Future[object] = field(default_factory=Future)
-    waiting: int = 0
+    num_waiting_requests: int = 0
 
     def is_cancelled(self) -> bool:
         """Return whether no request waits any more."""
-        return self.waiting == 0
+        return self.num_waiting_requests == 0
 
 
 class WorkerThreads:
@@ -157,8 +157,8 @@ class WorkerThreads:
         self._idle = idle
         self._more = False
         self._closed = False
-        self._stack: list[Job] = []
-        self._jobs: dict[Hashable, Job] = {}
+        self._stack: list[ComputationJob] = []
+        self._jobs: dict[Hashable, ComputationJob] = {}
         self._changed = threading.Condition()
         self._idling = threading.Lock()
         fitting = max(1, (os.cpu_count() or 1) // max(1, torch.get_num_threads()))
@@ -169,12 +169,12 @@ class WorkerThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, key: Hashable, compute: Callable[[Callable[[], bool]], object]) -> Job:
+    def submit(self, key: Hashable, compute: Callable[[Callable[[], bool]], object]) -> ComputationJob:
         """Queue a computation before all earlier ones, or join the job that has the same key."""
         with self._changed:
             job = self._jobs.get(key)
             if job is None:
-                job = Job(key, compute)
+                job = ComputationJob(key, compute)
                 # Marked as running, because a running future cannot be cancelled by one request for the others.
                 job.result.set_running_or_notify_cancel()
                 self._jobs[key] = job
@@ -182,15 +182,15 @@ class WorkerThreads:
             elif job in self._stack:
                 self._stack.remove(job)
                 self._stack.append(job)
-            job.waiting += 1
+            job.num_waiting_requests += 1
             self._changed.notify()
         return job
 
-    def stop_waiting(self, job: Job) -> None:
+    def stop_waiting(self, job: ComputationJob) -> None:
         """Stop waiting for a job; a job without waiting requests is cancelled."""
         with self._changed:
-            job.waiting -= 1
-            if job.waiting == 0:
+            job.num_waiting_requests -= 1
+            if job.num_waiting_requests == 0:
                 if self._jobs.get(job.key) is job:
                     del self._jobs[job.key]
                 if job in self._stack:
@@ -207,7 +207,7 @@ class WorkerThreads:
         with self._changed:
             self._closed = True
             for job in self._jobs.values():
-                job.waiting = 0
+                job.num_waiting_requests = 0
             for job in self._stack:
                 job.result.set_exception(CancelledError())
             self._stack.clear()
@@ -234,7 +234,7 @@ class WorkerThreads:
                 if more:
                     self.announce_background_work()
 
-    def _run_job(self, job: Job) -> None:
+    def _run_job(self, job: ComputationJob) -> None:
         try:
             job.result.set_result(job.compute(job.is_cancelled))
         except BaseException as error:  # noqa: BLE001 - passed on to the waiting requests

@@ -36,7 +36,7 @@ from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated
 from multihead.probes import DEFAULT
 from multihead.probes.blocks import CancelledError
-from multihead.record.analysis.similar import affordable_queries, spaced_queries
+from multihead.record.analysis.similar import affordable_queries, evenly_spaced_queries
 from multihead.record.memory_use import peak_memory_of_process
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
@@ -694,6 +694,6 @@ def _distances_between_maps(
 
 def _mean_distance_between_maps(one: SampleRecord, other: SampleRecord) -> Tensor:
     """Return per head the mean over queries of half the sum over keys of |one - other|: (heads,) float64."""
-    rows = spaced_queries(one.num_queries, affordable_queries(one.num_keys * one.num_heads * 32))
+    rows = evenly_spaced_queries(one.num_queries, affordable_queries(one.num_keys * one.num_heads * 32))
     change = (one.weights(queries=rows).double() - other.weights(queries=rows).double()).abs()
     return change.nan_to_num(nan=0.0).sum(-1).mean(-1) / 2

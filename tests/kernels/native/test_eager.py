@@ -13,7 +13,7 @@ from multihead import functional, masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, SlowPathWarning
 from multihead.kernels.call import AttentionCall, listen
 from multihead.kernels.native import eager, library
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.probes import DEFAULT
 from multihead.probes import statistics as measuring
 from tests import oracle
@@ -129,7 +129,7 @@ def test_lengths_in_a_tensor_are_read_in_each_call() -> None:
 
 
 class Quiet:
-    wanted_parts: frozenset[Part] = frozenset()
+    wanted_parts: frozenset[PartName] = frozenset()
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

@@ -310,7 +310,7 @@ def test_the_skipped_share_is_that_of_the_register_tiles(instructions: str, name
 def test_what_it_holds_is_said_and_does_not_grow_with_the_square_of_the_length() -> None:
     def held(length: int) -> int:
         q = torch.zeros(1, 1, 1, 1).expand(1, 4, length, 64)
-        return explain(q, q, q, mask=masks.Causal(), kernel="native").work.memory
+        return explain(q, q, q, mask=masks.Causal(), kernel="native").work.extra_memory_bytes
 
     assert held(4096) < 2.2 * held(2048)
     assert held(2048) < 16 << 20

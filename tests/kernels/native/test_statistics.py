@@ -22,7 +22,7 @@ from multihead.kernels.native.statistics import (
     statistics_of_one_pass,
     sum_weights_per_key,
 )
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.positions import TilePositions
 from multihead.probes import PROBES
@@ -49,7 +49,7 @@ def dense(request: AttentionRequest, seen: Tensor) -> oracle.Dense:
     return oracle.attend(q, k, v, seen, bias=bias, sinks=sinks, softcap=request.softcap, scale=request.scale)
 
 
-def assert_close(found: dict[Part, Tensor], exact: dict[str, Tensor], weights: Tensor, tolerance: float) -> None:
+def assert_close(found: dict[PartName, Tensor], exact: dict[str, Tensor], weights: Tensor, tolerance: float) -> None:
     """Compare within a tolerance, distances within that share of the keys, the largest key but for ties."""
     values = {STATISTIC[part]: value for part, value in found.items()}
     values["effective_keys"] = values["entropy"].exp().masked_fill(exact["largest_key"] < 0, 0)

@@ -83,7 +83,7 @@ def test_usual_masks_take_few_calls(name: str) -> None:
     pieces = cover_with_rectangles(bounds)
     assert_covered(bounds, 1000, pieces)
     assert len(pieces) <= most
-    hidden = sum(piece.cells for piece in pieces if piece.kind == "partial") - sum(
+    hidden = sum(piece.num_cells for piece in pieces if piece.kind == "partial") - sum(
         int((bounds.stop - bounds.start)[0, slice(*piece.rows)].sum()) for piece in pieces if piece.kind == "partial"
     )
     assert hidden < 0.15 * 1000 * 1000

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 def test_equal_samples_are_counted_by_an_int() -> None:
     progress = SlotCounts(3, CPU)
-    assert (progress.add_tokens(4), progress.add_tokens(1), progress.next_slot, progress.longest) == (0, 4, 5, 5)
+    assert (progress.add_tokens(4), progress.add_tokens(1), progress.next_slot, progress.largest_count) == (0, 4, 5, 5)
     assert progress.counts.tolist() == [5, 5, 5]
     assert progress.is_uniform
 
@@ -26,7 +26,7 @@ def test_samples_that_differ_are_counted_by_a_tensor() -> None:
     assert not progress.is_uniform
     then = progress.add_tokens(1)
     assert isinstance(then, torch.Tensor)
-    assert (then.tolist(), progress.counts.tolist(), progress.longest) == ([7, 3], [8, 4], 8)
+    assert (then.tolist(), progress.counts.tolist(), progress.largest_count) == ([7, 3], [8, 4], 8)
 
 
 def test_a_returned_start_never_changes() -> None:
@@ -53,7 +53,7 @@ def test_setting_an_int_updates_the_tensor_of_graphs() -> None:
     progress = SlotCounts(2, CPU, in_graphs=True)
     progress.add_tokens(10)
     progress.set_counts(4)
-    assert (progress.longest, progress.counts.tolist()) == (4, [4, 4])
+    assert (progress.largest_count, progress.counts.tolist()) == (4, [4, 4])
 
 
 def test_samples_are_selected() -> None:
@@ -80,10 +80,10 @@ def test_its_tensors_move_to_a_device() -> None:
 def test_a_batch_of_no_samples_has_no_longest() -> None:
     progress = SlotCounts(0, CPU)
     progress.add_tokens(3, torch.zeros(0, dtype=torch.int64))
-    assert progress.longest == 0
+    assert progress.largest_count == 0
 
 
 def test_steps_that_no_graph_runs_are_counted_for_a_graph_too() -> None:
     progress = SlotCounts(2, CPU, in_graphs=True)
     assert [progress.add_tokens(count) for count in (3, 1, 1, 4, 1)] == [0, 3, 4, 5, 9]
-    assert (progress.longest, progress.counts.tolist(), progress.is_uniform) == (10, [10, 10], True)
+    assert (progress.largest_count, progress.counts.tolist(), progress.is_uniform) == (10, [10, 10], True)

@@ -20,7 +20,7 @@ from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens
 from multihead.record.analysis import chance as module
 from multihead.record.analysis.chance import (
     ChanceCache,
-    Evidence,
+    ChanceComparison,
     chance_of_probes,
     compare_with_chance,
     exceeds_chance,
@@ -297,7 +297,7 @@ def test_without_marks_ids_or_a_known_mask_there_is_no_such_chance() -> None:
     assert chance_of_probes(unknown, ALL) == {}
 
 
-def one_text(values: Tensor, level: float = 0.0) -> Evidence:
+def one_text(values: Tensor, level: float = 0.0) -> ChanceComparison:
     return compare_with_chance(
         [values], [torch.full((1, values.shape[1]), level)], [torch.ones_like(values, dtype=torch.bool)]
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.record.analysis.chance import Evidence
+from multihead.record.analysis.chance import ChanceComparison
 from multihead.record.analysis.highlights import findings, kinds_of_heads, layer_profiles
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
@@ -116,8 +116,12 @@ def test_cross_attention_is_known_where_both_texts_have_one_length() -> None:
 def test_weights_that_are_not_a_number_name_no_head() -> None:
     names = ("entropy", "previous_mass", "near_mass")
     shares, some = (torch.tensor([value]) for value in (math.nan, 0.1))
-    assert kinds_of_heads({name: Evidence(shares, some, some, some) for name in names}, heads=1) == (("mixed",),)
-    assert kinds_of_heads({name: Evidence(some, some, shares, some) for name in names}, heads=1) == (("broad",),)
+    assert kinds_of_heads({name: ChanceComparison(shares, some, some, some) for name in names}, heads=1) == (
+        ("mixed",),
+    )
+    assert kinds_of_heads({name: ChanceComparison(some, some, shares, some) for name in names}, heads=1) == (
+        ("broad",),
+    )
 
 
 def test_without_weights_local_heads_are_still_told_where_the_bound_says_so() -> None:

@@ -74,7 +74,7 @@ def test_of_a_long_text_few_queries_are_looked_at_and_the_last_among_them(monkey
     assert record.nearest(0, 0, queries=5)[0].queries == 5
     monkeypatch.setattr(similar, "DEFAULT_COMPARED_WEIGHTS", 1)
     found = record.nearest(0, 0, top=1)[0]
-    rows = similar.spaced_queries(50, similar.affordable_queries(10**9))
+    rows = similar.evenly_spaced_queries(50, similar.affordable_queries(10**9))
     assert found.queries == len(range(*rows.indices(50))) <= 16
     assert range(*rows.indices(50))[-1] == 49
     expected = by_hand(

@@ -20,7 +20,7 @@ from multihead.kernels.native.call import OperatorCall
 from multihead.kernels.native.kernel import MAX_INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT, statistics_of_one_pass
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Scales
 from multihead.masks import Causal, Full, Lengths, Mask, Window
@@ -65,7 +65,7 @@ def attend(
         return None
 
 
-def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor, dict[Part, Tensor]] | None:
+def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor, dict[PartName, Tensor]] | None:
     """Measure the statistics of `EAGER_STATISTICS` on the fast path; None if it does not support the call.
 
     The arguments are those of `functional.statistics`, unchecked.

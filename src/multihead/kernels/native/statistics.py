@@ -21,15 +21,15 @@ from multihead.kernels.native.call import (
     key_sums,
     operator_arguments,
 )
-from multihead.kernels.parts import Part
+from multihead.kernels.parts import PartName
 from multihead.masks.base import KeyBounds
 from multihead.tensors.tracing import is_intercepted
 
-FIRST_KEY_WEIGHT: Part = ("first_keys_mass", 1)
-SPECIAL_KEYS_WEIGHT: Part = ("tokens_mass", "special")
-OFFSET_WEIGHTS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
+FIRST_KEY_WEIGHT: PartName = ("first_keys_mass", 1)
+SPECIAL_KEYS_WEIGHT: PartName = ("tokens_mass", "special")
+OFFSET_WEIGHTS: dict[PartName, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
 # Statistic of the operator, in the order of STATISTICS in csrc/operator.cpp -> the part in each of its result rows.
-_PARTS_OF_STATISTICS: dict[str, tuple[Part, ...]] = {
+_PARTS_OF_STATISTICS: dict[str, tuple[PartName, ...]] = {
     **{name: (name,) for name in ("entropy", "largest_weight", "mean_distance", "distance_spread")},
     "offset_weights": tuple(OFFSET_WEIGHTS),
     "target_key_weight": (FIRST_KEY_WEIGHT,),
@@ -37,8 +37,8 @@ _PARTS_OF_STATISTICS: dict[str, tuple[Part, ...]] = {
     "largest_key": ("largest_key",),
 }
 _TARGET_FLAG, _SPECIAL_FLAG = 32, 64
-PARTS_OF_ONE_PASS: frozenset[Part] = frozenset(part for parts in _PARTS_OF_STATISTICS.values() for part in parts)
-PARTS_OF_SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
+PARTS_OF_ONE_PASS: frozenset[PartName] = frozenset(part for parts in _PARTS_OF_STATISTICS.values() for part in parts)
+PARTS_OF_SECOND_PASS: frozenset[PartName] = frozenset({"received", "pooled_map"})
 
 
 # Key bounds -> lengths of the packed samples, and the marks of their first keys.
@@ -54,9 +54,9 @@ class OperatorStatistics(NamedTuple):
     """
 
     requested_bits: int
-    parts: tuple[Part | None, ...]
+    parts: tuple[PartName | None, ...]
 
-    def results(self, measured: Tensor, largest_key: Tensor) -> dict[Part, Tensor]:
+    def results(self, measured: Tensor, largest_key: Tensor) -> dict[PartName, Tensor]:
         """Convert the last two results of the operator to a dict: statistic -> (batch, heads, queries)."""
         found: dict[Any, Tensor] = dict(zip(self.parts, (*measured.unbind(), largest_key), strict=False))
         found.pop(None, None)
@@ -65,7 +65,7 @@ class OperatorStatistics(NamedTuple):
 
 @lru_cache(maxsize=256)
 def statistics_of_one_pass(
-    wanted: frozenset[Part], *, special: bool = False, packed: bool = False
+    wanted: frozenset[PartName], *, special: bool = False, packed: bool = False
 ) -> OperatorStatistics:
     """Return the wanted statistics that the operator measures in one pass.
 
@@ -89,7 +89,7 @@ def statistics_of_one_pass(
 
 
 def select_wanted_statistics(
-    request: AttentionRequest, bounds: KeyBounds, wanted: Collection[Part], special_keys: Tensor | None = None
+    request: AttentionRequest, bounds: KeyBounds, wanted: Collection[PartName], special_keys: Tensor | None = None
 ) -> tuple[OperatorStatistics, tuple[Any, ...]]:
     """Return the wanted statistics that one pass measures, and the operator's arguments after `v_scales`.
 
@@ -135,8 +135,8 @@ def _mark_first_keys(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor
 
 
 def measure_in_one_pass(
-    request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], special_keys: Tensor | None
-) -> tuple[Tensor, dict[Part, Tensor]]:
+    request: AttentionRequest, bounds: KeyBounds, parts: Collection[PartName], special_keys: Tensor | None
+) -> tuple[Tensor, dict[PartName, Tensor]]:
     """Measure statistics of PARTS_OF_ONE_PASS and the logsumexp, (batch, heads, queries) each, in a pass without v.
 
     The dropout of the request is ignored; special_keys is (batch, keys) bool, or None.

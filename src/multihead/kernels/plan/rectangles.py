@@ -44,7 +44,7 @@ class Rectangle:
     kind: RectangleKind
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         """The number of scores in the rectangle, per head and sample."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 

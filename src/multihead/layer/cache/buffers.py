@@ -222,7 +222,7 @@ class KeyValueBuffers:
         slots, inside = _slots_of_tokens(start, new, lengths)
         if in_graph:
             self._assert_capacity(slots, inside)
-        stop = self.capacity if in_graph and self.capacity is not None else self.slot_counts.longest
+        stop = self.capacity if in_graph and self.capacity is not None else self.slot_counts.largest_count
         self.tensors = tuple(
             write_slots(tensor, each, slots, is_token=inside, copy=copy)
             for tensor, each in zip(self.tensors, stored, strict=True)
@@ -231,10 +231,10 @@ class KeyValueBuffers:
 
     def _append(self, k: Tensor, v: Tensor) -> CachedKeyValues:
         """Write new tokens in place, the same number for each sample: the fast path of a decoding step."""
-        tensors, new, start = self.tensors, k.shape[2], self.slot_counts.longest
+        tensors, new, start = self.tensors, k.shape[2], self.slot_counts.largest_count
         if tensors[0].is_inference() or start + new >= tensors[0].shape[2]:
             self._ensure_slots(new, None, copy=False)
-            tensors, start = self.tensors, self.slot_counts.longest
+            tensors, start = self.tensors, self.slot_counts.largest_count
         self.slot_counts.add_tokens(new)
         stop = start + new
         for tensor, each in zip(tensors, self._to_stored_dtype(k, v) if self.int8 else (k, v), strict=True):
@@ -277,15 +277,17 @@ class KeyValueBuffers:
         if self.window is None:
             return CachedKeyValues(k, v, start, lengths, 0, factors)
         cached = CachedKeyValues(k, v, start - first, lengths, self.slot_counts.dropped + first, factors)
-        if self.tensors[0].shape[2] > self._default_slots() + 1 and not k.requires_grad:
-            self._reallocate(0, at_least=self._default_slots())  # frees the memory of a prompt longer than the window
+        if self.tensors[0].shape[2] > self._initial_slot_count() + 1 and not k.requires_grad:
+            self._reallocate(
+                0, at_least=self._initial_slot_count()
+            )  # frees the memory of a prompt longer than the window
         return cached
 
     def _ensure_slots(self, new: int, lengths: Tensor | None, *, copy: bool) -> None:
         """Reallocate the buffers if new tokens do not fit; raise an ArgumentError if they exceed the capacity."""
         # Tensors created in inference mode cannot be written outside of it.
         locked = not copy and self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
-        stop = self.slot_counts.longest + new
+        stop = self.slot_counts.largest_count + new
         if self.capacity is not None:
             if copy:
                 raise ArgumentError(
@@ -305,9 +307,9 @@ class KeyValueBuffers:
         elif copy and (self.window is not None or lengths is not None or not self.slot_counts.is_uniform):
             self._reallocate(new)
         elif not copy and (locked or stop >= self.tensors[0].shape[2]):
-            self._reallocate(new, at_least=self._default_slots())
+            self._reallocate(new, at_least=self._initial_slot_count())
 
-    def _default_slots(self) -> int:
+    def _initial_slot_count(self) -> int:
         """Return the number of slots to allocate: twice the current number, or twice (window + SPARE_SLOTS)."""
         return (
             max(INITIAL_SLOTS, 2 * (self.tensors[0].shape[2] - 1))
@@ -324,7 +326,7 @@ class KeyValueBuffers:
             before = stop - (self.window - 1 + SPARE_SLOTS)
             first = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
             self.slot_counts.drop_slots(first)
-        slots = max(self.slot_counts.longest + new, at_least)
+        slots = max(self.slot_counts.largest_count + new, at_least)
         self.map_tensors(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
 
 

@@ -260,7 +260,7 @@ class KeyValueCache:
                 f"{SPARE_SLOTS} tokens can be removed.",
                 "Remove fewer tokens, or use KeyValueCache(), which keeps all of them.",
             )
-        if not isinstance(slots, Tensor) and slots == slot_counts.longest:
+        if not isinstance(slots, Tensor) and slots == slot_counts.largest_count:
             return
         self._begin_sequence()
         if self._buffers is None:

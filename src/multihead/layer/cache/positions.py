@@ -70,17 +70,17 @@ class SlotCounts:
         """Slot of the next token: an int, or (batch,) if samples differ or in a graph."""
         if not self._uniform or (self._in_graphs and torch.compiler.is_compiling()):
             return self.counts
-        return self.longest
+        return self.largest_count
 
     @property
     def counts(self) -> Tensor:
         """(batch,), int64: number of filled slots of each sample."""
         if self._counts is None:
-            return torch.full((self.batch,), self.longest, device=self.device)
+            return torch.full((self.batch,), self.largest_count, device=self.device)
         return self._counts
 
     @property
-    def longest(self) -> int:
+    def largest_count(self) -> int:
         """Number of filled slots of the longest sample."""
         if self._longest is None:
             self._longest = _largest_count(self.counts)
@@ -97,11 +97,11 @@ class SlotCounts:
         if not self._uniform:
             start = self.counts
             self._longest, self._counts = (
-                self.longest + new,
+                self.largest_count + new,
                 start + new,
             )  # not in place, because callers hold the old tensor
             return start
-        first = self.longest
+        first = self.largest_count
         self._longest = first + new
         if self._in_graphs:
             self._counts = None

@@ -64,7 +64,7 @@ ChanceCache: TypeAlias = dict[object, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
+class ChanceComparison:
     """A statistic of the heads of a layer compared with its chance level.
 
     Attributes:
@@ -121,7 +121,9 @@ def chance_of_probes(
     return {each.name: known[keys[each]] for each in wanted if keys[each] in known}
 
 
-def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequence[Tensor]) -> Evidence:
+def compare_with_chance(
+    values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequence[Tensor]
+) -> ChanceComparison:
     """Compare a statistic with its chance level over one or more texts.
 
     With at least `MIN_OBSERVATIONS` texts, the standard error is computed over texts. Otherwise each text is divided
@@ -151,7 +153,9 @@ def compare_with_chance(values: Sequence[Tensor], expected: Sequence[Tensor], co
     count = torch.stack(numbers).sum(0)
     number = count.clamp(min=1)
     mean, level = torch.stack(totals).sum(0) / number, torch.stack(levels).sum(0) / number
-    return Evidence(mean, level, _masked_standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double())
+    return ChanceComparison(
+        mean, level, _masked_standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double()
+    )
 
 
 def standard_error(units: Tensor) -> Tensor:

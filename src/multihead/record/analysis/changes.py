@@ -15,9 +15,9 @@ from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label
 from multihead.probes.catalogue import statistic
-from multihead.probes.probe import SHARE, Statistic
+from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
-from multihead.record.analysis.similar import divergence, have_same_texts, spaced_queries
+from multihead.record.analysis.similar import divergence, evenly_spaced_queries, have_same_texts
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import HeadList, OneLineRepr
 from multihead.record.sample import SampleRecord
@@ -25,7 +25,7 @@ from multihead.record.sample import SampleRecord
 Progress = Callable[[int, int], None]
 
 
-class Change(NamedTuple):
+class StatisticChange(NamedTuple):
     """A statistic of a head in two runs as text: label, value in the first run, value in the second run."""
 
     label: str
@@ -74,19 +74,19 @@ class ChangedHead(OneLineRepr):
         shares = {
             name: abs(value)
             for name, value in self.differences.items()
-            if (shown := statistic(name, self.statistics)).number_format == SHARE
+            if (shown := statistic(name, self.statistics)).number_format == SHARE_FORMAT
             and not math.isnan(value)
             and shown.text(self.before[name]) != shown.text(self.after[name])
         }
         return max(shares, key=lambda name: shares[name], default=None)
 
-    def change(self, lang: str = "en") -> Change | None:
+    def change(self, lang: str = "en") -> StatisticChange | None:
         """Return the statistic in percent that changed most, as text; None if none changed."""
         if (name := self.largest_difference) is None:
             return None
         shown = statistic(name, self.statistics)
         label = escape_controls(statistic_label(name, lang, shown.label))
-        return Change(label, shown.text(self.before[name]), shown.text(self.after[name]))
+        return StatisticChange(label, shown.text(self.before[name]), shown.text(self.after[name]))
 
     def __str__(self) -> str:
         """Return one line, such as "L2 H3: 0.312 nats; previous 91 % -> 12 %; previous -> mixed"."""
@@ -147,7 +147,9 @@ def changes(
     if queries is not None:
         check_integer("queries", queries)
     pairs = _layers_of_both_runs(before, after, sample)
-    rows = {number: spaced_queries(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()}
+    rows = {
+        number: evenly_spaced_queries(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()
+    }
     counts = {number: len(range(*rows[number].indices(one.num_queries))) for number, (one, _) in pairs.items()}
     first, second = (_profiles_of_run(run, sample, pairs, statistics, among) for run in (before, after))
     done, total = 0, sum(counts.values())

@@ -11,7 +11,7 @@ from multihead.errors import ArgumentError, MultiheadError, ProbeError
 from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.probes.catalogue import statistic
-from multihead.probes.probe import SHARE, Statistic
+from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import HeadList, OneLineRepr
@@ -103,7 +103,7 @@ def _is_within(value: float, limits: ValueRange) -> bool:
 
 def _format_of_kind(kind: Kind) -> Statistic:
     """Return a statistic with the label and number format of a kind."""
-    number_format = SHARE if kind.probe is None or kind.of_largest is not None else kind.probe.number_format
+    number_format = SHARE_FORMAT if kind.probe is None or kind.of_largest is not None else kind.probe.number_format
     return Statistic(kind.name, label=kind.label("en"), number_format=number_format)
 
 

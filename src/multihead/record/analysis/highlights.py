@@ -22,7 +22,7 @@ from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.analysis.chance import (
     ChanceCache,
-    Evidence,
+    ChanceComparison,
     Progress,
     chance_of_probes,
     compare_with_chance,
@@ -68,7 +68,7 @@ class LayerKinds:
     name: str
     means: dict[str, Tensor]
     chance: dict[str, Tensor]
-    evidence: dict[str, Evidence]
+    evidence: dict[str, ChanceComparison]
     kinds: tuple[tuple[str, ...], ...]
     cross_attention: bool
 
@@ -188,7 +188,7 @@ class Finding(OneLineRepr):
         return {"layer": str(self.layer), "head": str(self.head), "finding": self.sentence, "heads": self.count}
 
 
-def evidence_of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence | None:
+def evidence_of_kind(kind: Kind, evidence: Mapping[str, ChanceComparison]) -> ChanceComparison | None:
     """Return the numbers that decide whether heads have a kind; None if the statistic of the kind was not measured.
 
     For a kind with `of_largest` all numbers are divided by the chance level, so `chance` is 1.
@@ -197,12 +197,12 @@ def evidence_of_kind(kind: Kind, evidence: Mapping[str, Evidence]) -> Evidence |
     if found is None or kind.of_largest is None:
         return found
     largest = found.chance.clamp(min=1e-12)
-    return Evidence(
+    return ChanceComparison(
         found.mean / largest, (found.chance > 0).double(), found.standard_error / largest, found.num_observations
     )
 
 
-def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
+def heads_with_kind(kind: Kind, found: ChanceComparison) -> Tensor:
     """Return which heads have a kind: (heads,) bool."""
     named = found.chance > 0 if kind.of_largest is not None else torch.ones_like(found.mean, dtype=torch.bool)
     if kind.of_largest is not None:
@@ -215,7 +215,11 @@ def heads_with_kind(kind: Kind, found: Evidence) -> Tensor:
 
 
 def kinds_of_heads(
-    evidence: Mapping[str, Evidence], *, heads: int, cross_attention: bool = False, among: Sequence[Kind] = KINDS
+    evidence: Mapping[str, ChanceComparison],
+    *,
+    heads: int,
+    cross_attention: bool = False,
+    among: Sequence[Kind] = KINDS,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names of the kinds of each head of a layer, the most specific first.
 
@@ -228,7 +232,9 @@ def kinds_of_heads(
         among: the kinds to choose from.
 
     >>> def found(mean, chance):
-    ...     return Evidence(torch.tensor(mean), torch.full((2,), chance), torch.full((2,), 0.01), torch.full((2,), 9))
+    ...     return ChanceComparison(
+    ...         torch.tensor(mean), torch.full((2,), chance), torch.full((2,), 0.01), torch.full((2,), 9)
+    ...     )
     >>> kinds_of_heads({"entropy": found([0.2, 4.1], 4.2), "previous_mass": found([0.91, 0.02], 0.02)}, heads=2)
     (('previous',), ('broad',))
     """
@@ -285,7 +291,7 @@ def _profile_of_layer(
     cross_attention = any(one.cross_attention or one.query_start + one.num_queries != one.num_keys for one in samples)
     seen = [visibility_of(one) for one in samples]
     measured = [measured_of(*each, cross_attention=cross_attention) for each in zip(samples, seen, strict=True)]
-    means = summaries.summary([values for values, _ in measured], "mean")
+    means = summaries.summarise_samples([values for values, _ in measured], "mean")
     found = {
         name: compare_with_chance(
             [values[name].values for values, _ in measured],
@@ -298,7 +304,7 @@ def _profile_of_layer(
     if layer.repeated is not None:
         means |= layer.repeated.means()
         found |= {
-            name: Evidence(
+            name: ChanceComparison(
                 means[name], layer.repeated.chance[name], standard_error(each), torch.full_like(each[0], len(each))
             )
             for name, each in layer.repeated.shares.items()

@@ -74,7 +74,7 @@ def nearest(
         if -each.num_samples <= sample < each.num_samples and have_same_texts(each.samples[sample], one)
     }
     cells = one.num_keys * sum(each.num_heads for each in alike.values())
-    rows = spaced_queries(one.num_queries, affordable_queries(cells) if queries is None else queries)
+    rows = evenly_spaced_queries(one.num_queries, affordable_queries(cells) if queries is None else queries)
     found = [
         NearHead(number, index, known[number].name, float(value), len(range(*rows.indices(one.num_queries))))
         for number, each in alike.items()
@@ -113,10 +113,10 @@ def affordable_queries(cells_per_query: int) -> int:
     return max(16, DEFAULT_COMPARED_WEIGHTS // max(cells_per_query, 1))
 
 
-def spaced_queries(length: int, most: int) -> slice:
+def evenly_spaced_queries(length: int, most: int) -> slice:
     """Return a slice of at most `most` evenly spaced queries, which includes the last one.
 
-    >>> spaced_queries(10, 4), spaced_queries(10, 99)
+    >>> evenly_spaced_queries(10, 4), evenly_spaced_queries(10, 99)
     (slice(0, None, 3), slice(0, None, 1))
     """
     step = max(math.ceil(length / most), 1)
