@@ -30,12 +30,7 @@ from multihead.viewer.payload import (
 )
 from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_building_progress
 from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
-from multihead.viewer.responses import (
-    download_response,
-    file_response,
-    floats_response,
-    page_response,
-)
+from multihead.viewer.responses import download_response, floats_response, page_response
 from multihead.viewer.security import json_response
 from multihead.viewer.share import MAX_BYTES, SharedHead, name_shared_file, shared_page
 from multihead.viewer.site import Site
@@ -68,14 +63,12 @@ class Viewer(Site):
     """
 
     def __init__(self, runs: Sequence[RecordedRun], *, lang: str, progress: Callable[[float, int], None]) -> None:
-        super().__init__()
         self.runs = runs
         self.lang = lang
         self.builder = LevelBuilder(progress)
         self.workers = WorkerThreads(idle=self.builder.build_strip)
-        self.slow_workers = WorkerThreads(
-            1
-        )  # a thread for computations that take seconds, so that no tile waits for them
+        self.slow_workers = WorkerThreads(1)  # for computations that take seconds, so that no tile waits for them
+        super().__init__(self.workers, self.slow_workers)
         self.array_cache = ArrayCache()
         self.memory_budget = MemoryBudget(MAX_BYTES_IN_MEMORY)
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
@@ -102,19 +95,9 @@ class Viewer(Site):
             Route(f"{head}/nearest", self.list_nearest_heads),
         ]
 
-    def close(self) -> None:
-        """Cancel running computations and release the requests that wait for them."""
-        self.closing.set()
-        self.workers.close()
-        self.slow_workers.close()
-
     async def index(self, request: Request) -> Response:
         """Return the page."""
         return page_response(self.lang)
-
-    async def static(self, request: Request) -> Response:
-        """Return a file of the page."""
-        return file_response(request.path_params["folder"], request.path_params["name"])
 
     async def list_records(self, request: Request) -> Response:
         """Describe the viewer and its records."""

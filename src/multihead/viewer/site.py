@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from multihead.viewer.responses import STATUS_CLIENT_GONE, wait_for_disconnect
+from multihead.viewer.responses import STATUS_CLIENT_GONE, file_response, wait_for_disconnect
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.routing import Route
 
     from multihead.viewer.tiles import WorkerThreads
@@ -21,20 +22,30 @@ if TYPE_CHECKING:
 class Site(ABC):
     """The routes of a server, and the threads that compute the responses.
 
+    Args:
+        threads: all threads that compute responses.
+
     Attributes:
         closing: set when the server shuts down; requests then stop waiting.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *threads: WorkerThreads) -> None:
         self.closing = asyncio.Event()
+        self._threads = threads
 
     @abstractmethod
     def routes(self) -> list[Route]:
         """Return the routes, relative to the token."""
 
-    @abstractmethod
     def close(self) -> None:
         """Cancel running computations and release the requests that wait for them."""
+        self.closing.set()
+        for each in self._threads:
+            each.close()
+
+    async def static(self, request: Request) -> Response:
+        """Return a file of the page, `static/{folder}/{name}`."""
+        return file_response(request.path_params["folder"], request.path_params["name"])
 
     async def compute(
         self,

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from multihead.locale.texts import check_language
 from multihead.viewer.query_params import parse_number
-from multihead.viewer.responses import file_response, floats_response, try_page_response
+from multihead.viewer.responses import floats_response, try_page_response
 from multihead.viewer.security import json_response
 from multihead.viewer.site import Site
 from multihead.viewer.tiles import WorkerThreads
@@ -31,9 +31,9 @@ class TrialSite(Site):
     """
 
     def __init__(self, trial: Trial, lang: str = "en") -> None:
-        super().__init__()
         self.trial, self.lang = trial, lang
         self.model_thread = WorkerThreads(1)
+        super().__init__(self.model_thread)
 
     def routes(self) -> list[Route]:
         """Return the routes, relative to the token."""
@@ -48,18 +48,9 @@ class TrialSite(Site):
             Route("/api/continuation", self.continuation),
         ]
 
-    def close(self) -> None:
-        """Stop the model, see `Site.close`."""
-        self.closing.set()
-        self.model_thread.close()
-
     async def index(self, request: Request) -> Response:
         """Return the page."""
         return try_page_response(self._language(request))
-
-    async def static(self, request: Request) -> Response:
-        """Return a file of the page."""
-        return file_response(request.path_params["folder"], request.path_params["name"])
 
     async def describe(self, request: Request) -> Response:
         """Describe the model, and the text to begin with."""
