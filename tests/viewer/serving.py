@@ -18,7 +18,7 @@ from multihead.viewer.payload import RecordedRun
 from multihead.viewer.routes import Viewer
 from multihead.viewer.security import allowed_hosts
 from multihead.viewer.server import build_application
-from multihead.viewer.site import Site
+from multihead.viewer.site import WebSite
 
 TOKEN = "the-token-of-a-test"
 
@@ -91,7 +91,7 @@ def serving(*runs: RecordedRun, **options: Any) -> Iterator[Served]:
 
 
 @contextmanager
-def serving_site(site: Site) -> Iterator[Served]:
+def serving_site(site: WebSite) -> Iterator[Served]:
     """Serve pages until the block ends."""
     with socket.socket(proto=socket.IPPROTO_TCP) as taken:
         taken.bind(("127.0.0.1", 0))

@@ -20,10 +20,12 @@ from multihead.locale.texts import text
 from multihead.viewer.server import serve
 
 if TYPE_CHECKING:
-    from multihead.viewer.site import Site
+    from multihead.viewer.site import WebSite
 
 
-def serve_in_browser(site: Site, *, names: str, port: int | None, browser: bool, lang: str, fragment: str = "") -> None:
+def serve_in_browser(
+    site: WebSite, *, names: str, port: int | None, browser: bool, lang: str, fragment: str = ""
+) -> None:
     """Serve a site until Ctrl-C: print its address, and open it in the browser.
 
     Args:

@@ -263,7 +263,7 @@ class _InterventionRun:
             self.stack = stack.pop_all()
 
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Change the output of a call, (batch, heads, queries, value_dim), as `HeadChange.change` does."""
+        """Change the output of a call, (batch, heads, queries, value_dim), as `HeadChange.change_output` does."""
         self.layers.setdefault(call.layer_name, call.layer_number)
         if call.layer_name not in self._heads_of_layers:
             self._heads_of_layers[call.layer_name] = self._heads_of_layer(call)

@@ -50,7 +50,7 @@ class FollowedCall:
 
 
 OutputChange: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None]]
-"""Function that changes the output of a call; arguments and results are those of `HeadChange.change`."""
+"""Function that changes the output of a call; arguments and results are those of `HeadChange.change_output`."""
 
 
 @dataclass(eq=False)

@@ -115,7 +115,7 @@ class _OneHeadOffPerCopy:
     time_of_attention: float | None = None
 
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Change the output of a call, (copies * rows, heads, queries, value_dim), as `HeadChange.change` does."""
+        """Change the output of a call, (copies * rows, heads, queries, value_dim), see `HeadChange.change_output`."""
         if call.layer_name != self.layer:
             return output, None
         self.time_of_attention = perf_counter()

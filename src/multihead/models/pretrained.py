@@ -52,7 +52,7 @@ def is_cross_attention_call(origin: CallOrigin, name: str) -> bool:
     """Whether the keys of a call come from another sequence than its queries.
 
     Args:
-        origin: layer that made the call; its `crosses` decides if it is not None, else `is_cross_attention`.
+        origin: the call's layer, and whether it said that this is cross-attention; else its modules and name decide.
         name: the qualified name of the layer.
     """
     return is_cross_attention(origin.layer, name) if origin.is_cross_attention is None else origin.is_cross_attention

@@ -143,7 +143,7 @@ class Recorder:
     _pass_continues_cache: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
-        """Set `wanted`, the statistics that a kernel may measure while it computes: those that need only q and k."""
+        """Set `wanted_parts`, which a kernel may measure while it computes: those that need only q and k."""
         wanted = frozenset[PartName]()
         for probe in self.probes:
             if not probe.needs and probe.axes == "queries":

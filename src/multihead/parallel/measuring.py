@@ -27,7 +27,7 @@ _MEAN_DISTANCE, _DISTANCE_SPREAD = "mean_distance", "distance_spread"
 def measure_over_keys(
     request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
 ) -> dict[PartName, Tensor]:
-    """Return the `wanted` statistics of a request on a subset of the keys, (batch, heads, queries) each.
+    """Return the `wanted_parts` of a request on a subset of the keys, (batch, heads, queries) each.
 
     Statistics that the kernel did not return are measured here. `first_key`, an int or (batch or 1,), is the index of
     the sequence's first visible key, counted from the first key of the subset.

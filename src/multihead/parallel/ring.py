@@ -60,7 +60,7 @@ class Ring:
     statistics: dict[PartName, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
     def attend(self) -> AttentionResult:
-        """Compute the attention of this rank's queries, and the `wanted` statistics of the request."""
+        """Compute the attention of this rank's queries, and the `wanted_parts` of the request."""
         request = self.request
         bias = None if request.bias is None else values_of(request.bias)
         # Tensors must be arguments of the autograd function, so this copy of the ring has no bias values and no sinks.

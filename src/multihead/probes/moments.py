@@ -19,12 +19,12 @@ class DistanceMoments:
 
     Attributes, (heads, rows) float64:
         mass: sum_j p_ij.
-        distance: sum_j p_ij d_ij.
-        squared_deviations: sum_j p_ij (d_ij - distance / mass)^2.
+        weighted_distance: sum_j p_ij d_ij.
+        squared_deviations: sum_j p_ij (d_ij - weighted_distance / mass)^2.
     """
 
     mass: Tensor
-    distance: Tensor
+    weighted_distance: Tensor
     squared_deviations: Tensor
 
     @staticmethod
@@ -84,14 +84,14 @@ class DistanceMoments:
     def _join_sums(self, mass: Tensor, mean: Tensor, squares: Tensor) -> None:
         """Merge a tile, given its mass, its mean distance and its squares about this mean; (heads, rows) each."""
         both = _zeros_to_ones(self.mass + mass)
-        mean_before = self.distance / _zeros_to_ones(self.mass)
+        mean_before = self.weighted_distance / _zeros_to_ones(self.mass)
         self.squared_deviations += squares + (mean - mean_before).square() * (self.mass * mass / both)
         self.mass += mass
-        self.distance += mean * mass
+        self.weighted_distance += mean * mass
 
     def mean(self) -> Tensor:
         """Return the mean distance: (heads, rows), 0 for a mass of 0."""
-        return self.distance / _zeros_to_ones(self.mass)
+        return self.weighted_distance / _zeros_to_ones(self.mass)
 
     def spread(self) -> Tensor:
         """Return the standard deviation of the distance: (heads, rows)."""

@@ -116,7 +116,7 @@ def tile(
             parts = []
             for first in range(0, max(len(rows), 1), num_rows):
                 part = _slice_of_range(rows[first : first + num_rows])
-                cells, shown = _scores_minus_base(request, some_heads, part, _slice_of_range(columns), base)
+                cells, shown = _subtract_base_from_scores(request, some_heads, part, _slice_of_range(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
                 begin, end = _range_of_visible_keys(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
@@ -208,7 +208,7 @@ def request_in_float64(request: AttentionRequest) -> AttentionRequest:
     )
 
 
-def _scores_minus_base(
+def _subtract_base_from_scores(
     request: AttentionRequest, heads: Tensor, queries: slice, keys: slice, base: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the scores of a tile in float64 minus `base`, and which of them are visible.
@@ -283,9 +283,9 @@ def _logsumexp_block_by_block(
         part = _slice_of_range(rows[first : first + num_rows])
         begin, end = _range_of_visible_keys(request, part)
         width = max(MIN_BLOCK_KEYS, MAX_SCORES_PER_BLOCK // (of_row * num_rows))
-        total = _logsumexp_of_cells(_scores_minus_base(request, heads, part, slice(0, 0))[0], dtype)
+        total = _logsumexp_of_cells(_subtract_base_from_scores(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
-            cells, _ = _scores_minus_base(request, heads, part, slice(key, min(key + width, end)), base)
+            cells, _ = _subtract_base_from_scores(request, heads, part, slice(key, min(key + width, end)), base)
             total = total.logaddexp(_logsumexp_of_cells(cells, dtype))
         found.append(total)
     return _add_sinks(torch.cat(found, 2), request, heads, queries, base)

@@ -61,11 +61,12 @@ class BatchRows:
     Attributes:
         spans: per sample [index in the batch, first row, row after the last row]; rows are numbered among the kept
             rows.
-        index: (kept rows,) int64, index of each kept row in the flattened (batch * rows); None if all rows are kept.
+        row_indices: (kept rows,) int64, index of each kept row in the flattened (batch * rows); None if all rows are
+            kept.
     """
 
     spans: list[list[int]]
-    index: Tensor | None
+    row_indices: Tensor | None
 
     @staticmethod
     def from_spans(sample: Tensor, start: Tensor, stop: Tensor, *, batch: int, rows: int) -> BatchRows:
@@ -87,16 +88,16 @@ class BatchRows:
 
     def select_rows(self, tensor: Tensor) -> Tensor:
         """Slice (batch, heads, rows, features) to the kept rows, (1, heads, kept, features), unless all are kept."""
-        if self.index is None:
+        if self.row_indices is None:
             return tensor
         # (batch * rows, heads * features): a view if the heads are contiguous in each row, as after a projection
         flat = tensor.transpose(1, 2).flatten(0, 1).flatten(1)
-        tokens = flat.index_select(0, self.index.to(tensor.device))
+        tokens = flat.index_select(0, self.row_indices.to(tensor.device))
         return tokens.view(len(tokens), tensor.shape[1], tensor.shape[3]).transpose(0, 1)[None]
 
     def copy_rows(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a copy of the kept rows on `device`, because a model may overwrite the tensor; see `select_rows`."""
-        if self.index is not None:
+        if self.row_indices is not None:
             return self.select_rows(tensor.detach()).to(device)
         # A copy in the same layout copies contiguous memory, which is fastest.
         return tensor.detach().to(device, copy=True) if tensor.stride(-1) == 1 else copy_contiguous(tensor, device)
@@ -237,7 +238,7 @@ class SampleSpans:
 
     @cached_property
     def unsliceable_parts(self) -> frozenset[PartName] | None:
-        """Quantities (`Part`) measured on the whole call that are not valid for single samples; None means all.
+        """Parts (`PartName`) measured on the whole call that are not valid for single samples; None means all.
 
         With padding between the queries of a sample, no measured quantity is valid for a sample.
         """

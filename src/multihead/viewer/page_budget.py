@@ -101,11 +101,11 @@ class _SpaceInPage:
         self.arrays[name] = described
 
     def start_part(self) -> _SpaceInPage:
-        """Return an empty space with the bytes left here, for arrays that may not all fit; `take` adds them."""
+        """Return an empty space with the bytes left here, for arrays that may not all fit; `add_part` adds them."""
         return _SpaceInPage(self.left)
 
     def add_part(self, part: _SpaceInPage) -> None:
-        """Add the arrays of a space that `part` returned."""
+        """Add the arrays of a space that `start_part` returned."""
         self.left = part.left
         self.arrays |= part.arrays
         self.packs |= part.packs

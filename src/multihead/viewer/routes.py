@@ -33,7 +33,7 @@ from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_fl
 from multihead.viewer.responses import download_response, floats_response, page_response
 from multihead.viewer.security import json_response
 from multihead.viewer.share import MAX_BYTES, SharedHead, name_shared_file, shared_page
-from multihead.viewer.site import Site
+from multihead.viewer.site import WebSite
 from multihead.viewer.tiles import (
     ArrayCache,
     WorkerThreads,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 Writer = TypeVar("Writer")
 
 
-class Viewer(Site):
+class Viewer(WebSite):
     """Handles the requests of the page for some records.
 
     Args:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from multihead.viewer.site import Site
+    from multihead.viewer.site import WebSite
 
 
-def build_application(site: Site, *, token: str, hosts: Collection[str]) -> Starlette:
+def build_application(site: WebSite, *, token: str, hosts: Collection[str]) -> Starlette:
     """Build the web application of a site.
 
     Args:
@@ -53,12 +53,12 @@ def build_application(site: Site, *, token: str, hosts: Collection[str]) -> Star
     )
 
 
-def build_application_in_process(site: Site) -> Starlette:
+def build_application_in_process(site: WebSite) -> Starlette:
     """Build the application of a site without a port and without a token, for callers in this process."""
     return _build_starlette_application(site, routes=site.routes())
 
 
-def _build_starlette_application(site: Site, **options: Any) -> Starlette:
+def _build_starlette_application(site: WebSite, **options: Any) -> Starlette:
     made = Starlette(
         exception_handlers={
             MultiheadError: error_response,
@@ -72,7 +72,7 @@ def _build_starlette_application(site: Site, **options: Any) -> Starlette:
     return made
 
 
-def serve(site: Site, *, token: str, port: int = 0, ready: Callable[[str], None] = lambda address: None) -> None:
+def serve(site: WebSite, *, token: str, port: int = 0, ready: Callable[[str], None] = lambda address: None) -> None:
     """Serve a site to this machine until Ctrl-C.
 
     Args:
@@ -110,7 +110,7 @@ def serve(site: Site, *, token: str, port: int = 0, ready: Callable[[str], None]
 class _CancellingServer(uvicorn.Server):
     """A server that cancels running computations when it shuts down, so that open requests end at once."""
 
-    def __init__(self, config: uvicorn.Config, site: Site) -> None:
+    def __init__(self, config: uvicorn.Config, site: WebSite) -> None:
         super().__init__(config)
         self.site = site
 

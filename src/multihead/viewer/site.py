@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from multihead.viewer.tiles import WorkerThreads
 
 
-class Site(ABC):
+class WebSite(ABC):
     """The routes of a server, and the threads that compute the responses.
 
     Args:

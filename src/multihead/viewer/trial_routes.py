@@ -13,7 +13,7 @@ from multihead.locale.texts import check_language
 from multihead.viewer.query_params import parse_number
 from multihead.viewer.responses import floats_response, try_page_response
 from multihead.viewer.security import json_response
-from multihead.viewer.site import Site
+from multihead.viewer.site import WebSite
 from multihead.viewer.tiles import WorkerThreads
 from multihead.viewer.trial import MAX_TOKENS, IsCancelled, TextRun, Trial, parse_factors
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 
-class TrialSite(Site):
+class TrialSite(WebSite):
     """Handles the requests of the page of `multihead try`.
 
     Args:

@@ -75,7 +75,7 @@ class ExportContext:
         return PositionValues.from_sizes(self.graph, self.query_count, self.key_count, self.spec.start)
 
     @cached_property
-    def zero(self) -> str:
+    def zero_constant(self) -> str:
         """Name of the constant 0, in the layer's dtype."""
         return self.graph.add_constant(torch.zeros((), dtype=self.dtype), name="nothing")
 

@@ -31,7 +31,7 @@ def add_layer_nodes(context: ExportContext) -> None:
     merged = _project_output(context, _apply_gates(context, attended))
     output = merged if layer.out_proj is None else _project(context, "out_proj", merged)
     if "lengths" in context.inputs:
-        output = graph.add_node("Where", context.token_mask("lengths"), output, context.zero)
+        output = graph.add_node("Where", context.token_mask("lengths"), output, context.zero_constant)
     graph.add_output(output, "output", context.dtype, (spec.batch, spec.queries, layer.output_dim))
     if spec.has_past:
         for name, width in zip(PRESENT_OUTPUTS, (layer.head_dim, layer.value_head_dim), strict=True):
@@ -44,7 +44,7 @@ def _zero_padding_of_inputs(context: ExportContext) -> tuple[str, str, str]:
     def zero_padding(name: str, lengths: str) -> str:
         if lengths not in context.inputs:
             return name
-        return context.graph.add_node("Where", context.token_mask(lengths), name, context.zero)
+        return context.graph.add_node("Where", context.token_mask(lengths), name, context.zero_constant)
 
     x = zero_padding("x", "lengths")
     if not context.spec.is_cross_attention:
@@ -134,7 +134,7 @@ def _zero_queries_without_keys(context: ExportContext, attended: str, queries_wi
         "Transpose", queries_with_keys, perm=[0, 2, 1, 3]
     )  # (batch or 1, queries or 1, heads or 1, 1)
     return _concatenate_heads(
-        context, context.graph.add_node("Where", rows, _split_heads(context, attended), context.zero)
+        context, context.graph.add_node("Where", rows, _split_heads(context, attended), context.zero_constant)
     )
 
 

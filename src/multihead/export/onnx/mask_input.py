@@ -108,7 +108,7 @@ def _mask_or_bias_table(context: ExportContext, seen: str | None, bias: str | No
 
 
 def _bias_of_bool_table(context: ExportContext, table: str, *, boolean: bool) -> str:
-    return context.graph.add_node("Where", table, context.zero, context.hidden_bias) if boolean else table
+    return context.graph.add_node("Where", table, context.zero_constant, context.hidden_bias) if boolean else table
 
 
 def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) -> str:

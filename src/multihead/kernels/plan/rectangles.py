@@ -15,7 +15,7 @@ RectangleKind = Literal["full", "causal", "partial"]
 IntervalRule = Literal["constant", "growing", "any"]
 # Codes of how the key interval changes from a query to the next, and the rule that each code belongs to.
 _INTERVAL_STAYS, _INTERVAL_GROWS, _INTERVAL_SLIDES, _INTERVAL_JUMPS = range(4)
-_RULE_OF_CHANGE: tuple[IntervalRule, ...] = ("constant", "growing", "any", "any")
+_INTERVAL_RULE_BY_CODE: tuple[IntervalRule, ...] = ("constant", "growing", "any", "any")
 
 # Rows per block if the interval differs in each row (a window): small blocks compute fewer hidden scores, large blocks
 # need fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
@@ -122,7 +122,7 @@ def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
         for first in range(row, end, height):
             last = min(first + height, end) - 1
             columns = (min(first_keys[first], first_keys[last]), max(stops[first], stops[last]))
-            name: IntervalRule = "constant" if first == last else _RULE_OF_CHANGE[rule]
+            name: IntervalRule = "constant" if first == last else _INTERVAL_RULE_BY_CODE[rule]
             if columns[0] < columns[1]:
                 groups.append(_RowGroup((first, last + 1), columns, name, stops[first]))
         row = end
